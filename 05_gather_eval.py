@@ -1,0 +1,234 @@
+"""Step 5: the same, and all ranks together read the held-out digits, each digit once.
+
+torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST 05_gather_eval.py
+"""
+
+import argparse
+import os
+import time
+import zipfile
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from sklearn.metrics import classification_report, confusion_matrix
+from sklearn.model_selection import train_test_split
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset, default_convert
+from torch.utils.data.distributed import DistributedSampler
+
+
+def ddp_setup(local_rank):
+    """Join the process group, in which each process has its rank, from 0 to world_size - 1."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank)  # from here on, "cuda" means this process's own GPU
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    # A node that is lost without a word is an error after this time, and not a hang.
+    dist.init_process_group(backend, timeout=timedelta(minutes=5))
+
+
+class Digits(TensorDataset):
+    def __init__(self, train):
+        """Scikit-learn's 1797 scans: 359 held out, 1438 to train on in nine one-pixel shifts."""
+        split = train_test_split(*load_digits(return_X_y=True), test_size=359, random_state=0)
+        scans, labels = (torch.from_numpy(part) for part in split[0 if train else 1 :: 2])
+        images = scans.float().reshape(-1, 1, 8, 8) / 16
+        if train:
+            images = nn.functional.pad(images, (1, 1, 1, 1)).unfold(2, 8, 1).unfold(3, 8, 1)
+            images, labels = images.reshape(-1, 1, 8, 8), labels.repeat_interleave(9)
+        super().__init__(images, labels)
+
+    __getitems__ = TensorDataset.__getitem__  # tensors take lists: a whole batch in one go
+
+
+class DigitReader(nn.Sequential):
+    def __init__(self, width):  # N x 1 x 8 x 8 pixels in, N x 10 logits out
+        layers = [nn.Conv2d(1, width, 3, padding=1), nn.ReLU()]
+        layers += [nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+        layers += [nn.Conv2d(2 * width, 4 * width, 3, padding=1), nn.ReLU(), nn.Flatten()]
+        super().__init__(*layers, nn.Linear(4 * width * 4 * 4, 10))
+
+
+class Trainer:
+    def __init__(self, model, train_data, optimizer, device, rank, args):
+        self.model = DDP(model.to(device))  # backward() averages the gradients over all ranks
+        self.train_data = train_data
+        self.optimizer = optimizer
+        self.device = device
+        self.rank = rank
+        self.args = args
+        self.epochs_run = 0
+        self.agent = os.getppid()
+        self.config = {"width": args.width, "lr": args.lr, "seed": args.seed}
+        if os.path.exists(args.checkpoint_path):
+            self._load_checkpoint()
+
+    def _run_batch(self, source, targets):
+        self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.model(source), targets)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach() * len(targets)
+
+    def _run_epoch(self, epoch):
+        self.train_data.sampler.set_epoch(epoch)  # without this, each epoch has the same order
+        start, samples, losses = time.perf_counter(), len(self.train_data.sampler), 0
+        for source, targets in self.train_data:
+            if os.getppid() != self.agent:
+                raise RuntimeError("torchrun is gone: nobody would stop or restart this process")
+            losses += self._run_batch(source.to(self.device), targets.to(self.device))
+        sums = torch.tensor([losses, samples], dtype=torch.float64, device=self.device)
+        dist.all_reduce(sums)  # sums over all ranks give the mean over all samples
+        losses, samples = sums.tolist()  # waits for the GPU, so the clock comes after it
+        speed = samples / (time.perf_counter() - start)
+        if self.rank == 0:
+            print(f"epoch {epoch}  loss {losses / samples:.4f}  {speed:,.0f} samples/s", flush=True)
+
+    def _save_checkpoint(self):
+        checkpoint = {
+            "MODEL_STATE": self.model.module.state_dict(),
+            "OPTIMIZER_STATE": self.optimizer.state_dict(),
+            "EPOCHS_RUN": self.epochs_run,
+            "CONFIG": self.config,
+        }
+        new = f"{self.args.checkpoint_path}.new"  # takes the old file's place once it is whole
+        try:
+            torch.save(checkpoint, new)
+            with open(new, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(new, self.args.checkpoint_path)
+        except (OSError, RuntimeError) as error:  # a full disk makes torch.save a RuntimeError
+            parser.error(f"cannot write {self.args.checkpoint_path}: {error}")
+
+    def _load_checkpoint(self):
+        path = self.args.checkpoint_path
+        try:
+            if damaged := zipfile.ZipFile(path).testzip():  # torch.load would not notice
+                raise ValueError(f"{damaged} is damaged")
+            checkpoint = torch.load(path, map_location=self.device, weights_only=True)
+            if checkpoint["CONFIG"] != self.config:
+                raise ValueError(f"written by a run with {checkpoint['CONFIG']}")
+            self.model.module.load_state_dict(checkpoint["MODEL_STATE"])
+            self.optimizer.load_state_dict(checkpoint["OPTIMIZER_STATE"])
+            self.epochs_run = checkpoint["EPOCHS_RUN"]
+        except Exception as error:
+            parser.error(f"cannot resume from {path}, move it away or name another: {error!r:.200}")
+        if self.rank == 0:
+            print(f"{path}: {self.epochs_run} of {self.args.total_epochs} epochs run", flush=True)
+        # DDP lays its gradients out anew after the first backward pass, and other layouts add up
+        # in another order. This idle pass makes the next step that of a run never interrupted.
+        self.model(torch.zeros(1, 1, 8, 8, device=self.device)).sum().backward()
+        self.optimizer.zero_grad()
+
+    def train(self):
+        while self.epochs_run < self.args.total_epochs:
+            self._run_epoch(self.epochs_run + 1)
+            self.epochs_run += 1
+            last = self.epochs_run == self.args.total_epochs
+            if self.rank == 0 and (last or self.epochs_run % self.args.save_every == 0):
+                self._save_checkpoint()
+
+
+def load_train_objs(args):
+    torch.manual_seed(args.seed)
+    model = DigitReader(args.width)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    return Digits(train=True), Digits(train=False), model, optimizer
+
+
+def prepare_dataloader(dataset, args):
+    sampler = DistributedSampler(dataset, seed=args.seed)  # deals each rank its own shard
+    return DataLoader(dataset, args.batch_size, sampler=sampler, collate_fn=default_convert)
+
+
+@torch.inference_mode()
+def evaluate(model, test_set, device, args):
+    """Read each held-out digit once, on one rank or another; rank 0 then reports on them all."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    shard = range(rank, len(test_set), world_size)  # DistributedSampler's has padding on top
+    test_data = DataLoader(test_set, args.batch_size, sampler=shard, collate_fn=default_convert)
+    model.eval()
+    correct, mine = 0, []
+    for source, targets in test_data:
+        predictions = model(source.to(device)).argmax(dim=1).cpu()
+        correct += (predictions == targets).sum().item()
+        mine += predictions.tolist()
+    counts = torch.tensor([correct, len(shard)], device=device)
+    dist.all_reduce(counts)  # numbers are reduced: the sums are small, and every rank has them
+    gathered = [None] * world_size if rank == 0 else None
+    dist.gather_object(mine, gathered)  # objects are gathered: only where they are used
+    if rank == 0:
+        predictions = torch.empty(len(test_set), dtype=torch.int64)
+        for r, theirs in enumerate(gathered):
+            predictions[r::world_size] = torch.tensor(theirs)  # back in the dataset's order
+        report(predictions, test_set, args)
+        correct, total = counts.tolist()
+        print(f"accuracy {correct / total:.2%} ({correct}/{total})")
+
+
+def report(predictions, test_set, args):
+    images, labels = test_set.tensors
+    print(classification_report(labels, predictions, zero_division=0))
+    print("meant, by row; read, by column:", confusion_matrix(labels, predictions), sep="\n")
+    wrong = (predictions != labels).nonzero().flatten().tolist()
+    for four in (wrong[i : i + 4] for i in range(0, len(wrong), 4)):
+        print("\n" + "  ".join(f"meant {labels[i]}, read {predictions[i]}".ljust(16) for i in four))
+        for y in range(8):
+            rows = ((2 * " .:-=+*#%@"[int(9 * ink)] for ink in images[i, 0, y]) for i in four)
+            print("  ".join("".join(row) for row in rows))
+    plain = DigitReader(args.width)  # the saved weights need neither DDP nor a process group
+    checkpoint = torch.load(args.checkpoint_path, map_location="cpu", weights_only=True)
+    plain.load_state_dict(checkpoint["MODEL_STATE"])
+    same = (plain(images).argmax(dim=1) == predictions).sum()
+    print(
+        f"\n{args.checkpoint_path} in a plain model: {same} of {len(labels)} predictions the same"
+    )
+
+
+style = {"usage": argparse.SUPPRESS, "formatter_class": argparse.ArgumentDefaultsHelpFormatter}
+parser = argparse.ArgumentParser(description=__doc__, **style)
+parser.add_argument("total_epochs", nargs="?", type=int, default=4, help="passes over the data")
+parser.add_argument("save_every", nargs="?", type=int, default=1, help="epochs between two saves")
+parser.add_argument("--batch-size", type=int, default=32, help="samples per process and step")
+parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW")
+parser.add_argument("--width", type=int, default=32, help="channels; 256 keeps a GPU busy")
+parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order")
+parser.add_argument("--checkpoint-path", default="checkpoint.pt", help="file for what is learned")
+gpus = torch.cuda.device_count()
+
+
+def parse_args():
+    args = parser.parse_args()
+    for name in ("total_epochs", "save_every", "batch_size", "lr", "width"):
+        if not 0 < getattr(args, name) < float("inf"):
+            parser.error(f"{name} must be positive, not {getattr(args, name)}")
+    if not os.access(os.path.dirname(args.checkpoint_path) or ".", os.W_OK):
+        parser.error(f"no permission or no folder to write {args.checkpoint_path}")
+    if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
+        parser.error(f"start it with: torchrun --standalone --nproc-per-node=2 {parser.prog}")
+    if 0 < gpus <= int(os.environ["LOCAL_RANK"]):
+        parser.error(f"--nproc-per-node must be at most {gpus}, one process per GPU")
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        parser.error("--max-restarts needs: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+    return args
+
+
+@record  # gives torchrun the traceback, for its report on who failed first
+def main(args):
+    ddp_setup(int(os.environ["LOCAL_RANK"]))  # counted on each node: tells the GPU
+    rank = int(os.environ["RANK"])  # the global rank, counted over all nodes: tells all the rest
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    train_set, test_set, model, optimizer = load_train_objs(args)
+    trainer = Trainer(model, prepare_dataloader(train_set, args), optimizer, device, rank, args)
+    trainer.train()
+    evaluate(trainer.model.module, test_set, device, args)
+    dist.barrier()  # nobody leaves while another still needs the group
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(parse_args())

@@ -1,0 +1,219 @@
+"""Step 3: a run that is killed goes on, and ends with the weights of an undisturbed one."""
+
+import random
+import sys
+import time
+
+import pytest
+import torch
+from conftest import (
+    LONG,
+    SCRIPT,
+    SMALL,
+    Job,
+    accuracy,
+    arguments,
+    command,
+    epochs,
+    error_lines,
+    finished,
+    kill,
+    load,
+    run,
+    same_bits,
+)
+
+RESTARTS = ("--max-restarts=3",)
+
+
+@pytest.mark.parametrize("nprocs", [2, pytest.param(4, marks=pytest.mark.everything)])
+def test_a_job_started_again_goes_on(trained, tmp_path, nprocs):
+    first = finished(command("03", "2", *SMALL, nprocs=nprocs), tmp_path)
+    assert epochs(first) == [1, 2]
+    again = finished(command("03", *LONG, nprocs=nprocs), tmp_path)
+    assert again.stdout.startswith("checkpoint.pt: 2 of 4 epochs run\n")
+    assert epochs(again) == [3, 4]
+    assert same_bits(again, trained("03", *LONG, nprocs=nprocs))
+
+
+def test_a_finished_job_says_so(trained, tmp_path):
+    undisturbed = trained("03", *LONG)
+    saved = (undisturbed.cwd / "checkpoint.pt").read_bytes()
+    (tmp_path / "checkpoint.pt").write_bytes(saved)
+    job = finished(command("03", *LONG, nprocs=1), tmp_path)
+    assert job.stdout.startswith("checkpoint.pt: 4 of 4 epochs run\n")
+    assert epochs(job) == []
+    assert accuracy(job) == accuracy(undisturbed)
+    assert (tmp_path / "checkpoint.pt").read_bytes() == saved
+
+
+def kill_one(tmp_path, nprocs, rank, moment, args=LONG):
+    """Kill a worker at a moment: called until true; return the job at its end."""
+    start = command("03", *args, nprocs=nprocs, torchrun=RESTARTS)
+    with Job(start, tmp_path) as job:
+        job.wait_for(lambda: len(job.workers()) == nprocs and moment(job))
+        kill(job.workers()[rank])
+        job.wait(180).wait_until_gone()
+    assert job.returncode == 0, job
+    assert "failed (exitcode: -9)" in job.stderr, job
+    return job
+
+
+def test_kill_9_with_4_processes(trained, tmp_path):
+    job = kill_one(tmp_path, 4, 3, lambda job: "epoch 2 " in job.stdout)
+    before, after = job.stdout.split(" epochs run\n")
+    assert "epoch 4 " not in before
+    assert "epoch 4 " in after
+    assert sorted(epochs(job)) == [1, 2, 3, 4]
+    assert same_bits(job, trained("02", *LONG, nprocs=4))
+    assert accuracy(job) == accuracy(trained("02", *LONG, nprocs=4))
+
+
+def test_kill_9_and_what_was_not_saved_is_run_again(trained, tmp_path):
+    args = ("4", "2", *SMALL)
+    job = kill_one(tmp_path, 2, 0, lambda job: "epoch 3 " in job.stdout, args)
+    assert "checkpoint.pt: 2 of 4 epochs run" in job.stdout
+    assert epochs(job) == [1, 2, 3, 3, 4]
+    assert same_bits(job, trained("03", *LONG))
+
+
+@pytest.mark.everything
+@pytest.mark.parametrize("nprocs", [2, 4])
+def test_kill_9_at_any_moment(trained, tmp_path, nprocs):
+    """Twenty of twenty, from the first import to the last line, each rank in turn."""
+    undisturbed = trained("03", *LONG, nprocs=nprocs)
+    seconds = -time.monotonic()
+    finished(command("03", *LONG, nprocs=nprocs), tmp_path)
+    seconds += time.monotonic()
+    moments = random.Random(nprocs)
+    for attempt in range(20):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        end = time.monotonic() + moments.uniform(0, 0.9 * seconds)
+        job = kill_one(folder, nprocs, attempt % nprocs, lambda _: time.monotonic() > end)  # noqa: B023
+        assert same_bits(job, undisturbed), (attempt, job)
+        assert sorted(set(epochs(job)) | {1}) == [1, 2, 3, 4], (attempt, job)
+
+
+def test_the_checkpoint_holds_what_a_resume_needs(trained):
+    path = trained("03", *LONG).cwd / "checkpoint.pt"
+    checkpoint = torch.load(path, weights_only=True)
+    assert checkpoint["EPOCHS_RUN"] == 4
+    assert checkpoint["CONFIG"] == {"width": 4, "lr": 1e-3, "seed": 0}
+    assert checkpoint["MODEL_STATE"].keys() == load("03").DigitReader(4).state_dict().keys()
+    steps = {int(state["step"]) for state in checkpoint["OPTIMIZER_STATE"]["state"].values()}
+    assert steps == {4 * 102}  # 12 942 samples, 2 processes, 64 in a batch
+
+
+def test_without_torchrun(tmp_path):
+    job = run([sys.executable, SCRIPT["03"]], tmp_path)
+    assert job.returncode == 2
+    assert job.stderr.splitlines() == [
+        "03_multigpu_torchrun.py: error: start it with: "
+        "torchrun --standalone --nproc-per-node=2 03_multigpu_torchrun.py"
+    ]
+
+
+def test_restarts_want_a_store_of_their_own(tmp_path):
+    start = command("03", "1", *SMALL, nprocs=1, torchrun=("--max-restarts=1",))
+    job = run(start, tmp_path, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": None})
+    assert job.returncode != 0
+    lines = set(error_lines(job))
+    assert len(lines) == 1
+    assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in lines.pop()
+
+
+def test_more_processes_than_gpus(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    module = load("03")
+    monkeypatch.setattr("sys.argv", ["03_multigpu_torchrun.py"])
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    module.parse_args()
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(SystemExit) as stop:
+        module.parse_args()
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--nproc-per-node must be at most 2" in line
+
+
+# ---------------------------------------------------------------- files that are no checkpoint
+
+
+@pytest.fixture
+def trainer(tmp_path, process_group, monkeypatch):
+    """A trainer without a checkpoint, and the bytes of one that would fit it."""
+    module = load("03")
+    args = arguments(tmp_path / "checkpoint.pt")
+    train_set, _, model, optimizer = module.load_train_objs(args)
+    data = module.prepare_dataloader(train_set, args)
+    device = torch.device("cpu")
+    trainer = module.Trainer(model, data, optimizer, device, 0, args)
+    trainer._run_batch(*next(iter(data)))
+    trainer._save_checkpoint()
+    return trainer
+
+
+def refused(trainer, capsys):
+    """See a file refused by name, and left as it is."""
+    with open(trainer.args.checkpoint_path, "rb") as file:
+        before = file.read()
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        trainer._load_checkpoint()
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"cannot resume from {trainer.args.checkpoint_path}" in line
+    with open(trainer.args.checkpoint_path, "rb") as file:
+        assert file.read() == before
+    return line
+
+
+def test_a_checkpoint_cut_at_any_length(trainer, tmp_path, capsys):
+    path = tmp_path / "checkpoint.pt"
+    whole = path.read_bytes()
+    lengths = [*range(0, len(whole), 7), *range(len(whole) - 40, len(whole))]
+    for length in lengths:
+        path.write_bytes(whole[:length])
+        refused(trainer, capsys)
+    path.write_bytes(whole)
+    trainer._load_checkpoint()
+
+
+def test_a_flipped_byte_in_the_weights(trainer, tmp_path, capsys):
+    path = tmp_path / "checkpoint.pt"
+    whole = path.read_bytes()
+    tensor = trainer.model.module.state_dict()["2.weight"].numpy().tobytes()
+    position = whole.index(tensor)
+    path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+    torch.load(path, weights_only=True)  # takes it without a word
+    assert "is damaged" in refused(trainer, capsys)
+
+
+def test_foreign_files(trainer, trained, tmp_path, capsys):
+    path = tmp_path / "checkpoint.pt"
+    for content in (b"", b"not a checkpoint", b"PK\x03\x04", bytes(10_000)):
+        path.write_bytes(content)
+        refused(trainer, capsys)
+    path.write_bytes((trained("01", "1", *SMALL).cwd / "checkpoint.pt").read_bytes())
+    refused(trainer, capsys)
+    path.write_bytes((trained("03", *LONG).cwd / "checkpoint.pt").read_bytes())
+    assert "written by a run with {'width': 4" in refused(trainer, capsys)
+
+
+def test_a_bad_checkpoint_under_torchrun(tmp_path):
+    (tmp_path / "checkpoint.pt").write_bytes(b"not a checkpoint")
+    job = run(command("03", "1", *SMALL, nprocs=1), tmp_path)
+    assert job.returncode == 1
+    lines = set(error_lines(job))
+    assert len(lines) == 1
+    assert "cannot resume from checkpoint.pt" in lines.pop()
+    assert "exitcode  : 2" in job.stderr
+    assert (tmp_path / "checkpoint.pt").read_bytes() == b"not a checkpoint"
+
+
+@pytest.mark.parametrize("change", [{"width": 2}, {"lr": 0.1}, {"seed": 1}])
+def test_another_run_is_refused(trainer, capsys, change):
+    name, value = change.popitem()
+    trainer.config = {**trainer.config, name: value}
+    assert "written by a run with {'width': 1, 'lr': 0.001, 'seed': 0}" in refused(trainer, capsys)

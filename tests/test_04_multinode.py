@@ -1,0 +1,150 @@
+"""Step 4: several nodes, each with an agent of its own; here they share one machine."""
+
+import contextlib
+import os
+import signal
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import (
+    LONG,
+    SCRIPT,
+    SMALL,
+    TORCHRUN,
+    Job,
+    command,
+    edited,
+    epochs,
+    free_port,
+    kill,
+    load,
+    run,
+    same_bits,
+)
+
+
+@contextlib.contextmanager
+def nodes(tmp_path, count, nprocs, args, static=False, path=SCRIPT["04"]):
+    """Start one agent per node, each in a folder of its own; only the checkpoint is shared."""
+    port = free_port()
+    with contextlib.ExitStack() as stack:
+        jobs = []
+        for node in range(count):
+            folder = tmp_path / f"node{node}"
+            folder.mkdir()
+            words = [TORCHRUN, f"--nnodes={count}", f"--nproc-per-node={nprocs}"]
+            if static:
+                words += [f"--node-rank={node}", "--master-addr=localhost"]
+                words += [f"--master-port={port}", "--max-restarts=0"]
+            else:
+                words += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"]
+                words += ["--max-restarts=3"]
+            words += [path, *args, f"--checkpoint-path={tmp_path / 'checkpoint.pt'}"]
+            jobs.append(stack.enter_context(Job(words, folder)))
+        yield jobs
+
+
+def seen_by_all(jobs):
+    """Return the one output of all nodes; only global rank 0 may have printed."""
+    for job in jobs:
+        assert job.wait(180).returncode == 0, job
+        job.wait_until_gone()
+    outputs = [job.stdout for job in jobs if job.stdout]
+    assert len(outputs) == 1, outputs
+    return outputs[0]
+
+
+def bits_equal(tmp_path, other):
+    return same_bits(tmp_path / "checkpoint.pt", other)
+
+
+def test_two_nodes_of_two_are_one_of_four(trained, tmp_path):
+    with nodes(tmp_path, 2, 2, LONG) as jobs:
+        output = seen_by_all(jobs)
+    assert output.count("epoch ") == 4
+    assert output.count("accuracy") == 1
+    assert bits_equal(tmp_path, trained("02", *LONG, nprocs=4))
+    left = sorted(path.name for path in tmp_path.rglob("[!.]*"))
+    assert left == ["checkpoint.pt", "node0", "node1"]
+
+
+@pytest.mark.everything
+def test_static_rendezvous(trained, tmp_path):
+    with nodes(tmp_path, 2, 1, LONG, static=True) as jobs:
+        seen_by_all(jobs)
+    assert bits_equal(tmp_path, trained("02", *LONG))
+
+
+@pytest.mark.everything
+def test_any_launcher_that_sets_the_ranks(trained, tmp_path):
+    """As srun alone would: no torchrun anywhere."""
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    start = [sys.executable, SCRIPT["04"], *LONG]
+    with (
+        Job(start, tmp_path, {"RANK": "0", "LOCAL_RANK": "0", **common}) as zero,
+        Job(start, tmp_path, {"RANK": "1", "LOCAL_RANK": "0", **common}) as one,
+    ):
+        seen_by_all([zero, one])
+    assert bits_equal(tmp_path, trained("02", *LONG))
+
+
+@pytest.mark.everything
+def test_kill_9_on_one_of_two_nodes(trained, tmp_path):
+    with nodes(tmp_path, 2, 2, LONG) as jobs:
+        host = next(job for job in jobs if 0 in job.wait_for(job.workers))
+        other = jobs[1 - jobs.index(host)]
+        host.wait_for("^epoch 2 ")
+        kill(other.workers()[max(other.workers())])
+        output = seen_by_all(jobs)
+    before, after = output.split(" epochs run\n")
+    assert "epoch 4 " not in before
+    assert "epoch 4 " in after
+    assert bits_equal(tmp_path, trained("02", *LONG, nprocs=4))
+
+
+@pytest.mark.parametrize("missing", ["RANK", "LOCAL_RANK", "WORLD_SIZE"])
+def test_a_launcher_that_sets_too_little(monkeypatch, capsys, missing):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.delenv(missing)
+    monkeypatch.setattr(sys, "argv", ["04_multinode.py"])
+    with pytest.raises(SystemExit) as stop:
+        load("04").parse_args()
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "start it with: torchrun" in line
+
+
+def test_local_rank_picks_the_gpu_before_the_group_is_joined(monkeypatch):
+    """There is no GPU here, so this looks at the calls."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kw: calls.append((*args, kw)))
+    load("04").ddp_setup(3)
+    device, (backend, options) = calls
+    assert (device, backend) == (3, "nccl")
+    assert timedelta(seconds=10) < options["timeout"] <= timedelta(minutes=10)
+
+
+def test_a_node_that_falls_silent_is_an_error_and_not_a_hang(tmp_path):
+    """A stopped process keeps its connections open, as a lost node does."""
+    path = edited(tmp_path, "04", ("timedelta(minutes=5)", "timedelta(seconds=3)"))
+    with Job(command(path, "99", *SMALL), tmp_path) as job:
+        job.wait_for("^epoch 1 ")
+        job.workers()[1].send_signal(signal.SIGSTOP)
+        job.wait_for(lambda: "Timed out" in job.stderr)
+        kill(job.workers()[1], signal.SIGCONT)
+        assert job.wait(60).returncode == 1
+        job.wait_until_gone()
+
+
+def test_without_torchrun(tmp_path):
+    job = run([sys.executable, SCRIPT["04"]], tmp_path, {"PATH": os.environ["PATH"]})
+    assert job.returncode == 2
+    (line,) = job.stderr.splitlines()
+    assert line.endswith("torchrun --standalone --nproc-per-node=2 04_multinode.py")
+    assert epochs(job) == []

@@ -1,0 +1,172 @@
+"""What holds across the ladder: one story, the same bits, the same manners."""
+
+import ast
+import difflib
+import sys
+from itertools import pairwise
+
+import pytest
+from conftest import LONG, SCRIPT, SMALL, command, epochs, finished, load, run, same_bits
+from torch.utils.data.distributed import DistributedSampler
+
+DISTRIBUTED = ["02", "03", "04", "05"]
+
+
+# ---------------------------------------------------------------- the same bits everywhere
+
+
+EVERYTHING = pytest.mark.everything
+
+
+@pytest.mark.parametrize("nprocs", [2, pytest.param(4, marks=EVERYTHING)])
+@pytest.mark.parametrize("step", ["03", "04", "05"])
+def test_the_same_bits_on_every_step(trained, step, nprocs):
+    """Step 04 on two nodes, and with another rendezvous, is compared in its own tests."""
+    assert same_bits(trained(step, *LONG, nprocs=nprocs), trained("02", *LONG, nprocs=nprocs))
+
+
+@EVERYTHING
+@pytest.mark.parametrize("nprocs", [1, 3, 5, 8, 16])
+def test_the_same_bits_at_other_world_sizes(trained, nprocs):
+    first, *rest = [trained(step, "1", *SMALL, nprocs=nprocs) for step in DISTRIBUTED]
+    assert all(same_bits(first, other) for other in rest)
+
+
+@pytest.mark.parametrize("step", DISTRIBUTED)
+def test_only_rank_0_prints_and_writes(trained, step):
+    job = trained(step, *LONG)
+    assert epochs(job) == sorted(set(epochs(job)))
+    assert job.stdout.count("accuracy ") == 1 + (step == "05")  # and once in the class report
+    assert [path.name for path in job.cwd.glob("[!.]*")] == ["checkpoint.pt"]
+
+
+# ---------------------------------------------------------------- facts about the sampler
+
+
+def shards(world_size, epoch, length=12_942, **options):
+    """Return the indices of each rank, dealt as the scripts deal them."""
+    samplers = [
+        DistributedSampler(range(length), world_size, rank, **options) for rank in range(world_size)
+    ]
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+    return [list(sampler) for sampler in samplers]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8, 16, 4096])
+def test_shards_are_disjoint_and_cover_the_data(world_size):
+    dealt = [index for shard in shards(world_size, 1) for index in shard]
+    padding = -12_942 % world_size
+    assert len(dealt) == 12_942 + padding
+    assert set(dealt) == set(range(12_942))
+    once = dealt if padding == 0 else set(dealt)
+    assert len(once) == 12_942
+
+
+def test_a_new_order_each_epoch_thanks_to_set_epoch():
+    assert shards(2, 1) != shards(2, 2)
+    sampler = DistributedSampler(range(100), 2, 0)
+    assert list(sampler) == list(sampler)
+
+
+def test_the_padding_is_the_first_samples_again():
+    assert shards(3, 0, 10, shuffle=False) == [[0, 3, 6, 9], [1, 4, 7, 0], [2, 5, 8, 1]]
+    dropped = shards(3, 0, 10, shuffle=False, drop_last=True)
+    assert dropped == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
+
+
+def test_batches_of_all_ranks_together_are_those_of_one_process():
+    one = shards(1, 3)[0]
+    for world_size in (2, 3, 6):
+        together = [index for step in zip(*shards(world_size, 3), strict=True) for index in step]
+        assert together == one
+
+
+# ---------------------------------------------------------------- bad input
+
+
+BAD_ARGUMENTS = [
+    (["0"], "total_epochs must be positive, not 0"),
+    (["-3"], "total_epochs must be positive, not -3"),
+    (["four"], "argument total_epochs: invalid int value: 'four'"),
+    (["1", "0"], "save_every must be positive, not 0"),
+    (["--batch-size=0"], "batch_size must be positive, not 0"),
+    (["--lr=0"], "lr must be positive, not 0.0"),
+    (["--lr=nan"], "lr must be positive, not nan"),
+    (["--lr=inf"], "lr must be positive, not inf"),
+    (["--width=-1"], "width must be positive, not -1"),
+    (["--seed=x"], "argument --seed: invalid int value: 'x'"),
+    (["1", "2", "3"], "unrecognized arguments: 3"),
+    (["--checkpoint-path=no/such/folder.pt"], "no/such/folder.pt"),
+]
+
+
+@pytest.mark.parametrize("step", SCRIPT)
+def test_bad_arguments_get_one_line_and_exit_code_2(step, tmp_path, monkeypatch, capsys):
+    module = load(step)
+    monkeypatch.chdir(tmp_path)
+    for words, line in BAD_ARGUMENTS:
+        monkeypatch.setattr(sys, "argv", [SCRIPT[step].name, *words])
+        with pytest.raises(SystemExit) as stop:
+            module.parse_args()
+        assert stop.value.code == 2, words
+        (error,) = capsys.readouterr().err.splitlines()
+        assert line in error, words
+
+
+@pytest.mark.parametrize(
+    "step", ["02", "03", *(pytest.param(n, marks=EVERYTHING) for n in ("04", "05"))]
+)
+def test_bad_arguments_for_real(tmp_path, step):
+    job = run(command(step, "0", nprocs=1), tmp_path)
+    assert job.returncode == 2 if step == "02" else 1
+    assert f"{SCRIPT[step].name}: error: total_epochs must be positive, not 0" in job.stderr
+    assert not list(tmp_path.glob("[!.]*"))
+
+
+@pytest.mark.parametrize("step", SCRIPT)
+def test_help_is_worth_reading(step):
+    text = load(step).parser.format_help()
+    for word in ("total_epochs", "save_every", "--batch-size", "--lr", "--width", "--seed"):
+        assert word in text
+    assert "(default: 32)" in text
+    assert f"Step {int(step)}: " in text
+
+
+# ---------------------------------------------------------------- one story, five times
+
+
+def test_the_same_functions_in_the_same_order():
+    names = {}
+    for step, path in SCRIPT.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+        names[step] = [n.name for n in sorted(functions, key=lambda node: node.lineno)]
+    for old, new in pairwise(DISTRIBUTED):
+        assert [name for name in names[new] if name in names[old]] == names[old]
+
+
+def changed_lines(old, new):
+    texts = (SCRIPT[step].read_text(encoding="utf-8").splitlines() for step in (old, new))
+    diff = list(difflib.unified_diff(*texts, n=0))[2:]
+    return sum(line[0] in "+-" for line in diff)
+
+
+def test_sizes_stay_within_the_budget(capsys):
+    sizes = {f"{a} to {b}": changed_lines(a, b) for a, b in pairwise(SCRIPT)}
+    with capsys.disabled():
+        print("\nchanged lines:", ", ".join(f"{name} {size}" for name, size in sizes.items()))
+    assert len(SCRIPT["01"].read_text(encoding="utf-8").splitlines()) <= 130
+    assert max(sizes.values()) <= 70
+
+
+# ---------------------------------------------------------------- and again and again
+
+
+@EVERYTHING
+@pytest.mark.parametrize("step", DISTRIBUTED)
+def test_a_healthy_run_ends_well_25_times(tmp_path, step):
+    """A hundred in all: without the barrier at the end, some abort on their way out."""
+    for attempt in range(25):
+        path = f"--checkpoint-path={attempt}.pt"
+        finished(command(step, "1", "--batch-size=6471", "--width=1", path), tmp_path)
