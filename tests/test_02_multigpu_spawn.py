@@ -156,7 +156,7 @@ def test_omp_num_threads_is_honoured(tmp_path):
     assert [threads for _, threads, _ in look_inside(tmp_path, "2")] == ["2", "2"]
 
 
-DOUBLE = [  # rounding apart, that is: AdamW divides by it, see the README
+DOUBLE = [  # in single precision, AdamW makes steps of rounding errors: see the README
     ("scans.float()", "scans.double()"),
     ("    torch.manual_seed", "    torch.set_default_dtype(torch.float64)\n    torch.manual_seed"),
 ]
@@ -175,9 +175,9 @@ def test_two_processes_follow_one_with_the_same_effective_batch(tmp_path):
 
 
 @pytest.mark.everything
-def test_in_float32_too_as_long_as_the_steps_are_few(tmp_path):
+def test_in_float32_too_for_one_step(tmp_path):
     results = []
-    for nprocs, batch in ((2, 647), (1, 1294)):  # eleven steps
+    for nprocs, batch in ((2, 6471), (1, 12_942)):
         args = ("1", f"--batch-size={batch}", f"--checkpoint-path={nprocs}.pt")
         finished(command("02", *args, nprocs=nprocs), tmp_path)
         results.append(weights(tmp_path / f"{nprocs}.pt"))
