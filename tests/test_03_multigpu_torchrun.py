@@ -107,65 +107,6 @@ def test_kill_9_at_any_moment(trained, tmp_path, nprocs):
     assert kills == 20
 
 
-def test_a_finished_job_says_so(trained, tmp_path):
-    undisturbed = trained("03", *LONG)
-    saved = (undisturbed.cwd / "checkpoint.pt").read_bytes()
-    (tmp_path / "checkpoint.pt").write_bytes(saved)
-    job = finished(command("03", *LONG, nprocs=1), tmp_path)
-    assert job.stdout.startswith("checkpoint.pt: 4 of 4 epochs run\n")
-    assert epochs(job) == []
-    assert accuracy(job) == accuracy(undisturbed)
-    assert (tmp_path / "checkpoint.pt").read_bytes() == saved
-
-
-def kill_one(tmp_path, nprocs, rank, moment, args=LONG):
-    """Kill a worker as soon as `moment(job)` is true; return the job at its end."""
-    start = command("03", *args, nprocs=nprocs, torchrun=RESTARTS)
-    with Job(start, tmp_path) as job:
-        job.wait_for(lambda: len(job.workers()) == nprocs and moment(job))
-        kill(job.workers()[rank])
-        job.wait(180).wait_until_gone()
-    assert job.returncode == 0, job
-    assert "failed (exitcode: -9)" in job.stderr, job
-    return job
-
-
-def test_kill_9_with_4_processes(trained, tmp_path):
-    job = kill_one(tmp_path, 4, 3, lambda job: "epoch 2 " in job.stdout)
-    before, after = job.stdout.split(" epochs run\n")
-    assert "epoch 4 " not in before
-    assert "epoch 4 " in after
-    assert sorted(epochs(job)) == [1, 2, 3, 4]
-    assert same_bits(job, trained("02", *LONG, nprocs=4))
-    assert accuracy(job) == accuracy(trained("02", *LONG, nprocs=4))
-
-
-def test_kill_9_and_what_was_not_saved_is_run_again(trained, tmp_path):
-    args = ("4", "2", *SMALL)
-    job = kill_one(tmp_path, 2, 0, lambda job: "epoch 3 " in job.stdout, args)
-    assert "checkpoint.pt: 2 of 4 epochs run" in job.stdout
-    assert epochs(job) == [1, 2, 3, 3, 4]
-    assert same_bits(job, trained("03", *LONG))
-
-
-@pytest.mark.everything
-@pytest.mark.parametrize("nprocs", [2, 4])
-def test_kill_9_at_any_moment(trained, tmp_path, nprocs):
-    """Twenty of twenty, from the first import to the last line, each rank in turn."""
-    undisturbed = trained("03", *LONG, nprocs=nprocs)
-    seconds = -time.monotonic()
-    finished(command("03", *LONG, nprocs=nprocs), tmp_path)
-    seconds += time.monotonic()
-    moments = random.Random(nprocs)
-    for attempt in range(20):
-        folder = tmp_path / str(attempt)
-        folder.mkdir()
-        end = time.monotonic() + moments.uniform(0, 0.9 * seconds)
-        job = kill_one(folder, nprocs, attempt % nprocs, lambda _: time.monotonic() > end)  # noqa: B023
-        assert same_bits(job, undisturbed), (attempt, job)
-        assert sorted(set(epochs(job)) | {1}) == [1, 2, 3, 4], (attempt, job)
-
-
 def test_the_checkpoint_holds_what_a_resume_needs(trained):
     path = trained("03", *LONG).cwd / "checkpoint.pt"
     checkpoint = torch.load(path, weights_only=True)
