@@ -48,11 +48,13 @@ def test_a_finished_job_says_so(trained, tmp_path):
 
 
 def kill_one(tmp_path, nprocs, rank, moment, args=LONG):
-    """Kill a worker as soon as `moment(job)` is true; return the job at its end."""
+    """Kill a worker as soon as a line of output begins so; return the job at its end."""
     start = command("03", *args, nprocs=nprocs, torchrun=RESTARTS)
     with Job(start, tmp_path) as job:
-        job.wait_for(lambda: len(job.workers()) == nprocs and moment(job))
-        kill(job.workers()[rank])
+        job.wait_for(lambda: len(job.workers()) == nprocs)
+        worker = job.workers()[rank]
+        job.wait_for(moment)
+        kill(worker)
         job.wait(180).wait_until_gone()
     assert job.returncode == 0, job
     assert "failed (exitcode: -9)" in job.stderr, job
@@ -60,7 +62,7 @@ def kill_one(tmp_path, nprocs, rank, moment, args=LONG):
 
 
 def test_kill_9_with_4_processes(trained, tmp_path):
-    job = kill_one(tmp_path, 4, 3, lambda job: "epoch 2 " in job.stdout)
+    job = kill_one(tmp_path, 4, 3, "^epoch 1 ")
     before, after = job.stdout.split(" epochs run\n")
     assert "epoch 4 " not in before
     assert "epoch 4 " in after
@@ -71,7 +73,7 @@ def test_kill_9_with_4_processes(trained, tmp_path):
 
 def test_kill_9_and_what_was_not_saved_is_run_again(trained, tmp_path):
     args = ("4", "2", *SMALL)
-    job = kill_one(tmp_path, 2, 0, lambda job: "epoch 3 " in job.stdout, args)
+    job = kill_one(tmp_path, 2, 0, "^epoch 3 ", args)
     assert "checkpoint.pt: 2 of 4 epochs run" in job.stdout
     assert epochs(job) == [1, 2, 3, 3, 4]
     assert same_bits(job, trained("03", *LONG))

@@ -96,8 +96,10 @@ def test_kill_9_on_one_of_two_nodes(trained, tmp_path):
     with nodes(tmp_path, 2, 2, LONG) as jobs:
         host = next(job for job in jobs if 0 in job.wait_for(job.workers))
         other = jobs[1 - jobs.index(host)]
-        host.wait_for("^epoch 2 ")
-        kill(other.workers()[max(other.workers())])
+        other.wait_for(lambda: len(other.workers()) == 2)
+        worker = other.workers()[max(other.workers())]
+        host.wait_for("^epoch 1 ")
+        kill(worker)
         output = seen_by_all(jobs)
     before, after = output.split(" epochs run\n")
     assert "epoch 4 " not in before
