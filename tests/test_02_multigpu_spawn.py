@@ -22,7 +22,6 @@ from conftest import (
     same_bits,
     weights,
 )
-from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 
@@ -92,19 +91,6 @@ def test_the_saved_file_has_no_prefix(trained, process_group):
     model.own_attribute = "reached through .module"
     assert not hasattr(wrapped, "own_attribute")
     assert wrapped.module.own_attribute == model.own_attribute
-
-
-def test_a_prefix_is_removed_safely_and_not_by_a_regular_expression():
-    class Inner(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.module = torch.nn.Linear(1, 1)  # a submodule of that very name
-
-    names = Inner().state_dict().keys()
-    wrapped = {f"module.{name}": 0 for name in names}
-    consume_prefix_in_state_dict_if_present(wrapped, "module.")
-    assert wrapped.keys() == names
-    assert {re.sub("module.", "", f"module.{name}") for name in names} != names
 
 
 def test_more_processes_than_gpus(monkeypatch, capsys):

@@ -41,6 +41,7 @@ def nodes(tmp_path, count, nprocs, args, static=False, path=SCRIPT["04"]):
                 words += [f"--master-port={port}", "--max-restarts=0"]
             else:
                 words += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"]
+                words += ["--node-rank=0"]  # means nothing here, or both would be the first
                 words += ["--max-restarts=3"]
             words += [path, *args, f"--checkpoint-path={tmp_path / 'checkpoint.pt'}"]
             jobs.append(stack.enter_context(Job(words, folder)))

@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import pytest
 from conftest import LONG, SCRIPT, SMALL, command, epochs, finished, load, run, same_bits
-from torch.utils.data.distributed import DistributedSampler
 
 DISTRIBUTED = ["02", "03", "04", "05"]
 
@@ -38,48 +37,6 @@ def test_only_rank_0_prints_and_writes(trained, step):
     assert epochs(job) == sorted(set(epochs(job)))
     assert job.stdout.count("accuracy ") == 1 + (step == "05")  # and once in the class report
     assert [path.name for path in job.cwd.glob("[!.]*")] == ["checkpoint.pt"]
-
-
-# ---------------------------------------------------------------- facts about the sampler
-
-
-def shards(world_size, epoch, length=12_942, **options):
-    """Return the indices of each rank, dealt as the scripts deal them."""
-    samplers = [
-        DistributedSampler(range(length), world_size, rank, **options) for rank in range(world_size)
-    ]
-    for sampler in samplers:
-        sampler.set_epoch(epoch)
-    return [list(sampler) for sampler in samplers]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8, 16, 4096])
-def test_shards_are_disjoint_and_cover_the_data(world_size):
-    dealt = [index for shard in shards(world_size, 1) for index in shard]
-    padding = -12_942 % world_size
-    assert len(dealt) == 12_942 + padding
-    assert set(dealt) == set(range(12_942))
-    once = dealt if padding == 0 else set(dealt)
-    assert len(once) == 12_942
-
-
-def test_a_new_order_each_epoch_thanks_to_set_epoch():
-    assert shards(2, 1) != shards(2, 2)
-    sampler = DistributedSampler(range(100), 2, 0)
-    assert list(sampler) == list(sampler)
-
-
-def test_the_padding_is_the_first_samples_again():
-    assert shards(3, 0, 10, shuffle=False) == [[0, 3, 6, 9], [1, 4, 7, 0], [2, 5, 8, 1]]
-    dropped = shards(3, 0, 10, shuffle=False, drop_last=True)
-    assert dropped == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
-
-
-def test_batches_of_all_ranks_together_are_those_of_one_process():
-    one = shards(1, 3)[0]
-    for world_size in (2, 3, 6):
-        together = [index for step in zip(*shards(world_size, 3), strict=True) for index in step]
-        assert together == one
 
 
 # ---------------------------------------------------------------- bad input

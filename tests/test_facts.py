@@ -1,0 +1,141 @@
+"""What the README teaches about PyTorch itself, shown on PyTorch itself."""
+
+import re
+
+import pytest
+import torch
+from conftest import TORCHRUN, finished, free_port, run
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+from torch.utils.data.distributed import DistributedSampler
+
+
+def shards(world_size, epoch, length=12_942, **options):
+    """Return the indices of each rank, dealt as the scripts deal them."""
+    samplers = [
+        DistributedSampler(range(length), world_size, rank, **options) for rank in range(world_size)
+    ]
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+    return [list(sampler) for sampler in samplers]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8, 16, 4096])
+def test_shards_are_disjoint_and_cover_the_data(world_size):
+    dealt = [index for shard in shards(world_size, 1) for index in shard]
+    padding = -12_942 % world_size
+    assert len(dealt) == 12_942 + padding
+    assert set(dealt) == set(range(12_942))
+    once = dealt if padding == 0 else set(dealt)
+    assert len(once) == 12_942
+
+
+def test_a_new_order_each_epoch_thanks_to_set_epoch():
+    assert shards(2, 1) != shards(2, 2)
+    sampler = DistributedSampler(range(100), 2, 0)
+    assert list(sampler) == list(sampler)
+
+
+def test_the_padding_is_the_first_samples_again():
+    assert shards(3, 0, 10, shuffle=False) == [[0, 3, 6, 9], [1, 4, 7, 0], [2, 5, 8, 1]]
+    dropped = shards(3, 0, 10, shuffle=False, drop_last=True)
+    assert dropped == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
+
+
+def test_batches_of_all_ranks_together_are_those_of_one_process():
+    one = shards(1, 3)[0]
+    for world_size in (2, 3, 6):
+        together = [index for step in zip(*shards(world_size, 3), strict=True) for index in step]
+        assert together == one
+
+
+def test_without_the_sampler_every_rank_sees_all_data():
+    loaders = [torch.utils.data.DataLoader(range(100), 10) for _ in range(2)]
+    for loader in loaders:
+        assert sorted(index for batch in loader for index in batch.tolist()) == list(range(100))
+
+
+def test_a_prefix_is_removed_safely_and_not_by_a_regular_expression():
+    class Inner(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = torch.nn.Linear(1, 1)  # a submodule of that very name
+
+    names = Inner().state_dict().keys()
+    wrapped = {f"module.{name}": 0 for name in names}
+    consume_prefix_in_state_dict_if_present(wrapped, "module.")
+    assert wrapped.keys() == names
+    assert {re.sub("module.", "", f"module.{name}") for name in names} != names
+
+
+BEGIN = """
+import os, sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo", timeout=timedelta(seconds=5))
+rank = dist.get_rank()
+"""
+END = """
+dist.barrier()
+dist.destroy_process_group()
+"""
+BUFFERS = """
+from torch.nn.parallel import DistributedDataParallel as DDP
+model = DDP(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)))
+model(torch.ones(4, 2)).sum().backward()
+model.eval()
+if rank == 0:
+    with torch.no_grad():
+        EVALUATED(torch.ones(4, 2))
+"""
+WRITTEN = """
+if rank == 1:
+    BEFORE_READING
+    print("found" if os.path.exists("file") else "not there")
+    dist.send(torch.zeros(1), 0)
+if rank == 0:
+    BEFORE_WRITING
+    open("file", "w").close()
+    AFTER_WRITING
+"""
+
+
+def two_ranks(tmp_path, body, *changes):
+    """Run a small program on two ranks."""
+    for old, new in changes:
+        body = body.replace(old, new)
+    (tmp_path / "program.py").write_text(BEGIN + body + END, encoding="utf-8")
+    return run([TORCHRUN, "--standalone", "--nproc-per-node=2", "program.py"], tmp_path)
+
+
+@pytest.mark.everything
+def test_evaluating_the_wrapper_on_one_rank_can_hang(tmp_path):
+    job = two_ranks(tmp_path, BUFFERS, ("EVALUATED", "model"))
+    assert job.returncode == 1
+    assert "Timed out" in job.stderr
+    assert two_ranks(tmp_path, BUFFERS, ("EVALUATED", "model.module")).returncode == 0
+
+
+@pytest.mark.everything
+def test_a_barrier_is_needed_where_one_rank_reads_what_another_writes(tmp_path):
+    late = ("BEFORE_WRITING", "dist.recv(torch.zeros(1), 1)")  # rank 1 has looked before
+    job = two_ranks(tmp_path, WRITTEN, late, ("BEFORE_READING", ""), ("AFTER_WRITING", ""))
+    assert job.stdout == "not there\n"
+    (tmp_path / "file").unlink()
+    after = ("AFTER_WRITING", "dist.barrier(); dist.recv(torch.zeros(1), 1)")
+    job = two_ranks(
+        tmp_path, WRITTEN, ("BEFORE_WRITING", ""), ("BEFORE_READING", "dist.barrier()"), after
+    )
+    assert job.stdout == "found\n"
+
+
+def test_one_agent_of_two_waits_for_the_other(tmp_path):
+    endpoint = f"--rdzv-endpoint=localhost:{free_port()}"
+    waits = ["--nnodes=2", "--rdzv-backend=c10d", endpoint, "--rdzv-conf=join_timeout=2"]
+    (tmp_path / "program.py").write_text("print('started')", encoding="utf-8")
+    job = run([TORCHRUN, *waits, "program.py"], tmp_path)
+    assert job.returncode == 1
+    assert "RendezvousTimeoutError" in job.stderr
+    assert "started" not in job.stdout
+    alone = [TORCHRUN, "--nnodes=1", *waits[1:], "program.py"]
+    assert finished(alone, tmp_path).stdout == "started\n"
