@@ -58,7 +58,7 @@ class Trainer:
 
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(self.model(source), targets)
+        loss = nn.functional.cross_entropy(self.model(source), targets, label_smoothing=0.1)
         loss.backward()
         self.optimizer.step()
         return loss.detach() * len(targets)
