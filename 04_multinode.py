@@ -1,13 +1,12 @@
-"""Step 4: the same on many nodes: run this on each of them, with the name of one as HOST.
-
-torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=HOST 04_multinode.py
-"""
+"""Step 4: the same on many nodes, by one torchrun on each; they may be preempted, come and go."""
 
 import argparse
 import os
+import signal
 import time
 import zipfile
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,9 +23,8 @@ def ddp_setup(local_rank):
     """Join the process group, in which each process has its rank, from 0 to world_size - 1."""
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank)  # from here on, "cuda" means this process's own GPU
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    # A node that is lost without a word is an error after this time, and not a hang.
-    dist.init_process_group(backend, timeout=timedelta(minutes=5))
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(minutes=5))  # a lost node is no hang
 
 
 class Digits(TensorDataset):
@@ -51,6 +49,21 @@ class DigitReader(nn.Sequential):
         super().__init__(*layers, nn.Linear(4 * width * 4 * 4, 10))
 
 
+class ResumableSampler(DistributedSampler):
+    """A DistributedSampler that begins after the samples that all ranks together have run."""
+
+    samples_run = 0
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order = torch.randperm(len(self.dataset), generator=generator).tolist()
+        order += order[: (self.samples_run - len(order)) % self.num_replicas]  # the padding
+        return iter(order[self.samples_run + self.rank :: self.num_replicas])
+
+    def __len__(self):
+        return (len(self.dataset) - self.samples_run + self.num_replicas - 1) // self.num_replicas
+
+
 class Trainer:
     def __init__(self, model, train_data, optimizer, device, rank, args):
         self.model = DDP(model.to(device))  # backward() averages the gradients over all ranks
@@ -61,6 +74,9 @@ class Trainer:
         self.args = args
         self.epochs_run = 0
         self.agent = os.getppid()
+        self.samples_run = 0  # of the epoch, by all ranks together
+        self.told_to_stop, self.vote = torch.zeros(1), None
+        signal.signal(signal.SIGTERM, lambda *_: self.told_to_stop.fill_(1))
         self.config = {"width": args.width, "lr": args.lr, "seed": args.seed}
         if os.path.exists(args.checkpoint_path):
             self._load_checkpoint()
@@ -74,21 +90,41 @@ class Trainer:
 
     def _run_epoch(self, epoch):
         self.train_data.sampler.set_epoch(epoch)  # without this, each epoch has the same order
+        self.train_data.sampler.samples_run = self.samples_run
         start, samples, losses = time.perf_counter(), len(self.train_data.sampler), 0
-        for source, targets in self.train_data:
-            if os.getppid() != self.agent:
-                raise RuntimeError("torchrun is gone: nobody would stop or restart this process")
+        for step, (source, targets) in enumerate(self.train_data):
             losses += self._run_batch(source.to(self.device), targets.to(self.device))
+            self.samples_run += len(targets) * dist.get_world_size()
+            if step % 10 == 0 and self._stop_agreed():
+                self._leave()
         loss = losses.item() / samples  # item() waits for the GPU, so the clock comes after it
         speed = samples * dist.get_world_size() / (time.perf_counter() - start)
         if self.rank == 0:
             print(f"epoch {epoch}  rank 0's loss {loss:.4f}  {speed:,.0f} samples/s", flush=True)
+
+    def _stop_agreed(self):
+        """Tell all ranks after the same step whether any was told to stop; takes 5 % of a step."""
+        agreed = self.vote and self.vote.wait() and self.ballot.any()  # over since: nobody waits
+        self.ballot = self.told_to_stop + (os.getppid() != self.agent)
+        self.vote = dist.all_reduce(self.ballot, dist.ReduceOp.MAX, async_op=True)
+        return agreed and self.samples_run < len(self.train_data.dataset)
+
+    def _leave(self):
+        """Save in mid-epoch, leave a file to tell of it, and end with exit code 75: try again."""
+        if self.rank == 0:
+            self._save_checkpoint()
+            Path(f"{self.args.checkpoint_path}.interrupted").touch()
+            print(f"interrupted after {self.samples_run:,} samples of the epoch", flush=True)
+        dist.barrier()
+        dist.destroy_process_group()
+        raise SystemExit(os.EX_TEMPFAIL)
 
     def _save_checkpoint(self):
         checkpoint = {
             "MODEL_STATE": self.model.module.state_dict(),
             "OPTIMIZER_STATE": self.optimizer.state_dict(),
             "EPOCHS_RUN": self.epochs_run,
+            "SAMPLES_RUN": self.samples_run,
             "CONFIG": self.config,
         }
         new = f"{self.args.checkpoint_path}.new"  # takes the old file's place once it is whole
@@ -111,9 +147,11 @@ class Trainer:
             self.model.module.load_state_dict(checkpoint["MODEL_STATE"])
             self.optimizer.load_state_dict(checkpoint["OPTIMIZER_STATE"])
             self.epochs_run = checkpoint["EPOCHS_RUN"]
+            self.samples_run = checkpoint["SAMPLES_RUN"]
         except Exception as error:
             parser.error(f"cannot resume from {path}, move it away or name another: {error!r:.200}")
         if self.rank == 0:
+            Path(f"{path}.interrupted").unlink(missing_ok=True)
             print(f"{path}: {self.epochs_run} of {self.args.total_epochs} epochs run", flush=True)
         # DDP lays its gradients out anew after the first backward pass, and other layouts add up
         # in another order. This idle pass makes the next step that of a run never interrupted.
@@ -123,7 +161,7 @@ class Trainer:
     def train(self):
         while self.epochs_run < self.args.total_epochs:
             self._run_epoch(self.epochs_run + 1)
-            self.epochs_run += 1
+            self.epochs_run, self.samples_run = self.epochs_run + 1, 0
             last = self.epochs_run == self.args.total_epochs
             if self.rank == 0 and (last or self.epochs_run % self.args.save_every == 0):
                 self._save_checkpoint()
@@ -137,7 +175,7 @@ def load_train_objs(args):
 
 
 def prepare_dataloader(dataset, args):
-    sampler = DistributedSampler(dataset, seed=args.seed)  # deals each rank its own shard
+    sampler = ResumableSampler(dataset, seed=args.seed)  # deals each rank its own shard
     return DataLoader(dataset, args.batch_size, sampler=sampler, collate_fn=default_convert)
 
 

@@ -142,7 +142,7 @@ class Job:
                 pytest.fail(f"{left} left behind by {self}")
             time.sleep(0.05)
 
-    def __str__(self):
+    def __repr__(self):
         words = " ".join(self.command)
         return f"{words}\nexit {self.process.poll()}\n{self.stdout}\n---- stderr\n{self.stderr}"
 
