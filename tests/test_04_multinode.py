@@ -129,7 +129,7 @@ def test_local_rank_picks_the_gpu_before_the_group_is_joined(monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **kw: calls.append((*args, kw)))
     load("04").ddp_setup(3)
     device, (backend, options) = calls
-    assert (device, backend) == (3, "nccl")
+    assert (device, backend) == (3, "cpu:gloo,cuda:nccl")
     assert timedelta(seconds=10) < options["timeout"] <= timedelta(minutes=10)
 
 
