@@ -25,7 +25,7 @@ def test_the_same_bits_on_every_step(trained, step, nprocs):
 
 
 @EVERYTHING
-@pytest.mark.parametrize("nprocs", [1, 3, 5, 8, 16])
+@pytest.mark.parametrize("nprocs", [1, 3, 5])
 def test_the_same_bits_at_other_world_sizes(trained, nprocs):
     first, *rest = [trained(step, "1", *SMALL, nprocs=nprocs) for step in DISTRIBUTED]
     assert all(same_bits(first, other) for other in rest)
