@@ -129,6 +129,7 @@ def test_a_barrier_is_needed_where_one_rank_reads_what_another_writes(tmp_path):
     assert job.stdout == "found\n"
 
 
+@pytest.mark.everything
 def test_one_agent_of_two_waits_for_the_other(tmp_path):
     endpoint = f"--rdzv-endpoint=localhost:{free_port()}"
     waits = ["--nnodes=2", "--rdzv-backend=c10d", endpoint, "--rdzv-conf=join_timeout=2"]
