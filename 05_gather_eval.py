@@ -3,6 +3,7 @@
 import argparse
 import os
 import signal
+import sys
 import time
 import zipfile
 from datetime import timedelta
@@ -266,6 +267,8 @@ def main(args):
     evaluate(trainer.model.module, test_set, device, args)
     dist.barrier()  # nobody leaves while another still needs the group
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may abort a process that takes the interpreter down step by step
 
 
 if __name__ == "__main__":
