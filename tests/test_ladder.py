@@ -76,7 +76,7 @@ def test_bad_arguments_get_one_line_and_exit_code_2(step, tmp_path, monkeypatch,
 )
 def test_bad_arguments_for_real(tmp_path, step):
     job = run(command(step, "0", nprocs=1), tmp_path)
-    assert job.returncode == 2 if step == "02" else 1
+    assert job.returncode == (2 if step == "02" else 1)
     assert f"{SCRIPT[step].name}: error: total_epochs must be positive, not 0" in job.stderr
     assert not list(tmp_path.glob("[!.]*"))
 
