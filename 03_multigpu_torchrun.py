@@ -57,7 +57,7 @@ class Trainer:
         self.args = args
         self.epochs_run = 0
         self.agent = os.getppid()
-        self.config = {"width": args.width, "lr": args.lr, "seed": args.seed}
+        self.config = {"format": 1, "width": args.width, "lr": args.lr, "seed": args.seed}
         if os.path.exists(args.checkpoint_path):
             self._load_checkpoint()
 
@@ -99,11 +99,12 @@ class Trainer:
     def _load_checkpoint(self):
         path = self.args.checkpoint_path
         try:
-            if damaged := zipfile.ZipFile(path).testzip():  # torch.load would not notice
-                raise ValueError(f"{damaged} is damaged")
+            archive = zipfile.ZipFile(path)  # torch.load checks no sums, and skips "folders"
+            if archive.testzip() or any(part.external_attr for part in archive.infolist()):
+                raise ValueError("it is damaged")
             checkpoint = torch.load(path, map_location=self.device, weights_only=True)
             if checkpoint["CONFIG"] != self.config:
-                raise ValueError(f"written by a run with {checkpoint['CONFIG']}")
+                raise ValueError(f"it is of {checkpoint['CONFIG']}, this run of {self.config}")
             self.model.module.load_state_dict(checkpoint["MODEL_STATE"])
             self.optimizer.load_state_dict(checkpoint["OPTIMIZER_STATE"])
             self.epochs_run = checkpoint["EPOCHS_RUN"]
@@ -166,7 +167,7 @@ def parse_args():
             parser.error(f"{name} must be positive, not {getattr(args, name)}")
     if not os.access(os.path.dirname(args.checkpoint_path) or ".", os.W_OK):
         parser.error(f"no permission or no folder to write {args.checkpoint_path}")
-    if "LOCAL_RANK" not in os.environ:
+    if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
         parser.error(f"start it with: torchrun --standalone --nproc-per-node=2 {parser.prog}")
     if 0 < gpus <= int(os.environ["LOCAL_RANK"]):
         parser.error(f"--nproc-per-node must be at most {gpus}, one process per GPU")

@@ -57,6 +57,7 @@ class ResumableSampler(DistributedSampler):
     samples_run = 0
 
     def __iter__(self):
+        # A world of another size keeps this order, but takes it in larger or smaller steps.
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(len(self.dataset), generator=generator).tolist()
         order += order[: (self.samples_run - len(order)) % self.num_replicas]  # the padding
@@ -79,7 +80,7 @@ class Trainer:
         self.samples_run = 0  # of the epoch, by all ranks together
         self.told_to_stop, self.vote = torch.zeros(1), None
         signal.signal(signal.SIGTERM, lambda *_: self.told_to_stop.fill_(1))
-        self.config = {"width": args.width, "lr": args.lr, "seed": args.seed}
+        self.config = {"format": 2, "width": args.width, "lr": args.lr, "seed": args.seed}
         if os.path.exists(args.checkpoint_path):
             self._load_checkpoint()
 
@@ -97,7 +98,7 @@ class Trainer:
         for step, (source, targets) in enumerate(self.train_data):
             losses += self._run_batch(source.to(self.device), targets.to(self.device))
             self.samples_run += len(targets) * dist.get_world_size()
-            if step % 10 == 0 and self._stop_agreed():
+            if step % 10 == 0 and self._stop_agreed():  # if your steps take seconds: each step
                 self._leave()
         sums = torch.tensor([losses, samples], dtype=torch.float64, device=self.device)
         dist.all_reduce(sums)  # sums over all ranks give the mean over all samples
@@ -107,7 +108,7 @@ class Trainer:
             print(f"epoch {epoch}  loss {losses / samples:.4f}  {speed:,.0f} samples/s", flush=True)
 
     def _stop_agreed(self):
-        """Tell all ranks after the same step whether any was told to stop; takes 5 % of a step."""
+        """Tell all ranks after the same step if any was told to stop; costs 0.3 % of the time."""
         agreed = self.vote and self.vote.wait() and self.ballot.any()  # over since: nobody waits
         self.ballot = self.told_to_stop + (os.getppid() != self.agent)
         self.vote = dist.all_reduce(self.ballot, dist.ReduceOp.MAX, async_op=True)
@@ -120,8 +121,7 @@ class Trainer:
             Path(f"{self.args.checkpoint_path}.interrupted").touch()
             print(f"interrupted after {self.samples_run:,} samples of the epoch", flush=True)
         dist.barrier()
-        dist.destroy_process_group()
-        raise SystemExit(os.EX_TEMPFAIL)
+        os._exit(os.EX_TEMPFAIL)
 
     def _save_checkpoint(self):
         checkpoint = {
@@ -143,11 +143,12 @@ class Trainer:
     def _load_checkpoint(self):
         path = self.args.checkpoint_path
         try:
-            if damaged := zipfile.ZipFile(path).testzip():  # torch.load would not notice
-                raise ValueError(f"{damaged} is damaged")
+            archive = zipfile.ZipFile(path)  # torch.load checks no sums, and skips "folders"
+            if archive.testzip() or any(part.external_attr for part in archive.infolist()):
+                raise ValueError("it is damaged")
             checkpoint = torch.load(path, map_location=self.device, weights_only=True)
             if checkpoint["CONFIG"] != self.config:
-                raise ValueError(f"written by a run with {checkpoint['CONFIG']}")
+                raise ValueError(f"it is of {checkpoint['CONFIG']}, this run of {self.config}")
             self.model.module.load_state_dict(checkpoint["MODEL_STATE"])
             self.optimizer.load_state_dict(checkpoint["OPTIMIZER_STATE"])
             self.epochs_run = checkpoint["EPOCHS_RUN"]

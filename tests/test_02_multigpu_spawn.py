@@ -59,14 +59,6 @@ def test_a_port_that_is_taken_is_an_error(tmp_path):
     assert not (tmp_path / "checkpoint.pt").exists()
 
 
-def test_an_exception_on_one_rank_ends_all(tmp_path):
-    step = "        self.optimizer.step()\n"
-    fails = f"{step}        assert self.rank == 0, 'the first cause'\n"
-    job = run(command(edited(tmp_path, "02", (step, fails)), "1", *SMALL), tmp_path)
-    assert job.returncode != 0
-    assert "AssertionError: the first cause" in job.stderr, job
-
-
 @pytest.mark.everything
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_process_ends_all(tmp_path, rank):

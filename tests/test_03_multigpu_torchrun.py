@@ -12,7 +12,6 @@ from conftest import (
     SMALL,
     Job,
     accuracy,
-    arguments,
     command,
     epochs,
     error_lines,
@@ -80,11 +79,10 @@ def test_kill_9_and_what_was_not_saved_is_run_again(trained, tmp_path):
 
 
 @pytest.mark.everything
-@pytest.mark.parametrize("nprocs", [2, 4])
-def test_kill_9_at_any_moment(trained, tmp_path, nprocs):
+def test_kill_9_at_any_moment(trained, tmp_path):
     """Twenty of twenty, from the first import to the last line, each rank in turn."""
-    undisturbed = trained("02", *LONG, nprocs=nprocs)
-    moments, kills, seconds = random.Random(nprocs), 0, 10
+    undisturbed = trained("02", *LONG)
+    nprocs, moments, kills, seconds = 2, random.Random(2), 0, 10
     for attempt in range(40):
         folder = tmp_path / str(attempt)
         folder.mkdir()
@@ -113,7 +111,7 @@ def test_the_checkpoint_holds_what_a_resume_needs(trained):
     path = trained("03", *LONG).cwd / "checkpoint.pt"
     checkpoint = torch.load(path, weights_only=True)
     assert checkpoint["EPOCHS_RUN"] == 4
-    assert checkpoint["CONFIG"] == {"width": 4, "lr": 1e-3, "seed": 0}
+    assert checkpoint["CONFIG"] == {"format": 1, "width": 4, "lr": 1e-3, "seed": 0}
     assert checkpoint["MODEL_STATE"].keys() == load("03").DigitReader(4).state_dict().keys()
     steps = {int(state["step"]) for state in checkpoint["OPTIMIZER_STATE"]["state"].values()}
     assert steps == {4 * 102}  # 12 942 samples, 2 processes, 64 in a batch
@@ -151,70 +149,6 @@ def test_more_processes_than_gpus(monkeypatch, capsys):
     assert "--nproc-per-node must be at most 2" in line
 
 
-# ---------------------------------------------------------------- files that are no checkpoint
-
-
-@pytest.fixture
-def trainer(tmp_path, process_group, monkeypatch):
-    """A trainer without a checkpoint, and the bytes of one that would fit it."""
-    module = load("03")
-    args = arguments(tmp_path / "checkpoint.pt")
-    train_set, _, model, optimizer = module.load_train_objs(args)
-    data = module.prepare_dataloader(train_set, args)
-    device = torch.device("cpu")
-    trainer = module.Trainer(model, data, optimizer, device, 0, args)
-    trainer._run_batch(*next(iter(data)))
-    trainer._save_checkpoint()
-    return trainer
-
-
-def refused(trainer, capsys):
-    """See a file refused by name, and left as it is."""
-    with open(trainer.args.checkpoint_path, "rb") as file:
-        before = file.read()
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        trainer._load_checkpoint()
-    assert stop.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"cannot resume from {trainer.args.checkpoint_path}" in line
-    with open(trainer.args.checkpoint_path, "rb") as file:
-        assert file.read() == before
-    return line
-
-
-def test_a_checkpoint_cut_at_any_length(trainer, tmp_path, capsys):
-    path = tmp_path / "checkpoint.pt"
-    whole = path.read_bytes()
-    lengths = [*range(0, len(whole), 7), *range(len(whole) - 40, len(whole))]
-    for length in lengths:
-        path.write_bytes(whole[:length])
-        refused(trainer, capsys)
-    path.write_bytes(whole)
-    trainer._load_checkpoint()
-
-
-def test_a_flipped_byte_in_the_weights(trainer, tmp_path, capsys):
-    path = tmp_path / "checkpoint.pt"
-    whole = path.read_bytes()
-    tensor = trainer.model.module.state_dict()["2.weight"].numpy().tobytes()
-    position = whole.index(tensor)
-    path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
-    torch.load(path, weights_only=True)  # takes it without a word
-    assert "is damaged" in refused(trainer, capsys)
-
-
-def test_foreign_files(trainer, trained, tmp_path, capsys):
-    path = tmp_path / "checkpoint.pt"
-    for content in (b"", b"not a checkpoint", b"PK\x03\x04", bytes(10_000)):
-        path.write_bytes(content)
-        refused(trainer, capsys)
-    path.write_bytes((trained("01", "1", *SMALL).cwd / "checkpoint.pt").read_bytes())
-    refused(trainer, capsys)
-    path.write_bytes((trained("03", *LONG).cwd / "checkpoint.pt").read_bytes())
-    assert "written by a run with {'width': 4" in refused(trainer, capsys)
-
-
 def test_a_bad_checkpoint_under_torchrun(tmp_path):
     (tmp_path / "checkpoint.pt").write_bytes(b"not a checkpoint")
     job = run(command("03", "1", *SMALL, nprocs=1), tmp_path)
@@ -224,10 +158,3 @@ def test_a_bad_checkpoint_under_torchrun(tmp_path):
     assert "cannot resume from checkpoint.pt" in lines.pop()
     assert "exitcode  : 2" in job.stderr
     assert (tmp_path / "checkpoint.pt").read_bytes() == b"not a checkpoint"
-
-
-@pytest.mark.parametrize("change", [{"width": 2}, {"lr": 0.1}, {"seed": 1}])
-def test_another_run_is_refused(trainer, capsys, change):
-    name, value = change.popitem()
-    trainer.config = {**trainer.config, name: value}
-    assert "written by a run with {'width': 1, 'lr': 0.001, 'seed': 0}" in refused(trainer, capsys)

@@ -105,18 +105,6 @@ def test_workers_of_a_dead_agent_leave_step_3_too(tmp_path):
     assert "torchrun is gone" in job.stderr
 
 
-@EVERYTHING
-def test_a_dead_peer_is_not_waited_for(tmp_path):
-    """The survivors get SIGTERM from torchrun, which they handle, but leave by their error."""
-    with Job(command("04", "99", *SMALL), tmp_path) as job:
-        job.wait_for("^epoch 1 ")
-        kill(job.workers()[1])
-        assert job.wait(60).returncode == 1
-        job.wait_until_gone()
-    assert "forcefully exiting via SIGKILL" not in job.stderr
-    assert not (tmp_path / "checkpoint.pt.interrupted").exists()
-
-
 def test_told_on_the_last_step_of_an_epoch(tmp_path):
     """There is nothing left of this epoch to go on with, so it leaves in the next one."""
     told = "if self.samples_run >= 12_942: self.told_to_stop.fill_(1)"

@@ -1,0 +1,174 @@
+"""Whatever fails on one rank ends all of them, soon, non-zero, and with its cause to be read."""
+
+import os
+import random
+import signal
+import socket
+import sys
+import time
+
+import pytest
+from conftest import (
+    SCRIPT,
+    SMALL,
+    TORCHRUN,
+    Job,
+    command,
+    edited,
+    epochs,
+    error_lines,
+    free_port,
+    kill,
+    run,
+    same_bits,
+    weights,
+)
+
+EVERYTHING = pytest.mark.everything
+TORCHRUN_STEPS = ["03", "04", "05"]
+NOBODY = "192.0.2.1"  # an address that RFC 5737 keeps for examples
+
+
+def quick_for(*chosen, of=TORCHRUN_STEPS):
+    """Return parameters of which only the chosen ones run without --everything."""
+    return [pytest.param(n, marks=() if n in chosen else EVERYTHING) for n in of]
+
+
+# ---------------------------------------------------------------- one rank fails
+
+BAD_SAMPLE = (  # only one rank gets to see it, in the midst of an epoch
+    "    __getitems__ = TensorDataset.__getitem__  # tensors take lists: a whole batch in one go\n",
+    """    def __getitems__(self, indices):
+        if 1234 in indices:
+            raise ValueError("the first cause")
+        return self[indices]
+""",
+)
+BAD_MODEL = (
+    "class DigitReader(nn.Sequential):\n",
+    """class DigitReader(nn.Sequential):
+    calls = 0
+
+    def forward(self, source):
+        self.calls += 1
+        if self.calls == 30 and dist.get_rank() == 1:
+            raise ValueError("the first cause")
+        return super().forward(source)
+
+""",
+)
+
+
+@pytest.mark.parametrize("bad", [BAD_SAMPLE, BAD_MODEL], ids=["data", "model"])
+@pytest.mark.parametrize("step", quick_for("04", of=["02", *TORCHRUN_STEPS]))
+def test_an_exception_on_one_rank(tmp_path, step, bad):
+    job = run(command(edited(tmp_path, step, bad), "4", *SMALL), tmp_path, timeout=60)
+    assert job.returncode != 0
+    assert epochs(job) == []
+    assert 'raise ValueError("the first cause")' in job.stderr  # a whole traceback
+    if step != "02":
+        first = job.stderr.split("Root Cause (first observed failure):")[1]
+        assert "ValueError: the first cause" in first, job
+
+
+@pytest.mark.parametrize("step", quick_for("04", of=["02", *TORCHRUN_STEPS]))
+def test_rank_0_cannot_save(tmp_path, step):
+    with Job(command(step, "99", *SMALL), tmp_path) as job:
+        job.wait_for((tmp_path / "checkpoint.pt").exists)
+        in_the_way = tmp_path / "checkpoint.pt.new"
+        while not in_the_way.is_dir():
+            in_the_way.mkdir(exist_ok=True) if not in_the_way.exists() else None
+        assert job.wait(60).returncode != 0
+        job.wait_until_gone()
+    (line,) = error_lines(job)
+    assert "cannot write checkpoint.pt: " in line
+    assert weights(job)
+
+
+@pytest.mark.parametrize("step", quick_for("04"))
+def test_a_killed_rank_is_named(tmp_path, step):
+    """The survivors get SIGTERM from torchrun, which 04 handles, but leave by their own error."""
+    with Job(command(step, "99", *SMALL), tmp_path) as job:
+        job.wait_for("^epoch 1 ")
+        kill(job.workers()[1])
+        assert job.wait(60).returncode == 1
+        job.wait_until_gone()
+    assert "Signal 9 (SIGKILL) received by PID" in job.stderr
+    assert "forcefully exiting via SIGKILL" not in job.stderr  # nobody had to be waited for
+    assert not (tmp_path / "checkpoint.pt.interrupted").exists()
+
+
+# ---------------------------------------------------------------- killed, again and again
+
+
+def lives(job):
+    """Return what the job has printed, cut where it was started again."""
+    return job.stdout.split(" epochs run\n")
+
+
+@EVERYTHING
+@pytest.mark.parametrize(("step", "nprocs"), [("03", 4), ("04", 2), ("04", 4)])
+def test_twenty_kills_in_one_run(trained, tmp_path, step, nprocs):
+    """At random moments inside training: each life prints an epoch, and is killed soon after."""
+    args = ("60", *SMALL)
+    moments = random.Random(nprocs)
+    start = command(step, *args, nprocs=nprocs, torchrun=("--max-restarts=20",))
+    with Job(start, tmp_path) as job:
+        for life in range(20):
+            job.wait_for(lambda n=life: len(lives(job)) == n + 1 and "epoch " in lives(job)[n])
+            time.sleep(moments.uniform(0, 0.5))
+            kill(job.workers()[life % nprocs])
+        assert job.wait(300).returncode == 0, job
+        job.wait_until_gone()
+    assert len(lives(job)) == 21
+    assert sorted(set(epochs(job))) == list(range(1, 61))
+    assert same_bits(job, trained("02", *args, nprocs=nprocs))
+
+
+# ---------------------------------------------------------------- no way to the rendezvous
+
+
+def seek(tmp_path, endpoint):
+    """See torchrun give up, after some times its read_timeout (a minute if not set)."""
+    where = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
+    start = [TORCHRUN, *where, "--rdzv-conf=read_timeout=2", SCRIPT["04"]]
+    job = run(start, tmp_path, timeout=120)
+    assert job.returncode == 1
+    assert "RendezvousConnectionError" in job.stderr
+    assert not list(tmp_path.glob("[!.]*"))
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", pytest.param(NOBODY, marks=EVERYTHING)])
+def test_a_rendezvous_host_that_cannot_be_reached(tmp_path, host):
+    seek(tmp_path, f"{host}:29400")
+
+
+@EVERYTHING
+def test_a_rendezvous_port_that_another_program_has(tmp_path):
+    with socket.create_server(("localhost", 0)) as deaf:
+        seek(tmp_path, f"localhost:{deaf.getsockname()[1]}")
+
+
+@EVERYTHING
+@pytest.mark.parametrize("host", ["no-such-host.invalid", NOBODY])
+def test_rank_0_cannot_be_reached_without_torchrun(tmp_path, host):
+    short = edited(tmp_path, "04", ("timedelta(minutes=5)", "timedelta(seconds=5)"))
+    ranks = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+    env = {**ranks, "MASTER_ADDR": host, "MASTER_PORT": str(free_port())}
+    job = run([sys.executable, short], tmp_path, env)
+    assert job.returncode == 1
+    assert host in job.stderr
+
+
+# ---------------------------------------------------------------- by hand
+
+
+@pytest.mark.parametrize("step", quick_for("02", "04", of=SCRIPT))
+def test_ctrl_c(tmp_path, step):
+    with Job(command(step, "99", *SMALL), tmp_path) as job:
+        job.wait_for("^epoch 2 ")
+        os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does
+        assert job.wait(60).returncode != 0
+        job.wait_until_gone()
+    assert weights(job)
+    assert "accuracy" not in job.stdout
