@@ -139,7 +139,8 @@ def test_more_processes_than_gpus(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     module = load("03")
     monkeypatch.setattr("sys.argv", ["03_multigpu_torchrun.py"])
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
     module.parse_args()
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(SystemExit) as stop:
