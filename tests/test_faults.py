@@ -4,8 +4,11 @@ import os
 import random
 import signal
 import socket
+import socketserver
+import subprocess
 import sys
 import time
+from threading import Thread
 
 import pytest
 from conftest import (
@@ -143,10 +146,29 @@ def test_a_rendezvous_host_that_cannot_be_reached(tmp_path, host):
     seek(tmp_path, f"{host}:29400")
 
 
+class HangUp(socketserver.BaseRequestHandler):
+    """Closes each connection at once."""
+
+
 @EVERYTHING
 def test_a_rendezvous_port_that_another_program_has(tmp_path):
+    with socketserver.ThreadingTCPServer(("localhost", 0), HangUp) as server:
+        Thread(target=server.serve_forever).start()
+        seek(tmp_path, f"localhost:{server.server_address[1]}")
+        server.shutdown()
+
+
+@EVERYTHING
+def test_a_rendezvous_port_whose_owner_never_answers(tmp_path):
+    """PyTorch waits for the answer without a bound; if this fails, the README can say better."""
     with socket.create_server(("localhost", 0)) as deaf:
-        seek(tmp_path, f"localhost:{deaf.getsockname()[1]}")
+        endpoint = f"--rdzv-endpoint=localhost:{deaf.getsockname()[1]}"
+        options = ["--nnodes=2", "--rdzv-backend=c10d", endpoint, "--rdzv-conf=read_timeout=2"]
+        with Job([TORCHRUN, *options, SCRIPT["04"]], tmp_path) as job:
+            deaf.settimeout(60)
+            connection, _ = deaf.accept()
+            with connection, pytest.raises(subprocess.TimeoutExpired):
+                job.process.wait(30)
 
 
 @EVERYTHING
