@@ -98,9 +98,9 @@ def missing():
 class Cluster:
     """A running cluster, as a context; start it from the main thread, with which it dies."""
 
-    def __init__(self, folder, nodes=2, gpus=4):
+    def __init__(self, folder, nodes=2, gpus=4, environment=os.environ):
         self.folder, self.nodes, self.gpus = Path(folder), nodes, gpus
-        self.environment = {**os.environ, "SLURM_CONF": f"{folder}/slurm.conf"}
+        self.environment = {**environment, "SLURM_CONF": f"{folder}/slurm.conf"}
 
     def __enter__(self):
         self._write_files()
