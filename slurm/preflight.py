@@ -1,0 +1,471 @@
+"""Say, before a long job, whether these nodes can train together, and if not, which is at fault.
+
+preflight.sbatch starts one task per GPU, or one per node where there are none. Each task checks
+its node and reports to task 0, over TCP or, where that fails, through the current folder. Only if
+all is well, they time all_reduce: over all ranks, and between two nodes at a time.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import queue
+import shutil
+import socket
+import statistics
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+COLUMNS = ("names", "port", "GPU", "clock", "folder")
+FINE = ("no GPU", "ok", "-")  # cells that name no fault; "-" is one that was not looked at
+SIZES = (2**10, 2**20, 2**24)  # bytes
+TURNS = 7  # in which each node is paired with another: with all of them, up to 8 nodes
+
+
+class Fault(Exception):
+    """What is wrong, in the few words that a table has room for."""
+
+
+def at_once(checks, seconds):
+    """Call functions side by side; return, by name, what each returned, or why it failed.
+
+    One that hangs (in a name server, a driver, a file system) is left behind in its thread.
+    """
+    results = dict.fromkeys(checks, f"no end in {seconds:g} s")
+
+    def call(name):
+        try:
+            results[name] = checks[name]()
+        except Exception as error:
+            reason = getattr(error, "strerror", None) or str(error) or repr(error)
+            results[name] = reason.splitlines()[0][:200]
+
+    threads = [threading.Thread(target=call, args=[name], daemon=True) for name in checks]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0, end - time.monotonic()))
+    return dict(results)
+
+
+# ---------------------------------------------------------------- what each node checks
+
+
+def check_names(nodes):
+    """Look up every node and this host, and go back from the address to a name.
+
+    Where two hosts know themselves by a loopback address only, gloo tries to connect each of them
+    to itself. torchrun hands on the name that belongs to its host's address, so a wrong one is a
+    fault; none at all is no fault, as then it hands on the host's own.
+    """
+
+    def address(name):  # the one that programs try first
+        try:
+            return socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
+        except OSError as error:
+            raise Fault(f"no address for {name}") from error
+
+    for name in dict.fromkeys([*nodes, socket.gethostname()]):
+        if (there := address(name)).startswith("127.") or there == "::1":
+            raise Fault(f"{name} is {there}, a loopback address")
+        with contextlib.suppress(OSError):
+            back = socket.gethostbyaddr(there)[0]
+            others = {node.split(".")[0] for node in nodes} - {name.split(".")[0]}
+            if back.split(".")[0] in others or address(back) != there:
+                raise Fault(f"{name} is {there}, but that is {back}")
+    return "ok"
+
+
+def check_folder(folder, node, first, seconds):
+    """Write a file where the checkpoints go, and wait for the first node's."""
+    folder.mkdir(exist_ok=True)
+    with open(folder / node, "w", encoding="utf-8") as file:
+        os.fsync(file.fileno())
+    end = time.monotonic() + seconds
+    while first not in os.listdir(folder):  # an NFS client may take its time to see it
+        if time.monotonic() > end:
+            raise Fault(f"not shared with {first}")
+        time.sleep(0.1)
+    return "ok"
+
+
+def check_gpu(local_rank, tasks):
+    """Fill 80 % of the GPU's memory: what a leftover process holds is missing."""
+    import torch  # here, so that a host without it is named in the table
+
+    if not torch.cuda.is_available():
+        return "no GPU"
+    gpus = torch.cuda.device_count()
+    if gpus not in (1, tasks):  # Slurm may show each task its own alone
+        raise Fault(f"{gpus} GPUs for {tasks} tasks")
+    try:
+        torch.cuda.set_device(local_rank % gpus)
+        size = torch.cuda.mem_get_info()[1] * 8 // 10
+        torch.ones(size, dtype=torch.uint8, device="cuda")[-1].item()
+        torch.cuda.empty_cache()
+    except RuntimeError as error:
+        raise Fault(f"GPU {local_rank}: {str(error).split('. ')[0]}") from error
+    return "ok"
+
+
+def ask_clock(link, lines):
+    """Return by how many seconds this clock is ahead of task 0's, give or take half a round trip.
+
+    Raises OSError or ValueError if it is not a task 0 that answers.
+    """
+    trips = []
+    for _ in range(5):
+        sent = time.time()
+        link.sendall(b"clock\n")
+        there, received = float(lines.readline()), time.time()
+        trips.append((received - sent, (sent + received) / 2 - there))
+    return min(trips)[1]
+
+
+class Task:
+    """One process of the job, and its link to task 0."""
+
+    def __init__(self, args, environ):
+        self.seconds, self.port, self.nodes = args.timeout, args.port, args.nodes
+        self.rank, self.local_rank = int(environ["SLURM_PROCID"]), int(environ["SLURM_LOCALID"])
+        self.tasks, self.node = int(environ["SLURM_NTASKS"]), environ["SLURMD_NODENAME"]
+        life = environ.get("SLURM_RESTART_COUNT", 0)  # a requeued job keeps its number
+        self.folder = Path(f".preflight-{environ['SLURM_JOB_ID']}.{life}")
+        self.link = self.offset = self.port_fault = None
+
+    def check_port(self):
+        """Connect to task 0 at the port that training uses, and compare clocks."""
+        if self.port_fault:
+            raise Fault(self.port_fault)
+        first, end = self.nodes[0], time.monotonic() + self.seconds
+        while True:
+            try:
+                left = max(0.1, end - time.monotonic())
+                link = socket.create_connection((first, self.port), left)
+                break
+            except OSError as error:  # perhaps it has not started yet
+                if time.monotonic() > end - 0.2:
+                    raise Fault(f"{first}:{self.port}: {error.strerror or error}") from error
+                time.sleep(0.2)
+        link.settimeout(max(1, end - time.monotonic()))
+        self.lines = link.makefile("r", encoding="utf-8")
+        try:
+            self.offset = ask_clock(link, self.lines)
+        except OSError as error:
+            raise Fault(f"{first}:{self.port} does not answer") from error
+        except ValueError as error:
+            raise Fault(f"another program answers at {first}:{self.port}") from error
+        self.link = link
+        return "ok"
+
+    def run(self):
+        """Check, report and, if told to, measure; return the exit code."""
+        per_node, first = self.tasks // len(self.nodes), self.nodes[0]
+        checks = {"port": self.check_port, "GPU": lambda: check_gpu(self.local_rank, per_node)}
+        if self.local_rank == 0:
+            folder = self.folder, self.node, first, self.seconds
+            checks |= {"names": lambda: check_names(self.nodes)}
+            checks |= {"folder": lambda: check_folder(*folder)}
+        cells = at_once(checks, 1.5 * self.seconds)
+        bad = self.complain(cells)
+        answer = self.report(cells=cells, offset=self.offset)
+        if answer and answer["go"]:
+            measure = {"all_reduce": lambda: self.measure(answer["store"], answer["ranks"])}
+            result = at_once(measure, 2 * self.seconds)
+            bad = self.complain(result) if isinstance(result["all_reduce"], str) else False
+            answer = self.report(**result)
+        return int(bad or answer is None)
+
+    def complain(self, cells):
+        """Print this task's own faults, lest its report is lost; say if there are any."""
+        bad = [f"{name}: {cell}" for name, cell in cells.items() if cell not in FINE]
+        for reason in bad:
+            print(f"{self.node}: task {self.rank}: {reason}", file=sys.stderr, flush=True)
+        return bool(bad)
+
+    def report(self, **content):
+        """Send a report to task 0; return its answer, or None if none came."""
+        text = json.dumps({"rank": self.rank, "node": self.node, **content})
+        try:
+            if self.link:
+                self.link.settimeout(3 * self.seconds)
+                self.link.sendall(f"{text}\n".encode())
+                return json.loads(self.lines.readline())
+            new = self.folder / f"{self.rank}.new"
+            new.write_text(text, encoding="utf-8")
+            new.rename(new.with_suffix(".json"))
+        except (OSError, ValueError):
+            self.complain({"report": f"no answer from {self.nodes[0]}"})
+
+    def measure(self, port, ranks):
+        """Return the seconds of all_reduce by size, and GB/s by the node paired with."""
+        import torch
+        import torch.distributed as dist
+
+        gpus = torch.cuda.device_count()
+        if gpus:
+            torch.cuda.set_device(self.local_rank % gpus)
+        # Longer than at_once waits: at its own timeout, NCCL would end the process, unreported.
+        limit = timedelta(seconds=4 * self.seconds)
+        backend = "nccl" if gpus else "gloo"
+        store = dist.TCPStore(self.nodes[0], port, timeout=limit)
+        group = {"store": store, "rank": self.rank, "world_size": self.tasks, "timeout": limit}
+        dist.init_process_group(backend, **group)
+        times, pairs = all_reduce_times(SIZES), {}
+        for other in partners(self.node, self.nodes, TURNS):
+            both = sorted(ranks[self.node] + ranks[other])
+            group = dist.new_group(both, limit, use_local_synchronization=True)
+            (seconds,) = all_reduce_times(SIZES[-1:], group)
+            pairs[other] = bus_bandwidth(SIZES[-1], seconds, len(both))
+            dist.destroy_process_group(group)  # the buffers of many would pile up
+        return {"backend": backend, "times": times, "pairs": pairs}
+
+
+# ---------------------------------------------------------------- what they measure together
+
+
+def all_reduce_times(sizes, group=None, repeats=5):
+    """Return, for each size in bytes, the mean seconds of one all_reduce over the group's ranks.
+
+    The tensors are float32, on this process's GPU if there is one. Raises what all_reduce raises.
+    """
+    import torch
+    import torch.distributed as dist
+
+    cuda = torch.cuda.is_available()
+    wait = torch.cuda.synchronize if cuda else lambda: None
+    times = []
+    for size in sizes:
+        tensor = torch.zeros(size // 4, device="cuda" if cuda else "cpu")
+        for _ in range(2):  # the first connects the ranks, and the second starts them together
+            dist.all_reduce(tensor, group=group)
+        wait()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            dist.all_reduce(tensor, group=group)
+        wait()
+        times.append((time.perf_counter() - start) / repeats)
+    return times
+
+
+def bus_bandwidth(size, seconds, ranks):
+    """Return GB/s as nccl-tests count them, to be held against the speed of the links.
+
+    Each rank sends and receives at least 2 (n - 1) / n times the data:
+    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+    """
+    return 2 * (ranks - 1) / ranks * size / seconds / 1e9
+
+
+def partners(node, nodes, turns):
+    """Return the nodes to be paired with, turn by turn, so that any two have each other at once.
+
+    With an odd number of nodes, each has one turn of rest, left out of its list.
+    """
+    ring, found = [*nodes, None] if len(nodes) % 2 else [*nodes], []
+    for _ in ring[1 : turns + 1]:
+        found.append(ring[-1 - ring.index(node)])
+        ring.insert(1, ring.pop())
+    return [other for other in found if other]
+
+
+def slow_nodes(pairs):
+    """Return why a node is slow, by node, from GB/s by node and partner.
+
+    A pair is as slow as the slower of the two, so a node is judged by its fastest pair.
+    """
+    best = {node: max(speeds.values()) for node, speeds in pairs.items() if speeds}
+    usual = statistics.median(best.values()) if best else 0
+    reason = "slow: {:.3f} GB/s in its fastest pair, the median node {:.3f}"
+    return {node: [reason.format(own, usual)] for node, own in best.items() if own < usual / 2}
+
+
+# ---------------------------------------------------------------- what task 0 makes of it
+
+
+def clock_cells(offsets):
+    """Return a cell by node, from the seconds by which its clock is ahead of the first node's.
+
+    The median clock is right; of two, the first node's.
+    """
+    right = statistics.median(offsets.values()) if len(offsets) > 2 else 0
+    off = {node: offset - right for node, offset in offsets.items()}
+    word = {node: f"{abs(by):.1f} s {'ahead' if by > 0 else 'behind'}" for node, by in off.items()}
+    return {node: word[node] if abs(by) > 1 else "ok" for node, by in off.items()}
+
+
+def node_rows(reports, nodes, tasks):
+    """Return a cell by node and column, the worst that a task of the node reported."""
+    rows = {}
+    offsets = {r["node"]: r["offset"] for r in reports if r["offset"] is not None}
+    for node in nodes:
+        own = [report for report in reports if report["node"] == node]
+        rows[node] = {}
+        for column in COLUMNS:
+            cells = [report["cells"].get(column, "-") for report in own] or ["-"]
+            rows[node][column] = min(cells, key=lambda c: FINE.index(c) if c in FINE else -1)
+        if lost := tasks // len(nodes) - len(own):
+            rows[node]["names"] = (
+                f"{lost} of {tasks // len(nodes)} tasks did not report" if own else "did not report"
+            )
+    for node, cell in clock_cells(offsets).items():
+        rows[node]["clock"] = cell
+    if any(row["GPU"] == "ok" for row in rows.values()):
+        for row in rows.values():
+            row["GPU"] = row["GPU"].replace("no GPU", "none, others have")
+    return rows
+
+
+def node_faults(rows, first):
+    """Return the reasons against each bad node. What all others miss of the first is its fault."""
+    bad = {}
+    for column in COLUMNS:
+        faults = {node: row[column] for node, row in rows.items() if row[column] not in FINE}
+        if column in ("port", "folder") and (first in faults or 1 < len(faults) == len(rows) - 1):
+            faults = {first: faults.get(first) or "out of reach of all other nodes"}
+        for node, cell in faults.items():
+            reason = cell if "did not report" in cell else f"{column}: {cell}"
+            bad.setdefault(node, []).append(reason)
+    return bad
+
+
+def print_table(*rows):
+    """Print rows of strings in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(map(str.ljust, row, widths)).rstrip())
+    print(flush=True)
+
+
+class Collector:
+    """Task 0's other half: it hears what all tasks report, answers them, and judges."""
+
+    def __init__(self, task):
+        self.task, self.nodes, self.inbox, self.links = task, task.nodes, queue.SimpleQueue(), []
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        try:
+            server = socket.create_server(("", task.port), family=family, dualstack_ipv6=dual)
+            threading.Thread(target=self.listen, args=[server], daemon=True).start()
+        except OSError as error:
+            task.port_fault = f"cannot listen at {task.port}: {os.strerror(error.errno)}"
+        threading.Thread(target=self.watch, daemon=True).start()
+
+    def listen(self, server):
+        """Take connections at the port that training uses."""
+        while True:
+            threading.Thread(target=self.serve, args=server.accept()[:1], daemon=True).start()
+
+    def serve(self, link):
+        """Tell a task the time, and hear its reports."""
+        stranger = ValueError, TypeError, LookupError  # what its messages lead to here
+        with contextlib.suppress(OSError, *stranger):
+            for line in link.makefile("r", encoding="utf-8"):
+                if line == "clock\n":
+                    link.sendall(f"{time.time()}\n".encode())
+                else:
+                    report = json.loads(line)
+                    self.links.append(link)
+                    self.inbox.put((report["rank"], report))
+
+    def watch(self):
+        """Hear through the folder those who cannot reach the port."""
+        while True:
+            with contextlib.suppress(OSError, ValueError):
+                for path in self.task.folder.glob("*.json"):
+                    report = json.loads(path.read_text(encoding="utf-8"))
+                    self.inbox.put((report["rank"], report))
+            time.sleep(0.2)
+
+    def gather(self, seconds):
+        """Return a report by rank, of all tasks or of those that report in time."""
+        reports, end = {}, time.monotonic() + seconds
+        while len(reports) < self.task.tasks and time.monotonic() < end:
+            with contextlib.suppress(queue.Empty):
+                reports.update([self.inbox.get(timeout=0.2)])
+        return reports
+
+    def answer(self, **content):
+        """Send the same to all tasks that have reported over TCP."""
+        for link in set(self.links):
+            with contextlib.suppress(OSError):
+                link.sendall(f"{json.dumps(content)}\n".encode())
+
+    def run(self):
+        """Print the tables and the verdict; return the exit code."""
+        reports = self.gather(2 * self.task.seconds).values()
+        rows = node_rows(reports, self.nodes, self.task.tasks)
+        print_table(("node", *COLUMNS), *((node, *rows[node].values()) for node in self.nodes))
+        bad = node_faults(rows, self.nodes[0]) or self.measure(reports)
+        for node, reasons in bad.items():
+            print(f"preflight: {node}: {'; '.join(reasons)}")
+        if not bad:
+            print("preflight: this allocation can train")
+        self.answer(go=False)
+        return int(bool(bad))
+
+    def measure(self, reports):
+        """Let the tasks time all_reduce, and print it; return the reasons against bad nodes."""
+        from torch.distributed import TCPStore
+
+        limit = timedelta(seconds=self.task.seconds)
+        store = TCPStore(self.nodes[0], 0, None, True, limit, wait_for_workers=False)
+        ranks = {node: [r["rank"] for r in reports if r["node"] == node] for node in self.nodes}
+        self.answer(go=True, store=store.port, ranks=ranks)
+        results = self.gather(2.5 * self.task.seconds)
+        if lost := [n for n in self.nodes if not results.keys() >= set(ranks[n])]:
+            return {node: ["all_reduce: did not report"] for node in lost}
+        found = [(r["node"], r["all_reduce"]) for _, r in sorted(results.items())]
+        if failed := {n: result for n, result in found if isinstance(result, str)}:
+            return {node: [f"all_reduce: {reason}"] for node, reason in failed.items()}
+        found = dict(found)  # of one task per node: those of a group measure alike
+        print_times(found[self.nodes[0]], len(results))
+        pairs = {node: result["pairs"] for node, result in found.items()}
+        if len(pairs) > 1:
+            print(f"all_reduce of {SIZES[-1] / 2**10:g} KiB between two nodes, GB/s")
+            rows = [("node", "fastest pair", "slowest pair")]
+            for node, speeds in pairs.items():
+                rows.append((node, *(f"{end(speeds.values()):.3f}" for end in (max, min))))
+            print_table(*rows)
+        return slow_nodes(pairs)
+
+
+def print_times(result, ranks):
+    """Print the seconds by size that one rank measured, and the bus bandwidth."""
+    print(f"all_reduce over world size {ranks}, {result['backend']}; GB/s is the bus bandwidth")
+    rows = [("KiB", "ms", "GB/s")]
+    for size, seconds in zip(SIZES, result["times"], strict=True):
+        speed = bus_bandwidth(size, seconds, ranks)
+        rows.append((f"{size / 2**10:g}", f"{seconds * 1e3:.3f}", f"{speed:.3f}"))
+    print_table(*rows)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("port", type=int, help="the one that training will use")
+    parser.add_argument("nodes", nargs="+", help="the first of them runs task 0")
+    parser.add_argument("--timeout", type=float, default=30, help="seconds to wait for a node")
+    args = parser.parse_args()
+    if not 0 < args.timeout < float("inf"):
+        parser.error(f"--timeout must be positive, not {args.timeout:g}")
+    if "SLURM_PROCID" not in os.environ:
+        parser.error("start it with: sbatch slurm/preflight.sbatch")
+    task = Task(args, os.environ)
+    if task.rank == 0:
+        collector = Collector(task)
+        threading.Thread(target=task.run, daemon=True).start()
+        code = collector.run()
+    else:
+        code = task.run()
+    if task.local_rank == 0 and (task.link or task.rank == 0):  # else task 0 has yet to read it
+        at_once({"folder": lambda: shutil.rmtree(task.folder, ignore_errors=True)}, 5)
+    sys.stdout.flush()
+    os._exit(code)  # without a wait for threads that hang
+
+
+if __name__ == "__main__":
+    main()
