@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -224,6 +225,23 @@ def test_what_cannot_be_written(trainer, path, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert "cannot write checkpoint.pt: " in line
     assert path.read_bytes() == whole
+
+
+def test_the_old_file_is_whole_until_the_new_one_is_safe(trainer, path, monkeypatch):
+    """Renamed, not written over, and not before it is on the disk."""
+    whole, calls = path.read_bytes(), []
+    os.link("checkpoint.pt", "old")
+
+    def watched(name, function):
+        return lambda *args: calls.append(name) or function(*args)
+
+    for name in ("fsync", "replace"):
+        monkeypatch.setattr(os, name, watched(name, getattr(os, name)))
+    trainer.epochs_run += 1
+    trainer._save_checkpoint()
+    assert calls == ["fsync", "replace"]
+    assert Path("old").read_bytes() == whole
+    assert path.read_bytes() != whole
 
 
 def on_a_full_disk(words):

@@ -3,10 +3,22 @@
 import ast
 import difflib
 import sys
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
-from conftest import LONG, SCRIPT, SMALL, command, epochs, finished, load, run, same_bits
+import torch
+from conftest import (
+    LONG,
+    SCRIPT,
+    SMALL,
+    arguments,
+    command,
+    epochs,
+    finished,
+    load,
+    run,
+    same_bits,
+)
 
 DISTRIBUTED = ["02", "03", "04", "05"]
 
@@ -101,6 +113,38 @@ def test_the_same_functions_in_the_same_order():
         names[step] = [n.name for n in sorted(functions, key=lambda node: node.lineno)]
     for old, new in pairwise(DISTRIBUTED):
         assert [name for name in names[new] if name in names[old]] == names[old]
+
+
+def functions(step):
+    """Return the text of each function and method of a step, by name."""
+    text = SCRIPT[step].read_text(encoding="utf-8")
+    tree = ast.walk(ast.parse(text))
+    return {n.name: ast.get_source_segment(text, n) for n in tree if isinstance(n, ast.FunctionDef)}
+
+
+def test_step_5_changes_nothing_but_evaluation():
+    """So that what is tested of step 4 holds for step 5."""
+    old, new = functions("04"), functions("05")
+    changed = {name for name in new if new[name] != old.get(name)}
+    assert changed == {"_run_epoch", "evaluate", "report", "main"}
+    everybody = old["main"].replace("    if rank == 0:\n        evaluate(", "    evaluate(")
+    assert new["main"] == everybody
+
+
+@pytest.mark.parametrize("step", DISTRIBUTED)
+def test_seed_and_epoch_decide_on_the_order(step, tmp_path, process_group):
+    module, orders = load(step), []
+    for seed in (0, 10):  # the sampler adds seed and epoch
+        args = arguments(tmp_path / "none.pt", seed=seed, batch_size=12_942)
+        train_set, _, model, optimizer = module.load_train_objs(args)
+        data = module.prepare_dataloader(train_set, args)
+        trainer = module.Trainer(model, data, optimizer, torch.device("cpu"), 0, args)
+        orders.append(model[0].weight.flatten().tolist())
+        for epoch in (1, 2):
+            trainer._run_epoch(epoch)
+            data.sampler.samples_run = trainer.samples_run = 0
+            orders.append(list(data.sampler))
+    assert all(a != b for a, b in combinations(orders, 2))
 
 
 def changed_lines(old, new):

@@ -289,6 +289,20 @@ def test_a_cable_is_pulled_for_a_while(cluster, submit, trained):
 
 
 @EVERYTHING
+@pytest.mark.usefixtures("healed")
+def test_a_cable_is_pulled_for_good(cluster, submit, trained):
+    """Slurm gives the node up, and starts the job again when there are enough nodes."""
+    job = submit("04", *LONG, options=TWO_BY_TWO)
+    job.wait_for("^epoch 3 ")
+    cluster.cable(2, "down")
+    job.wait("PENDING", timeout=120)
+    cluster.cable(2, "up")
+    job.completed(timeout=300)
+    assert job.show("Restarts") == "1"
+    assert same_bits(job.checkpoint, trained("04", *LONG, nprocs=4))
+
+
+@EVERYTHING
 def test_an_exception_on_one_rank_of_one_node(clone, submit):
     path = clone / "04_multinode.py"
     text = path.read_text(encoding="utf-8")
