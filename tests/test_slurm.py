@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster, missing
-from conftest import ROOT, SCRIPTS, SMALL, environment, same_bits
+from conftest import ROOT, SCRIPT, SCRIPTS, SMALL, environment, same_bits
 
 FILE = {path.name[:2]: f"{path.stem}.sbatch" for path in SCRIPTS}
 EVERYTHING = pytest.mark.everything
@@ -204,6 +204,7 @@ def test_told_to_stop_it_requeues_itself(cluster, submit, trained):
     job.wait_for("^epoch 2 ")
     cluster.run("scancel", "--signal=TERM", job.number)
     job.completed()
+    assert "SignalException: Process" in job.output  # which the README calls harmless
     went_on(job, trained("04", *LONG, nprocs=4), restarts="1")
 
 
@@ -343,6 +344,40 @@ def test_a_port_that_is_taken(cluster, submit):
     assert job.wait() == "FAILED"
     assert f"port {next_port} of node1 is taken" in job.output
     cluster.run("pkill", "-f", "socket.create_server", node=1)
+
+
+def by_hand(cluster, folder, words):
+    """Submit one command on two nodes of two GPUs; return the job's state and its output."""
+    options = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=2", "--output=out"]
+    line = f"{words} {SCRIPT['04']} 1 {' '.join(SMALL)}"
+    activate = f"export PATH={Path(sys.executable).parent}:$PATH"
+    job = cluster.sbatch(*options, f"--wrap={activate}; {line}", cwd=folder)
+    return cluster.wait(job), (folder / "out").read_text(encoding="utf-8")
+
+
+@EVERYTHING
+@pytest.mark.parametrize(
+    "words",
+    [
+        "torchrun --nnodes=2 --rdzv-endpoint=node1:29400",
+        "srun torchrun --nnodes=2 --rdzv-endpoint=localhost:29400",
+    ],
+    ids=["without srun", "localhost"],
+)
+def test_agents_that_do_not_meet(cluster, tmp_path, words):
+    options = "--nproc-per-node=2 --rdzv-backend=c10d --rdzv-conf=join_timeout=5"
+    state, output = by_hand(cluster, tmp_path, f"{words} {options}")
+    assert state == "FAILED"
+    assert "RendezvousTimeoutError" in output
+    assert "epoch" not in output
+
+
+@EVERYTHING
+def test_one_job_of_two_nodes_is_two_of_one(cluster, tmp_path):
+    words = "srun torchrun --standalone --nproc-per-node=2"
+    state, output = by_hand(cluster, tmp_path, words)
+    assert state == "COMPLETED"
+    assert output.count("epoch 1 ") == output.count("accuracy") == 2
 
 
 # ---------------------------------------------------------------- each line is read
