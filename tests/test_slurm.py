@@ -226,6 +226,7 @@ def test_cancelled_it_stays_cancelled(cluster, submit, trained):
     job.wait_for("^epoch 2 ")
     cluster.run("scancel", job.number)
     assert job.wait() == "CANCELLED"
+    assert "interrupted after" in job.output
     cluster.wait_until_idle()
     time.sleep(10)  # a requeued job starts after 5
     assert job.show("JobState") == "CANCELLED"
