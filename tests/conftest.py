@@ -36,6 +36,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "everything: takes minutes, runs with --everything only")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
 
 
 def pytest_collection_modifyitems(config, items):
