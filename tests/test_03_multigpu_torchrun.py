@@ -65,7 +65,7 @@ def test_kill_9_with_4_processes(trained, tmp_path):
     before, after = job.stdout.split(" epochs run\n")
     assert "epoch 4 " not in before
     assert "epoch 4 " in after
-    assert sorted(epochs(job)) == [1, 2, 3, 4]
+    assert sorted(set(epochs(job))) == [1, 2, 3, 4]
     assert same_bits(job, trained("02", *LONG, nprocs=4))
     assert accuracy(job) == accuracy(trained("02", *LONG, nprocs=4))
 
