@@ -135,7 +135,7 @@ def test_local_rank_picks_the_gpu_before_the_group_is_joined(monkeypatch):
 
 def test_a_node_that_falls_silent_is_an_error_and_not_a_hang(tmp_path):
     """A stopped process keeps its connections open, as a lost node does."""
-    path = edited(tmp_path, "04", ("timedelta(minutes=5)", "timedelta(seconds=3)"))
+    path = edited(tmp_path, "04", ("timedelta(minutes=5)", "timedelta(seconds=8)"))
     with Job(command(path, "99", *SMALL), tmp_path) as job:
         job.wait_for("^epoch 1 ")
         job.workers()[1].send_signal(signal.SIGSTOP)
