@@ -33,7 +33,8 @@ def clone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clone")
     for path in SCRIPTS:
         shutil.copy(path, folder)
-    shutil.copytree(ROOT / "slurm", folder / "slurm")
+    for name in ("slurm", "benchmarks"):
+        shutil.copytree(ROOT / name, folder / name)
     (folder / ".venv" / "bin").mkdir(parents=True)
     activate = f'export PATH="{Path(sys.executable).parent}:$PATH"\n'
     (folder / ".venv" / "bin" / "activate").write_text(activate, encoding="utf-8")
@@ -185,6 +186,20 @@ def test_threads_follow_the_cpus_of_the_job(cluster, clone, submit, monkeypatch)
         assert values(cluster, 1, "OMP_NUM_THREADS") - {"1"} == {str(threads)}  # slurmd has 1
         cluster.run("scancel", job.number)
         cluster.wait_until_idle()
+
+
+@EVERYTHING
+def test_scaling_over_nodes(submit):
+    quick = ("--repeats=1", "--epochs=2", "--width=4", "--batch-size=256")
+    job = submit("scaling.sbatch", *quick, options=("--gpus-per-node=1",)).completed(timeout=300)
+    measured = re.findall(r"^\| (weak|strong) \| (\d) \| (\d+) \|", job.output, re.MULTILINE)
+    assert sorted(measured) == [
+        ("strong", "1", "512"),
+        ("strong", "2", "256"),
+        ("weak", "1", "256"),
+        ("weak", "2", "256"),
+    ]
+    assert (job.folder / "scaling.json").exists()
 
 
 # ---------------------------------------------------------------- told to stop

@@ -1,0 +1,208 @@
+"""How much faster training gets with more processes: strong and weak scaling of the real scripts.
+
+    python benchmarks/scaling.py            1, 2, 4, ... processes on this machine
+    sbatch slurm/scaling.sbatch             1, 2, 4, ... nodes of a cluster
+
+Weak scaling: each process keeps its batch. Strong scaling: all together keep one, so that each gets
+a smaller one. Every repetition runs all sizes once, in random order, and compares them only with
+each other. On one machine each size is also compared with as many copies of step 1 that train side
+by side and never talk: no launcher can do better on those cores.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from shared import GREY, drawing, machine
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+SINGLE, MULTI = ROOT / "01_single_gpu.py", ROOT / "04_multinode.py"
+TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+NODES = int(os.environ.get("SLURM_NNODES", 0)) if "SCALING_ENDPOINT" in os.environ else 0
+PER_NODE = int(os.environ["SLURM_GPUS_ON_NODE"]) if NODES else 1
+
+
+# ---------------------------------------------------------------- running
+
+
+def speed(output):
+    """Return the median samples/s that a script printed, its first epoch, a warm-up, left out."""
+    found = re.findall(r"^epoch .* ([\d,]+) samples/s$", output, re.MULTILINE)
+    if len(found) < 2:
+        raise SystemExit(f"a run printed fewer than two epochs:\n{output}")
+    return statistics.median(int(number.replace(",", "")) for number in found[1:])
+
+
+def run_together(commands, threads):
+    """Run commands side by side, each in a folder of its own; return their samples/s, summed."""
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    with tempfile.TemporaryDirectory() as folder:
+        running = []
+        for number, command in enumerate(commands):
+            # Under Slurm all nodes have to see it: the checkpoint is written to the current folder.
+            path = (
+                Path("." if "srun" in command else folder) / f".scaling-{os.getpid()}-{number}.pt"
+            )
+            words = [*command, f"--checkpoint-path={path}"]
+            options = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            running.append((path, subprocess.Popen(words, text=True, **options)))
+        total = 0
+        for path, process in running:
+            output, errors = process.communicate()
+            path.unlink(missing_ok=True)
+            if process.returncode:
+                raise SystemExit(f"{' '.join(process.args)}\n{output}{errors}")
+            total += speed(output)
+    return total
+
+
+def launcher(size):
+    """Return the words that start so many processes, on this machine or on nodes of the job."""
+    if not NODES:
+        return [TORCHRUN, "--standalone", f"--nproc-per-node={size}"]
+    nodes = size // PER_NODE
+    words = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--kill-on-bad-exit=1", TORCHRUN]
+    words += [f"--nnodes={nodes}", f"--nproc-per-node={PER_NODE}", "--rdzv-backend=c10d"]
+    return [*words, f"--rdzv-endpoint={os.environ['SCALING_ENDPOINT']}"]
+
+
+def sizes_up_to(limit):
+    """Return the world sizes: powers of two on one machine, and of whole nodes under Slurm."""
+    return [PER_NODE * 2**n for n in range(20) if PER_NODE * 2**n <= limit]
+
+
+def plan(args, sizes):
+    """Return what each repetition measures, as (kind, world size, batch per process)."""
+    together = args.batch_size * sizes[-1]
+    runs = [("weak", size, args.batch_size) for size in sizes]
+    runs += [("strong", size, together // size) for size in sizes]
+    if not NODES:
+        runs += [("copies", size, args.batch_size) for size in sizes]
+    return runs
+
+
+def measure(kind, size, batch, args):
+    """Return the samples/s of all processes together."""
+    words = [str(args.epochs), str(args.epochs), f"--batch-size={batch}", f"--width={args.width}"]
+    if kind == "copies":
+        return run_together([[sys.executable, SINGLE, *words]] * size, args.threads)
+    return run_together([[*launcher(size), MULTI, *words]], args.threads)
+
+
+# ---------------------------------------------------------------- showing
+
+
+def middle(ratios):
+    """Return the median of some ratios and its quartiles."""
+    if len(ratios) == 1:
+        return {"median": ratios[0], "low": ratios[0], "high": ratios[0]}
+    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return {"median": median, "low": low, "high": high}
+
+
+def summary(runs):
+    """Return a row for each kind and world size: samples/s, and ratios within a repetition.
+
+    "speed_up" is against the smallest size, "efficiency" is that over the growth in processes, and
+    "of_copies" against as many copies of step 1, if these were run.
+    """
+    speeds = {(r["kind"], r["world_size"], r["repetition"]): r["samples_per_second"] for r in runs}
+    repetitions = sorted({r["repetition"] for r in runs})
+    smallest = min(r["world_size"] for r in runs)
+    rows = []
+    for kind, size, batch in dict.fromkeys((r["kind"], r["world_size"], r["batch"]) for r in runs):
+        own = [speeds[kind, size, n] for n in repetitions]
+        ups = [o / speeds[kind, smallest, n] for n, o in enumerate(own)]
+        row = {"kind": kind, "world_size": size, "batch": batch}
+        row["samples_per_second"] = statistics.median(own)
+        row["speed_up"] = middle(ups)
+        row["efficiency"] = middle([up * smallest / size for up in ups])
+        if kind == "weak" and ("copies", size, 0) in speeds:
+            row["of_copies"] = middle([o / speeds["copies", size, n] for n, o in enumerate(own)])
+        rows.append(row)
+    return sorted(rows, key=lambda row: (row["kind"], row["world_size"]))
+
+
+def table(rows):
+    """Return the rows as a Markdown table."""
+    lines = ["| scaling | processes | batch each | samples/s | speed-up | efficiency | of copies |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for row in rows:
+        cells = [row["kind"], row["world_size"], row["batch"], f"{row['samples_per_second']:,.0f}"]
+        for name in ("speed_up", "efficiency", "of_copies"):
+            ratio = row.get(name)
+            cells.append("{median:.2f} ({low:.2f}-{high:.2f})".format(**ratio) if ratio else "")
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def plot(rows, path):
+    """Draw speed-up and efficiency against the ideal."""
+    sizes = sorted({row["world_size"] for row in rows})
+    with drawing(path, "Scaling", ncols=2, figsize=(9, 3.6)) as axes:
+        for axis, name in zip(axes, ("speed_up", "efficiency"), strict=True):
+            ideal = [size / sizes[0] if name == "speed_up" else 1 for size in sizes]
+            axis.plot(sizes, ideal, "--", color=GREY, label="ideal")
+            for kind, colour in (("weak", "#2f81f7"), ("strong", "#d9730d")):
+                own = [row[name] for row in rows if row["kind"] == kind]
+                low = [ratio["median"] - ratio["low"] for ratio in own]
+                high = [ratio["high"] - ratio["median"] for ratio in own]
+                style = {"color": colour, "marker": "o", "capsize": 3, "label": kind}
+                axis.errorbar(sizes, [ratio["median"] for ratio in own], (low, high), **style)
+            axis.set(xlabel="processes", ylabel=name.replace("_", "-"), xticks=sizes)
+            axis.set_ylim(bottom=0)
+            axis.legend(frameon=False)
+
+
+def parse_args():
+    style = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], **style)
+    processes = NODES * PER_NODE or torch.cuda.device_count() or os.cpu_count()
+    parser.add_argument("--processes", type=int, default=processes, help="largest world size")
+    parser.add_argument("--batch-size", type=int, default=32, help="per process, in weak scaling")
+    parser.add_argument("--width", type=int, default=32, help="of the model; 256 for GPUs")
+    parser.add_argument("--epochs", type=int, default=4, help="per run; the first is a warm-up")
+    parser.add_argument("--repeats", type=int, default=5, help="repetitions")
+    parser.add_argument("--threads", type=int, default=1, help="per process")
+    parser.add_argument("--output", type=Path, default="scaling", help="name of .json and .svg")
+    args = parser.parse_args()
+    for name in ("processes", "batch_size", "width", "repeats", "threads"):
+        if getattr(args, name) < 1:
+            parser.error(f"{name} must be positive, not {getattr(args, name)}")
+    if args.epochs < 2:
+        parser.error(f"epochs must be at least 2, not {args.epochs}: the first is a warm-up")
+    return args
+
+
+def main():
+    args = parse_args()
+    sizes = sizes_up_to(args.processes)
+    runs, order = [], plan(args, sizes)
+    with tqdm(total=args.repeats * len(order), unit="run") as progress:
+        for repetition in range(args.repeats):
+            random.shuffle(order)  # so that no size always has the machine at its warmest
+            for kind, size, batch in order:
+                progress.set_description(f"{kind} {size}")
+                found = measure(kind, size, batch, args)
+                run = {"kind": kind, "world_size": size, "batch": batch, "repetition": repetition}
+                runs.append({**run, "samples_per_second": found})
+                progress.update()
+    rows = summary(runs)
+    options = {name: str(value) for name, value in vars(args).items()}
+    record = {"machine": machine(), "options": options, "summary": rows, "runs": runs}
+    args.output.with_suffix(".json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+    plot(rows, args.output.with_suffix(".svg"))
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

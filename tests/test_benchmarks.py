@@ -1,0 +1,92 @@
+"""The benchmarks run, and count rightly; how fast anything is, no test asks."""
+
+import importlib.util
+import json
+import sys
+import xml.etree.ElementTree as ET
+
+import pytest
+from conftest import ROOT, TORCHRUN, finished, run
+
+BENCHMARKS = ROOT / "benchmarks"
+EVERYTHING = pytest.mark.everything
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """Import a benchmark by name."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+
+    def load(name):
+        spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+def texts(path):
+    """Return all that is written in a picture, which has to be well-formed."""
+    return {"".join(element.itertext()).strip() for element in ET.parse(path).getroot().iter()}
+
+
+@pytest.mark.parametrize("name", ["scaling"])
+def test_help(tmp_path, name):
+    job = finished([sys.executable, BENCHMARKS / f"{name}.py", "--help"], tmp_path)
+    assert "(default: " in job.stdout
+
+
+@pytest.mark.parametrize("bad", ["--processes=0", "--epochs=1", "--repeats=x"])
+def test_scaling_refuses(tmp_path, bad):
+    job = run([sys.executable, BENCHMARKS / "scaling.py", bad], tmp_path)
+    assert job.returncode == 2
+    assert job.stderr.splitlines()[-1].startswith("scaling.py: error: ")
+
+
+def test_ratios_are_taken_within_a_repetition(benchmark):
+    """The second time the machine was ten times as fast: no ratio may notice."""
+    speeds = {("weak", 1): 100, ("weak", 4): 300, ("copies", 1): 100, ("copies", 4): 400}
+    runs = []
+    for repetition, factor in enumerate((1, 10)):
+        for (kind, size), speed in speeds.items():
+            run = {"kind": kind, "world_size": size, "batch": 32, "repetition": repetition}
+            runs.append({**run, "samples_per_second": factor * speed})
+    rows = {(row["kind"], row["world_size"]): row for row in benchmark("scaling").summary(runs)}
+    ratio = {"low": 3, "median": 3, "high": 3}
+    assert rows["weak", 4]["speed_up"] == ratio
+    assert rows["weak", 4]["efficiency"] == dict.fromkeys(ratio, 0.75)
+    assert rows["weak", 4]["of_copies"] == dict.fromkeys(ratio, 0.75)
+    assert rows["copies", 4]["speed_up"] == dict.fromkeys(ratio, 4)
+
+
+@EVERYTHING
+def test_scaling(tmp_path):
+    quick = ["--processes=2", "--repeats=1", "--epochs=2", "--width=4", "--batch-size=256"]
+    job = finished([sys.executable, BENCHMARKS / "scaling.py", *quick], tmp_path, timeout=300)
+    assert job.stdout.count("\n| ") == 6
+    record = json.loads((tmp_path / "scaling.json").read_text(encoding="utf-8"))
+    assert record["machine"]["torch"]
+    found = {(r["kind"], r["world_size"], r["batch"]) for r in record["runs"]}
+    same = {(kind, size, 256) for kind in ("weak", "copies") for size in (1, 2)}
+    assert found == same | {("strong", 1, 512), ("strong", 2, 256)}
+    assert all(r["samples_per_second"] > 0 for r in record["runs"])
+    assert {"ideal", "weak", "strong", "efficiency"} <= texts(tmp_path / "scaling.svg")
+    assert {path.name for path in tmp_path.glob("[!.]*")} == {"scaling.json", "scaling.svg"}
+
+
+@EVERYTHING
+def test_breakdown(tmp_path):
+    words = [TORCHRUN, "--standalone", "--nproc-per-node=2", BENCHMARKS / "breakdown.py"]
+    job = finished([*words, "--width=4"], tmp_path)
+    record = json.loads((tmp_path / "breakdown.json").read_text(encoding="utf-8"))
+    assert len(record["milliseconds_by_rank"]) == 2
+    for part in record["milliseconds_by_rank"]:
+        for name in ("data", "forward", "backward", "waiting", "optimizer", "all-reduce"):
+            assert part[name] > 0
+        assert 0 <= part["hidden"] <= part["all-reduce"]
+    assert "| rank 1 | " in job.stdout
+    assert {"rank 0", "rank 1", "waiting", "milliseconds"} <= texts(tmp_path / "breakdown.svg")
+    for rank in (0, 1):
+        trace = json.loads((tmp_path / f"trace-{rank}.json").read_text(encoding="utf-8"))
+        assert any("all_reduce" in event.get("name", "") for event in trace["traceEvents"])
