@@ -31,7 +31,7 @@ def texts(path):
     return {"".join(element.itertext()).strip() for element in ET.parse(path).getroot().iter()}
 
 
-@pytest.mark.parametrize("name", ["scaling"])
+@pytest.mark.parametrize("name", ["scaling", "communication", "forecast"])
 def test_help(tmp_path, name):
     job = finished([sys.executable, BENCHMARKS / f"{name}.py", "--help"], tmp_path)
     assert "(default: " in job.stdout
@@ -90,3 +90,49 @@ def test_breakdown(tmp_path):
     for rank in (0, 1):
         trace = json.loads((tmp_path / f"trace-{rank}.json").read_text(encoding="utf-8"))
         assert any("all_reduce" in event.get("name", "") for event in trace["traceEvents"])
+
+
+@EVERYTHING
+def test_communication_and_forecast(tmp_path):
+    for ranks in (2, 3):
+        launch = [TORCHRUN, "--standalone", f"--nproc-per-node={ranks}"]
+        quick = ["--repeats=1", "--largest=256"]
+        job = finished([*launch, BENCHMARKS / "communication.py", *quick], tmp_path)
+        assert job.stdout.count("\n| ") == 4 + 1 + 3  # 4 to 256 B, a heading, 16 to 256 B
+        path = tmp_path / f"communication-{ranks}.json"
+        record = json.loads(path.read_text(encoding="utf-8"))
+        assert (record["world_size"], record["backend"]) == (ranks, "gloo")
+        assert list(record["all_reduce_seconds"]) == ["4", "16", "64", "256"]
+        assert all(t > 0 for row in record["gather_seconds"].values() for t in row.values())
+    files = ["communication-2.json", "communication-3.json"]
+    job = finished([sys.executable, BENCHMARKS / "forecast.py", *files], tmp_path)
+    assert "4,096 ranks" in job.stdout
+
+
+def test_a_fit_finds_what_made_the_figures(benchmark):
+    forecast = benchmark("forecast")
+    sizes = [(n, size) for n in (2, 3) for size in (4, 4096, 2**24)]
+    measured = [(n, size, forecast.ring(n, size, 5e-5, 1e-9)) for n, size in sizes]
+    assert forecast.fit(measured) == pytest.approx((5e-5, 1e-9))
+
+
+def test_the_forecast_by_hand(benchmark):
+    forecast = benchmark("forecast")
+    assert forecast.ring(4, 1000, 1, 0.01) == 6 * (1 + 250 * 0.01)
+    assert forecast.tree(5, 1000, 1, 0.01) == 2 * 3 + 2 * 1000 * 0.01
+    assert forecast.waiting(1.0, backward=5.0, buckets=1) == 1.0  # begins when backward ends
+    assert forecast.waiting(1.0, backward=5.0, buckets=4) == 0.25  # only the last is not hidden
+    assert forecast.waiting(8.0, backward=4.0, buckets=4) == 5.0  # more than backward can hide
+    step = {"seconds": 1.0, "backward": 0.5, "bytes": 1000, "buckets": 1}
+    assert forecast.efficiency(1, step, forecast.ring, (1, 1)) == 1
+    assert forecast.efficiency(2, step, forecast.ring, (0.5, 0)) == 0.5
+    shares = [forecast.efficiency(n, step, forecast.ring, (1e-3, 1e-6)) for n in forecast.WORLDS]
+    assert shares == sorted(shares, reverse=True)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "nothing"])
+def test_forecast_refuses(tmp_path, text):
+    (tmp_path / "bad.json").write_text(text, encoding="utf-8")
+    job = run([sys.executable, BENCHMARKS / "forecast.py", "bad.json"], tmp_path)
+    assert job.returncode == 2
+    assert "error: not from communication.py" in job.stderr.splitlines()[-1]
