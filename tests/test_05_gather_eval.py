@@ -45,7 +45,7 @@ def test_two_processes(trained):
 
 
 @pytest.mark.parametrize(
-    "nprocs", [3, *(pytest.param(n, marks=pytest.mark.everything) for n in (1, 5, 7))]
+    "nprocs", [3, *(pytest.param(n, marks=pytest.mark.everything) for n in (1, 4, 5, 8, 16))]
 )
 def test_exact_at_any_world_size(trained, tmp_path, nprocs):
     """With the weights of a finished run; with 359 in a batch, most ranks have none to fill."""

@@ -31,7 +31,7 @@ WIDE = ("4", "--batch-size=64", "--width=16")  # its checkpoint is larger than i
 # ---------------------------------------------------------------- loading
 
 
-@pytest.fixture(params=["03", "04", "05"])
+@pytest.fixture(params=["03", "04"])  # 05 has these functions word for word from 04
 def trainer(request, tmp_path, process_group, monkeypatch):
     """A trainer that has made a step and saved it as checkpoint.pt in the current folder."""
     monkeypatch.chdir(tmp_path)

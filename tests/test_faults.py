@@ -110,7 +110,7 @@ def lives(job):
 
 
 @EVERYTHING
-@pytest.mark.parametrize(("step", "nprocs"), [("03", 4), ("04", 2), ("04", 4)])
+@pytest.mark.parametrize(("step", "nprocs"), [("03", 4), ("04", 4)])
 def test_twenty_kills_in_one_run(trained, tmp_path, step, nprocs):
     """At random moments inside training: each life prints an epoch, and is killed soon after."""
     args = ("60", *SMALL)

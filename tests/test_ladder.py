@@ -37,7 +37,7 @@ def test_the_same_bits_on_every_step(trained, step, nprocs):
 
 
 @EVERYTHING
-@pytest.mark.parametrize("nprocs", [1, 3, 5])
+@pytest.mark.parametrize("nprocs", [1, 3, 5, 8, 16])
 def test_the_same_bits_at_other_world_sizes(trained, nprocs):
     first, *rest = [trained(step, "1", *SMALL, nprocs=nprocs) for step in DISTRIBUTED]
     assert all(same_bits(first, other) for other in rest)
@@ -166,8 +166,8 @@ def test_sizes_stay_within_the_budget(capsys):
 
 @EVERYTHING
 @pytest.mark.parametrize("step", DISTRIBUTED)
-def test_a_healthy_run_ends_well_25_times(tmp_path, step):
-    """A hundred in all: without the barrier at the end, some abort on their way out."""
-    for attempt in range(25):
+def test_a_healthy_run_ends_well_10_times(tmp_path, step):
+    """Without the barrier and the last line, some abort on their way out."""
+    for attempt in range(10):
         path = f"--checkpoint-path={attempt}.pt"
         finished(command(step, "1", "--batch-size=6471", "--width=1", path), tmp_path)

@@ -117,12 +117,12 @@ def test_told_on_the_last_step_of_an_epoch(tmp_path):
     assert "interrupted after 4,096 samples" in job.stdout
 
 
-def deal(world_size, samples_run):
+def deal(world_size, samples_run, samples=1000):
     """Return what is left of an epoch, for each rank."""
     module = load("04")
     shards = []
     for rank in range(world_size):
-        sampler = module.ResumableSampler(range(1000), world_size, rank, seed=5)
+        sampler = module.ResumableSampler(range(samples), world_size, rank, seed=5)
         sampler.set_epoch(3)
         sampler.samples_run = samples_run
         shards.append(list(sampler))
@@ -140,6 +140,15 @@ def test_the_sampler_goes_on_where_it_was(world_size):
         assert shard == list(whole)
         for steps in (1, 10, len(shard) - 1):
             assert deal(world_size, steps * world_size)[rank] == shard[steps:]
+
+
+@EVERYTHING
+def test_the_sampler_of_4096_ranks():
+    """Nobody needs to start them to see what each would draw."""
+    whole = deal(4096, 0, 12_942)
+    assert {len(shard) for shard in whole} == {4}
+    assert {index for shard in whole for index in shard} == set(range(12_942))
+    assert deal(4096, 2 * 4096, 12_942) == [shard[2:] for shard in whole]
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 4), (2, 1), (1, 16), (16, 7)])
