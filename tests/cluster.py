@@ -122,7 +122,7 @@ class Cluster:
         return self
 
     def __exit__(self, *error):
-        with contextlib.suppress(ProcessLookupError, IndexError):
+        with contextlib.suppress(OSError, IndexError):
             os.kill(child(self.outer.pid), 9)
         self.outer.wait()
 
@@ -153,7 +153,7 @@ class Cluster:
         """Wait until every node can take a job."""
         end = time.monotonic() + timeout
         while True:
-            with contextlib.suppress(subprocess.CalledProcessError, IndexError):
+            with contextlib.suppress(subprocess.CalledProcessError, OSError, IndexError):
                 if self.run("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == str(self.nodes):
                     return
             if self.outer.poll() is not None or time.monotonic() > end:

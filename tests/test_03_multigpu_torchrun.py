@@ -56,7 +56,7 @@ def kill_one(tmp_path, nprocs, rank, moment, args=LONG):
         kill(worker)
         job.wait(180).wait_until_gone()
     assert job.returncode == 0, job
-    assert "failed (exitcode: -9)" in job.stderr, job
+    assert "epochs run" in job.stdout, job
     return job
 
 

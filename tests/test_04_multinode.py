@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import sys
 from datetime import timedelta
@@ -139,7 +140,7 @@ def test_a_node_that_falls_silent_is_an_error_and_not_a_hang(tmp_path):
     with Job(command(path, "99", *SMALL), tmp_path) as job:
         job.wait_for("^epoch 1 ")
         job.workers()[1].send_signal(signal.SIGSTOP)
-        job.wait_for(lambda: "Timed out" in job.stderr)
+        job.wait_for(lambda: re.search("Timed out|Application timeout", job.stderr))
         kill(job.workers()[1], signal.SIGCONT)
         assert job.wait(60).returncode == 1
         job.wait_until_gone()

@@ -110,12 +110,10 @@ def lives(job):
 
 
 @EVERYTHING
-@pytest.mark.parametrize(("step", "nprocs"), [("03", 4), ("04", 4)])
-def test_twenty_kills_in_one_run(trained, tmp_path, step, nprocs):
+def test_twenty_kills_in_one_run(trained, tmp_path):
     """At random moments inside training: each life prints an epoch, and is killed soon after."""
-    args = ("60", *SMALL)
-    moments = random.Random(nprocs)
-    start = command(step, *args, nprocs=nprocs, torchrun=("--max-restarts=20",))
+    args, nprocs, moments = ("60", *SMALL), 4, random.Random(4)
+    start = command("04", *args, nprocs=nprocs, torchrun=("--max-restarts=20",))
     with Job(start, tmp_path) as job:
         for life in range(20):
             job.wait_for(lambda n=life: len(lives(job)) == n + 1 and "epoch " in lives(job)[n])
