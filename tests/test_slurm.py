@@ -174,6 +174,19 @@ def test_two_jobs_at_once_on_one_node(submit):
 
 
 @EVERYTHING
+def test_by_hand(cluster, clone, tmp_path, trained):
+    """What the README says of salloc."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\n", " ")
+    allocate = re.search(r"`(salloc --nodes=2 [^`]*)`", readme)[1].split()
+    launch = re.search(r"`(srun --nodes=2 --gres=gpu:2 [^`]*)`", readme)[1]
+    launch = launch.replace("HOST", "$(scontrol show hostnames | head -n 1)")
+    launch = launch.replace("04_multinode.py", f"{clone}/04_multinode.py {' '.join(TRAINING)}")
+    words = [*allocate, "bash", "-c", f"source {clone}/.venv/bin/activate; {launch}"]
+    assert "accuracy" in cluster.run(*words, cwd=tmp_path)
+    assert same_bits(tmp_path / "checkpoint.pt", trained("04", *TRAINING, nprocs=4))
+
+
+@EVERYTHING
 def test_threads_follow_the_cpus_of_the_job(cluster, clone, submit, monkeypatch):
     monkeypatch.delitem(cluster.environment, "OMP_NUM_THREADS")
     for step, options, threads in (
