@@ -108,9 +108,9 @@ def test_workers_of_a_dead_agent_leave_step_3_too(tmp_path):
 def test_told_on_the_last_step_of_an_epoch(tmp_path):
     """There is nothing left of this epoch to go on with, so it leaves in the next one."""
     told = "if self.samples_run >= 12_942: self.told_to_stop.fill_(1)"
-    line = "            if step % 10 == 0 and self._stop_agreed():\n"
-    changed = f"            {told}\n            if self._stop_agreed():\n"
-    start = command(edited(tmp_path, "04", (line, changed)), "6", "--batch-size=4096", nprocs=1)
+    line = "            self.samples_run += len(targets) * dist.get_world_size()\n"
+    changes = (line, f"{line}            {told}\n"), ("step % 10 == 0 and self._stop", "self._stop")
+    start = command(edited(tmp_path, "04", *changes), "6", "--batch-size=4096", nprocs=1)
     with Job(start, tmp_path) as job:
         assert job.wait().returncode == 1
     assert epochs(job) == [1]
