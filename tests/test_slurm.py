@@ -227,6 +227,7 @@ def went_on(job, undisturbed, restarts=None):
     assert same_bits(job.checkpoint, undisturbed)
 
 
+@EVERYTHING
 def test_told_to_stop_it_requeues_itself(cluster, submit, trained):
     job = submit("04", *LONG, options=TWO_BY_TWO)
     job.wait_for("^epoch 2 ")
