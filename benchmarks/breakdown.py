@@ -41,7 +41,7 @@ def load_script():
 
 
 def profiled_steps(script, args, rank):
-    """Train some steps, and profile more; return the profiler."""
+    """Train some steps, and profile more; return the profiler and the gradients' bytes."""
     train_set, _, model, optimizer = script.load_train_objs(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     data = script.prepare_dataloader(train_set, args)
@@ -62,7 +62,8 @@ def profiled_steps(script, args, rank):
     with profile(activities=kinds) as profiler:
         for _ in range(STEPS):
             step()
-    return profiler
+    gradients = sum(p.grad.numel() * p.grad.element_size() for p in model.parameters())
+    return profiler, gradients
 
 
 def spans(events, start):
@@ -154,7 +155,7 @@ def main():
     args = script.parse_args()
     script.ddp_setup(int(os.environ["LOCAL_RANK"]))
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    profiler = profiled_steps(script, args, rank)
+    profiler, gradients = profiled_steps(script, args, rank)
     profiler.export_chrome_trace(f"trace-{rank}.json")
     steps = timelines(profiler)
     gathered = [None] * world_size if rank == 0 else None
@@ -162,7 +163,7 @@ def main():
     if rank == 0:
         rows = [means(steps) for steps in gathered]
         report(rows)
-        record = {"machine": machine(), "milliseconds_by_rank": rows}
+        record = {"machine": machine(), "gradient_bytes": gradients, "milliseconds_by_rank": rows}
         Path("breakdown.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
         usual = sorted(range(STEPS), key=lambda n: length(steps[n]))[STEPS // 2]
         draw([steps[usual] for steps in gathered], "breakdown.svg")

@@ -2,8 +2,8 @@
 
     python benchmarks/forecast.py communication-2.json communication-3.json
 
-fits latency and time per byte from what communication.py wrote at two or more world sizes, and
-prints the efficiency of weak scaling that they let expect, for the digits' model or your own.
+fits latency and time per byte from what communication.py wrote at two or more world sizes, takes
+the step from what breakdown.py wrote, and prints the efficiency of weak scaling to be expected.
 A forecast is a straight line drawn far: it knows of no slower links beyond the nodes measured, and
 of no other jobs. Measure again, with scaling.py, as soon as you have more nodes.
 """
@@ -104,25 +104,34 @@ def read(paths):
     return rows
 
 
+def read_step(path, bucket_mb):
+    """Return the step of rank 0 that breakdown.py measured, its waiting left out."""
+    record = json.loads(path.read_text(encoding="utf-8"))
+    mine, size = record["milliseconds_by_rank"][0], record["gradient_bytes"]
+    own = sum(mine[name] for name in ("data", "forward", "backward", "optimizer", "other"))
+    step = {"seconds": own / 1e3, "backward": mine["backward"] / 1e3, "bytes": size}
+    return step | {"buckets": math.ceil(size / (bucket_mb * 2**20))}
+
+
 def main():
     style = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], **style)
     parser.add_argument("communication", nargs="+", type=Path, help="from communication.py")
-    parser.add_argument("--step-ms", type=float, default=7.1, help="a step of one rank alone")
-    parser.add_argument("--backward-ms", type=float, default=3.6, help="the backward pass in it")
-    parser.add_argument("--parameters", type=int, default=113_162, help="in float32")
+    parser.add_argument(
+        "--breakdown", type=Path, default="breakdown.json", help="from breakdown.py"
+    )
     parser.add_argument("--bucket-mb", type=float, default=25, help="DDP's bucket_cap_mb")
     args = parser.parse_args()
-    for name in ("step_ms", "backward_ms", "parameters", "bucket_mb"):
-        if not getattr(args, name) > 0:
-            parser.error(f"{name} must be positive, not {getattr(args, name)}")
+    if not args.bucket_mb > 0:
+        parser.error(f"bucket_mb must be positive, not {args.bucket_mb}")
     try:
         network = fit(read(args.communication))
     except (OSError, ValueError, KeyError) as error:
-        parser.error(f"not from communication.py: {error}")
-    step = {"seconds": args.step_ms / 1e3, "backward": args.backward_ms / 1e3}
-    step["bytes"] = 4 * args.parameters
-    step["buckets"] = math.ceil(step["bytes"] / (args.bucket_mb * 2**20))
+        parser.error(f"not from communication.py: {error!r}")
+    try:
+        step = read_step(args.breakdown, args.bucket_mb)
+    except (OSError, ValueError, KeyError) as error:
+        parser.error(f"not from breakdown.py: {error!r}")
     print(f"latency {network[0] * 1e6:.1f} us, {1e-9 / network[1]:.2f} GB/s, fitted to a ring")
     print(table(step, network))
 

@@ -53,7 +53,7 @@ def kill_one(tmp_path, nprocs, rank, moment, args=LONG):
         job.wait_for(lambda: len(job.workers()) == nprocs)
         worker = job.workers()[rank]
         job.wait_for(moment)
-        kill(worker)
+        worker.kill()  # which fails if it is no longer there
         job.wait(180).wait_until_gone()
     assert job.returncode == 0, job
     assert "epochs run" in job.stdout, job

@@ -31,7 +31,7 @@ def texts(path):
     return {"".join(element.itertext()).strip() for element in ET.parse(path).getroot().iter()}
 
 
-@pytest.mark.parametrize("name", ["scaling", "communication", "forecast"])
+@pytest.mark.parametrize("name", ["scaling", "breakdown", "communication", "forecast"])
 def test_help(tmp_path, name):
     job = finished([sys.executable, BENCHMARKS / f"{name}.py", "--help"], tmp_path)
     assert "(default: " in job.stdout
@@ -81,6 +81,7 @@ def test_breakdown(tmp_path):
     job = finished([*words, "--width=4"], tmp_path)
     record = json.loads((tmp_path / "breakdown.json").read_text(encoding="utf-8"))
     assert len(record["milliseconds_by_rank"]) == 2
+    assert record["gradient_bytes"] == 4 * (4 * 9 + 4 + 8 * 36 + 8 + 16 * 72 + 16 + 10 * 256 + 10)
     for part in record["milliseconds_by_rank"]:
         for name in ("data", "forward", "backward", "waiting", "optimizer", "all-reduce"):
             assert part[name] > 0
@@ -94,6 +95,8 @@ def test_breakdown(tmp_path):
 
 @EVERYTHING
 def test_communication_and_forecast(tmp_path):
+    launch = [TORCHRUN, "--standalone", "--nproc-per-node=2"]
+    finished([*launch, BENCHMARKS / "breakdown.py", "--width=4"], tmp_path)
     for ranks in (2, 3):
         launch = [TORCHRUN, "--standalone", f"--nproc-per-node={ranks}"]
         quick = ["--repeats=1", "--largest=256"]
