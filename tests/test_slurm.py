@@ -239,10 +239,16 @@ def test_told_to_stop_it_requeues_itself(cluster, submit, trained):
 
 @EVERYTHING
 def test_at_the_end_of_its_time(cluster, submit, trained):
-    """It is the same for Slurm whether the end comes nearer or is moved nearer."""
+    """It is the same for Slurm whether the end comes nearer or is moved nearer.
+
+    Slurm looks at the clock every 30 s: until then, one worker stands still, and all wait for it.
+    """
     job = submit("04", *LONG, options=TWO_BY_TWO)
     job.wait_for("^epoch 2 ")
+    cluster.run("pkill", "-STOP", "-f", "python.* -u ", node=2)
     cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=1")
+    job.wait_for("closing signal SIGTERM")
+    cluster.run("pkill", "-CONT", "-f", "python.* -u ", node=2)
     job.wait("PENDING")
     cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=5")
     job.completed()
