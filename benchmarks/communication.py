@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node=4 benchmarks/communication.py
 
-Rank 0 prints two tables and writes communication-N.json, N being the world size, from which
+Rank 0 prints the times and writes communication-N.json, N being the world size, from which
 forecast.py fits the latency and the time per byte of this machine.
 """
 
@@ -25,6 +25,14 @@ from preflight import all_reduce_times, bus_bandwidth
 
 MESSAGES = [4**n for n in range(1, 13)]  # bytes, 4 B to 16 MiB
 PAYLOADS = [4**n for n in range(2, 11)]  # bytes per rank, 16 B to 1 MiB
+
+
+def connecting_time():
+    """Return the seconds that all ranks take to form one more process group and to meet in it."""
+    dist.barrier()
+    start = time.perf_counter()
+    dist.barrier(dist.new_group())
+    return time.perf_counter() - start
 
 
 def gather_times(payload, repeats):
@@ -93,15 +101,17 @@ def main():
     rank, ranks = dist.get_rank(), dist.get_world_size()
     messages = [size for size in MESSAGES if size <= args.largest]
     payloads = [size for size in PAYLOADS if size <= args.largest]
-    reduced, gathered = {}, {}
+    reduced, gathered, connecting = {}, {}, connecting_time()
     for size in tqdm(messages, desc="all_reduce", disable=rank > 0):
         (reduced[size],) = all_reduce_times([size], repeats=args.repeats)
     for size in tqdm(payloads, desc="gathering", disable=rank > 0):
         gathered[size] = gather_times(size, args.repeats)
     if rank == 0:
         print(tables(reduced, gathered, ranks))
+        print(f"\nA process group of {ranks} ranks is formed in {connecting:.3f} s.")
         record = {"machine": machine(), "world_size": ranks, "backend": dist.get_backend()}
         record |= {"all_reduce_seconds": reduced, "gather_seconds": gathered}
+        record["connecting_seconds"] = connecting
         path = Path(f"communication-{ranks}.json")
         path.write_text(json.dumps(record, indent=1), encoding="utf-8")
     dist.barrier()

@@ -3,7 +3,10 @@
     python benchmarks/forecast.py communication-2.json communication-3.json
 
 fits latency and time per byte from what communication.py wrote at two or more world sizes, takes
-the step from what breakdown.py wrote, and prints the efficiency of weak scaling to be expected.
+the step from what breakdown.py wrote, prints the efficiency of weak scaling to be expected and what
+else grows with the world, and draws forecast.svg. With --held-out communication-4.json it also says
+how far the fitted times are from those measured there.
+
 A forecast is a straight line drawn far: it knows of no slower links beyond the nodes measured, and
 of no other jobs. Measure again, with scaling.py, as soon as you have more nodes.
 """
@@ -11,12 +14,17 @@ of no other jobs. Measure again, with scaling.py, as soon as you have more nodes
 import argparse
 import json
 import math
+import statistics
+import time
 from pathlib import Path
 
 import numpy as np
 from scipy.optimize import nnls
+from shared import GREY, drawing
+from torch.utils.data.distributed import DistributedSampler
 
 WORLDS = (8, 64, 512, 4096)
+SAMPLES = 1_281_167  # as many as ImageNet's training set has
 
 
 def ring(ranks, size, alpha, beta):
@@ -94,14 +102,61 @@ def table(step, network):
     return "\n".join(lines)
 
 
-def read(paths):
-    """Return rows of (ranks, bytes, seconds) from files of communication.py."""
-    rows = []
-    for path in paths:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        times = record["all_reduce_seconds"].items()
-        rows += [(record["world_size"], int(size), seconds) for size, seconds in times]
-    return rows
+def draw(step, network, path):
+    """Draw the efficiency over the number of ranks, for what stands in the table."""
+    worlds = [2**n for n in range(13)]
+    colours = ("#2f81f7", "#2da44e", "#8250df", "#d9730d")
+    with drawing(path, "Efficiency to be expected", figsize=(8, 4)) as axis:
+        for (name, changed), colour in zip(variants(step).items(), colours, strict=True):
+            for algorithm, style in ((ring, "-"), (tree, "--")):
+                found = [efficiency(n, changed, algorithm, network) for n in worlds]
+                axis.plot(worlds, found, style, color=colour, label=f"{name}, {algorithm.__name__}")
+        axis.axhline(0.5, color=GREY, linewidth=0.8)
+        axis.text(1, 0.51, "below, half of the machine waits", color=GREY)
+        axis.set_xscale("log", base=2)
+        axis.set(xlabel="ranks", ylabel="efficiency", xticks=worlds[::2], ylim=(0, 1.03))
+        axis.set_xticklabels([f"{n:,}" for n in worlds[::2]])
+        axis.figure.legend(loc="outside right center", frameon=False)
+
+
+def sampler_seconds(ranks):
+    """Return the seconds in which DistributedSampler deals one rank its shard of an epoch."""
+    sampler = DistributedSampler(range(SAMPLES), ranks, rank=0)
+    start = time.perf_counter()
+    list(sampler)
+    return time.perf_counter() - start
+
+
+def growth_table(step, batch, records):
+    """Return as Markdown what grows with the world in Python: index lists, and gathered objects.
+
+    Every rank shuffles and slices the list of all samples, while its epoch gets shorter. To gather
+    a MiB from each rank onto every rank takes as long per MiB received as the records say.
+    """
+    largest = max(map(int, records[-1]["gather_seconds"]))
+    times = [
+        r["gather_seconds"][str(largest)]["all_gather_object"] / r["world_size"] for r in records
+    ]
+    per_byte = statistics.median(times) / largest
+    lines = ["| ranks | sampler's list | share of the epoch | all_gather_object of 1 MiB each |"]
+    lines.append("|---|---|---|---|")
+    for ranks in WORLDS:
+        seconds = sampler_seconds(ranks)
+        share = seconds / (seconds + SAMPLES / ranks / batch * step["seconds"])
+        gathered = f"{ranks * 2**20 * per_byte:,.1f} s, {ranks / 2**10:.2f} GiB on every rank"
+        lines.append(f"| {ranks:,} | {seconds:.2f} s | {share:.1%} | {gathered} |")
+    return "\n".join(lines)
+
+
+def errors(measured, network):
+    """Return {bytes: forecast over measured seconds, minus 1} for rows as in fit()."""
+    return {size: ring(n, size, *network) / seconds - 1 for n, size, seconds in measured}
+
+
+def rows_of(record):
+    """Return a record of communication.py as rows of (ranks, bytes, seconds)."""
+    times = record["all_reduce_seconds"].items()
+    return [(record["world_size"], int(size), seconds) for size, seconds in times]
 
 
 def read_step(path, bucket_mb):
@@ -113,27 +168,46 @@ def read_step(path, bucket_mb):
     return step | {"buckets": math.ceil(size / (bucket_mb * 2**20))}
 
 
-def main():
+def parse_args():
     style = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], **style)
     parser.add_argument("communication", nargs="+", type=Path, help="from communication.py")
-    parser.add_argument(
-        "--breakdown", type=Path, default="breakdown.json", help="from breakdown.py"
-    )
+    parser.add_argument("--held-out", type=Path, help="from communication.py with another world")
+    step = {"type": Path, "default": "breakdown.json"}
+    parser.add_argument("--breakdown", help="from breakdown.py", **step)
+    parser.add_argument("--batch-size", type=int, default=32, help="of breakdown.py, per rank")
     parser.add_argument("--bucket-mb", type=float, default=25, help="DDP's bucket_cap_mb")
     args = parser.parse_args()
-    if not args.bucket_mb > 0:
-        parser.error(f"bucket_mb must be positive, not {args.bucket_mb}")
+    if not args.bucket_mb > 0 or args.batch_size < 1:
+        parser.error("bucket_mb and batch_size must be positive")
     try:
-        network = fit(read(args.communication))
+        args.records = [json.loads(path.read_text(encoding="utf-8")) for path in args.communication]
+        args.network = fit([row for record in args.records for row in rows_of(record)])
+        held_out = [json.loads(args.held_out.read_text(encoding="utf-8"))] if args.held_out else []
+        args.errors = [errors(rows_of(record), args.network) for record in held_out]
     except (OSError, ValueError, KeyError) as error:
         parser.error(f"not from communication.py: {error!r}")
     try:
-        step = read_step(args.breakdown, args.bucket_mb)
+        args.step = read_step(args.breakdown, args.bucket_mb)
     except (OSError, ValueError, KeyError) as error:
         parser.error(f"not from breakdown.py: {error!r}")
-    print(f"latency {network[0] * 1e6:.1f} us, {1e-9 / network[1]:.2f} GB/s, fitted to a ring")
-    print(table(step, network))
+    return args
+
+
+def main():
+    args = parse_args()
+    latency, byte = args.network
+    print(f"latency {latency * 1e6:.1f} us, {1e-9 / byte:.2f} GB/s, fitted to a ring")
+    for found in args.errors:
+        median = statistics.median(map(abs, found.values()))
+        print(
+            f"all_reduce, forecast of what was held out: {median:.0%} off in the median;", end=" "
+        )
+        print(", ".join(f"{size:,} B {error:+.0%}" for size, error in found.items()))
+    draw(args.step, args.network, "forecast.svg")
+    print("", table(args.step, args.network), "", sep="\n")
+    print(f"An epoch of {SAMPLES:,} samples:\n")
+    print(growth_table(args.step, args.batch_size, args.records))
 
 
 if __name__ == "__main__":

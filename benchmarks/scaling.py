@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from shared import GREY, drawing, machine
+from shared import GREY, drawing, machine, middle
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -99,14 +99,6 @@ def measure(kind, size, batch, args):
 
 
 # ---------------------------------------------------------------- showing
-
-
-def middle(ratios):
-    """Return the median of some ratios and its quartiles."""
-    if len(ratios) == 1:
-        return {"median": ratios[0], "low": ratios[0], "high": ratios[0]}
-    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return {"median": median, "low": low, "high": high}
 
 
 def summary(runs):

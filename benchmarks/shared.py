@@ -1,9 +1,10 @@
-"""What the benchmarks have in common: the machine they ran on, and pictures for any background."""
+"""What the benchmarks have in common: machine, medians, and pictures for any background."""
 
 import contextlib
 import os
 import platform
 import re
+import statistics
 from datetime import date
 from pathlib import Path
 
@@ -24,6 +25,14 @@ def machine():
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+
+
+def middle(ratios):
+    """Return the median of some ratios and its quartiles."""
+    if len(ratios) == 1:
+        return dict.fromkeys(("median", "low", "high"), ratios[0])
+    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return {"median": median, "low": low, "high": high}
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import sys
 import xml.etree.ElementTree as ET
 
@@ -31,7 +32,9 @@ def texts(path):
     return {"".join(element.itertext()).strip() for element in ET.parse(path).getroot().iter()}
 
 
-@pytest.mark.parametrize("name", ["scaling", "breakdown", "communication", "forecast"])
+@pytest.mark.parametrize(
+    "name", ["scaling", "lines", "startup", "breakdown", "communication", "forecast"]
+)
 def test_help(tmp_path, name):
     job = finished([sys.executable, BENCHMARKS / f"{name}.py", "--help"], tmp_path)
     assert "(default: " in job.stdout
@@ -75,6 +78,44 @@ def test_scaling(tmp_path):
     assert {path.name for path in tmp_path.glob("[!.]*")} == {"scaling.json", "scaling.svg"}
 
 
+def test_what_is_tried_is_in_the_scripts(benchmark, monkeypatch):
+    """A line that is no longer there would stop the whole run."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    lines = benchmark("lines")
+    for changes in (lines.ANYWHERE | lines.ON_GPUS | lines.BETWEEN_RANKS).values():
+        lines.load("05", changes)
+    for changes in (lines.ANYWHERE | lines.ON_GPUS).values():
+        lines.load("01", changes)
+    lines.load("01", lines.TALK)
+
+
+@EVERYTHING
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_lines(tmp_path, ranks):
+    start = [TORCHRUN, "--standalone", "--nproc-per-node=2"] if ranks == 2 else [sys.executable]
+    quick = ["--rounds=1", "--width=4", "--batch-size=1024"]
+    job = finished([*start, BENCHMARKS / "lines.py", *quick], tmp_path, timeout=300)
+    record = json.loads((tmp_path / f"lines-{ranks}-of-1024.json").read_text(encoding="utf-8"))
+    assert record["processes"] == ranks
+    compared = {(row["name"], row["against"]) for row in record["ratios"]}
+    expected = {("01", "bare loop"), ("a save", "01"), ("AdamW not fused", "01")}
+    if ranks == 2:
+        expected = {("02", "copies of 01"), ("05", "copies that sum"), ("no vote", "05")}
+        expected |= {("evaluation", "copies' evaluation")}
+    assert expected <= compared
+    assert all(row["median"] > 0 for row in record["ratios"])
+    assert job.stdout.count("\n| ") == len(record["ratios"])
+    assert {path.name for path in tmp_path.glob("[!.]*")} == {f"lines-{ranks}-of-1024.json"}
+
+
+@EVERYTHING
+def test_startup(tmp_path):
+    finished([sys.executable, BENCHMARKS / "startup.py", "--repeats=1"], tmp_path, timeout=300)
+    record = json.loads((tmp_path / "startup.json").read_text(encoding="utf-8"))
+    assert record["ratio"]["median"] > 0
+    assert set(record["seconds"]) == {"03", "shortest"}
+
+
 @EVERYTHING
 def test_breakdown(tmp_path):
     words = [TORCHRUN, "--standalone", "--nproc-per-node=2", BENCHMARKS / "breakdown.py"]
@@ -107,9 +148,15 @@ def test_communication_and_forecast(tmp_path):
         assert (record["world_size"], record["backend"]) == (ranks, "gloo")
         assert list(record["all_reduce_seconds"]) == ["4", "16", "64", "256"]
         assert all(t > 0 for row in record["gather_seconds"].values() for t in row.values())
-    files = ["communication-2.json", "communication-3.json"]
+        assert record["connecting_seconds"] > 0
+    files = ["communication-2.json", "--held-out=communication-3.json"]
     job = finished([sys.executable, BENCHMARKS / "forecast.py", *files], tmp_path)
     assert "4,096 ranks" in job.stdout
+    assert re.search(r"% off in the median; 4 B [+-]\d+%, 16 B ", job.stdout)
+    assert re.search(
+        r"^\| 4,096 \| [\d.]+ s \| [\d.]+% \| .* s, 4.00 GiB on every rank", job.stdout, re.M
+    )
+    assert {"ranks", "efficiency", "batch x 8, tree"} <= texts(tmp_path / "forecast.svg")
 
 
 def test_a_fit_finds_what_made_the_figures(benchmark):
@@ -117,6 +164,14 @@ def test_a_fit_finds_what_made_the_figures(benchmark):
     sizes = [(n, size) for n in (2, 3) for size in (4, 4096, 2**24)]
     measured = [(n, size, forecast.ring(n, size, 5e-5, 1e-9)) for n, size in sizes]
     assert forecast.fit(measured) == pytest.approx((5e-5, 1e-9))
+
+
+def test_what_was_held_out_is_compared(benchmark):
+    """Twice as slow as foretold is -50 %, and twice as fast is +100 %."""
+    forecast = benchmark("forecast")
+    network = (1e-4, 1e-9)
+    measured = [(4, n, f * forecast.ring(4, n, *network)) for n, f in ((4, 2), (64, 0.5), (256, 1))]
+    assert forecast.errors(measured, network) == pytest.approx({4: -0.5, 64: 1, 256: 0})
 
 
 def test_the_forecast_by_hand(benchmark):
