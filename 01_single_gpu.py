@@ -8,7 +8,7 @@ import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset, default_convert
+from torch.utils.data import DataLoader, TensorDataset
 
 
 class Digits(TensorDataset):
@@ -84,14 +84,14 @@ def load_train_objs(args):
 
 
 def prepare_dataloader(dataset, args):
-    return DataLoader(dataset, args.batch_size, shuffle=True, collate_fn=default_convert)
+    return DataLoader(dataset, args.batch_size, shuffle=True, collate_fn=tuple)
 
 
 @torch.inference_mode()
 def evaluate(model, test_set, device, args):
     model.eval()
     correct = 0
-    for source, targets in DataLoader(test_set, args.batch_size, collate_fn=default_convert):
+    for source, targets in DataLoader(test_set, args.batch_size, collate_fn=tuple):
         predictions = model(source.to(device)).argmax(dim=1).cpu()
         correct += (predictions == targets).sum().item()
     print(f"accuracy {correct / len(test_set):.2%} ({correct}/{len(test_set)})")

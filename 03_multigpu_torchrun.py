@@ -13,7 +13,7 @@ from sklearn.model_selection import train_test_split
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset, default_convert
+from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 
@@ -135,14 +135,14 @@ def load_train_objs(args):
 
 def prepare_dataloader(dataset, args):
     sampler = DistributedSampler(dataset, seed=args.seed)  # deals each rank its own shard
-    return DataLoader(dataset, args.batch_size, sampler=sampler, collate_fn=default_convert)
+    return DataLoader(dataset, args.batch_size, sampler=sampler, collate_fn=tuple)
 
 
 @torch.inference_mode()
 def evaluate(model, test_set, device, args):
     model.eval()
     correct = 0
-    for source, targets in DataLoader(test_set, args.batch_size, collate_fn=default_convert):
+    for source, targets in DataLoader(test_set, args.batch_size, collate_fn=tuple):
         predictions = model(source.to(device)).argmax(dim=1).cpu()
         correct += (predictions == targets).sum().item()
     print(f"accuracy {correct / len(test_set):.2%} ({correct}/{len(test_set)})")

@@ -17,7 +17,7 @@ from sklearn.model_selection import train_test_split
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset, default_convert
+from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 
@@ -181,7 +181,7 @@ def load_train_objs(args):
 
 def prepare_dataloader(dataset, args):
     sampler = ResumableSampler(dataset, seed=args.seed)  # deals each rank its own shard
-    return DataLoader(dataset, args.batch_size, sampler=sampler, collate_fn=default_convert)
+    return DataLoader(dataset, args.batch_size, sampler=sampler, collate_fn=tuple)
 
 
 @torch.inference_mode()
@@ -189,7 +189,7 @@ def evaluate(model, test_set, device, args):
     """Read each held-out digit once, on one rank or another; rank 0 then reports on them all."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     shard = range(rank, len(test_set), world_size)  # DistributedSampler's has padding on top
-    test_data = DataLoader(test_set, args.batch_size, sampler=shard, collate_fn=default_convert)
+    test_data = DataLoader(test_set, args.batch_size, sampler=shard, collate_fn=tuple)
     model.eval()
     correct, mine = 0, []
     for source, targets in test_data:

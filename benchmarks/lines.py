@@ -1,13 +1,14 @@
-"""What each line of the scripts buys: real epochs with it and without it, in turn.
+"""What each line of the scripts buys: real training with it and without it, in turn.
 
     python benchmarks/lines.py                                      one process
     torchrun --standalone --nproc-per-node=2 benchmarks/lines.py    ranks that talk
 
-Every round trains an epoch of each variant, in random order, and compares it with the epochs of
-that round only; the table shows medians of these ratios, and their quartiles. The limits are
-programs that do less: one process is held against a bare loop over batches that are in memory
-already; ranks against copies of step 1 that train in the same processes at the same time and never
-talk, and against such copies that sum up their gradients once a step, and do nothing with the sum.
+Every round takes each pair of variants, in random order, and trains one right after the other on a
+quarter of the samples, as the speed of a machine drifts within seconds; the table shows medians of
+the ratios, and quartiles. The limits are programs that do less: one process is held against a
+bare loop over batches that are in memory already; ranks against copies of step 1 that train in the
+same processes at the same time and never talk, and against such copies that sum up their gradients
+once a step, and do nothing with the sum.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = int(os.environ.get("WORLD_SIZE", "0"))
 LAST = "05" if RANKS else "01"  # the script whose lines are tried out
-COLLATE, TO = "collate_fn=default_convert", ".to(self.device)"
+COLLATE, TO = "collate_fn=tuple", ".to(self.device)"
 NHWC, FUSED, DDP = ".to(memory_format=torch.channels_last)", ", fused=True", "DDP(model.to(device)"
 FORWARD = "loss = nn.functional.cross_entropy(self.model(source), targets, label_smoothing=0.1)"
 BACKWARD, VOTE = "loss.backward()", "step % 10 == 0 and self._stop_agreed()"
@@ -93,6 +94,7 @@ class Run:
         self.args = self.script.parser.parse_args(words)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         train_set, self.test_set, model, optimizer = self.script.load_train_objs(self.args)
+        train_set.tensors = tuple(part[::4] for part in train_set.tensors)
         data = self.script.prepare_dataloader(train_set, self.args)
         rank = () if step == "01" else (dist.get_rank(),)
         self.trainer = self.script.Trainer(model, data, optimizer, self.device, *rank, self.args)
@@ -123,11 +125,11 @@ class Run:
         return self.samples
 
     def save(self):
-        """Save on rank 0; what is returned compares its time with that of an epoch."""
+        """Save on rank 0; what is returned compares its time with that of a whole epoch."""
         if RANKS and dist.get_rank() > 0:
             return 0
         self.trainer._save_checkpoint()
-        return self.samples * (RANKS or 1)
+        return 4 * self.samples * (RANKS or 1)
 
     def evaluate(self):
         """Read the held-out digits fifty times over."""
@@ -181,14 +183,12 @@ def plan(words):
 # ---------------------------------------------------------------- showing
 
 
-def table(found, pairs):
-    """Return the ratios of the pairs as rows, and these as a Markdown table."""
+def table(ratios):
+    """Return the ratios of each pair as rows, and these as a Markdown table."""
     rows, lines = [], ["| | against | ratio of speeds |", "|---|---|---|"]
-    for name, other in pairs:
-        ratios = [a / b for a, b in zip(found[name], found[other], strict=True)]
-        if name == "a save":  # seconds and not speeds: its share of an epoch
-            ratios = [1 / ratio for ratio in ratios]
-        rows.append({"name": name, "against": other, **middle(ratios)})
+    for (name, other), found in ratios.items():
+        sign = -1 if name == "a save" else 1  # seconds and not speeds: its share of an epoch
+        rows.append({"name": name, "against": other, **middle([ratio**sign for ratio in found])})
         form = "| {name} | {against} | {median:.3f} ({low:.3f}-{high:.3f}) |"
         lines.append(form.format(**rows[-1]))
     return rows, "\n".join(lines)
@@ -199,7 +199,7 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], **style)
     parser.add_argument("--batch-size", type=int, default=32, help="per process")
     parser.add_argument("--width", type=int, default=32, help="of the model; 256 for GPUs")
-    parser.add_argument("--rounds", type=int, default=20, help="epochs of each variant")
+    parser.add_argument("--rounds", type=int, default=30, help="of all pairs")
     args = parser.parse_args()
     for name, value in vars(args).items():
         if value < 1:
@@ -208,25 +208,32 @@ def parse_args():
 
 
 def measure(args):
-    """Time all variants in turn; return {name: [samples/s of each round]} and the pairs."""
+    """Time all pairs in turn; return {name: [samples/s]} and {pair: [ratio of each round]}."""
     with tempfile.TemporaryDirectory() as folder:
         words = [f"--batch-size={args.batch_size}", f"--width={args.width}"]
         runs, pairs = plan([*words, f"--checkpoint-path={folder}/checkpoint.pt"])
-        found, order, shuffle = {name: [] for name in runs}, list(runs), random.Random(0).shuffle
-        for round_ in tqdm(range(args.rounds + 1), disable=RANKS > 0 and dist.get_rank() > 0):
-            shuffle(order)
-            for name in order if round_ else runs:  # the first, in order, is a warm-up
-                found[name].append(speed(runs[name]))
-    return {name: speeds[1:] for name, speeds in found.items()}, pairs
+        for function in runs.values():
+            speed(function)  # a warm-up
+        found, ratios = {name: [] for name in runs}, {pair: [] for pair in pairs}
+        shuffle = random.Random(0).shuffle  # all ranks have to shuffle alike
+        for _ in tqdm(range(args.rounds), disable=RANKS > 0 and dist.get_rank() > 0):
+            shuffle(pairs)
+            for pair in pairs:
+                both = list(pair)
+                shuffle(both)
+                for name in both:
+                    found[name].append(speed(runs[name]))
+                ratios[pair].append(found[pair[0]][-1] / found[pair[1]][-1])
+    return found, ratios
 
 
 def main():
     args = parse_args()
     if RANKS:
         load("04").ddp_setup(int(os.environ["LOCAL_RANK"]))
-    found, pairs = measure(args)
+    found, ratios = measure(args)
     if not RANKS or dist.get_rank() == 0:
-        rows, text = table(found, pairs)
+        rows, text = table(ratios)
         print(text)
         record = {"machine": machine(), "options": vars(args), "processes": RANKS or 1}
         record |= {"ratios": rows, "samples_per_second": found}
