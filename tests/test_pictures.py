@@ -1,0 +1,88 @@
+"""The pictures can be read everywhere, and what they show is so."""
+
+import re
+from fractions import Fraction
+from xml.etree import ElementTree
+
+import pytest
+from conftest import ROOT
+from torch.utils.data.distributed import DistributedSampler
+
+PICTURES = sorted((ROOT / "diffs" / "pictures").glob("*.svg"))
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def picture(name):
+    return ElementTree.parse(ROOT / "diffs" / "pictures" / f"{name}.svg").getroot()
+
+
+def numbers(text):
+    return [
+        Fraction(number) for number in re.findall(r"-?[\d.]+", text.replace("\N{MINUS SIGN}", "-"))
+    ]
+
+
+def by_rank(root, within):
+    """Return the numbers in each rank's cells, in order: {rank: numbers}."""
+    ranks = {}
+    for cell in root.iterfind(f".//*[{within}]//*[@data-rank]"):
+        ranks.setdefault(int(cell.get("data-rank")), []).extend(numbers(cell.text))
+    return ranks
+
+
+def test_there_are_three():
+    assert [path.stem for path in PICTURES] == ["all-reduce", "ranks", "sampler"]
+
+
+@pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.stem)
+def test_it_stands_alone_and_stays_within_itself(path):
+    text, root = path.read_text(encoding="utf-8"), picture(path.stem)
+    assert root.tag == f"{SVG}svg"
+    assert root.get("role") == "img"
+    assert numbers(root.get("viewBox")) == [0, 0, int(root.get("width")), int(root.get("height"))]
+    title, description = (root.find(f"{SVG}{name}") for name in ("title", "desc"))
+    assert root.get("aria-labelledby").split() == [title.get("id"), description.get("id")]
+    assert title.text
+    assert len(description.text) > 100
+    assert not re.search(r"href|url\(|@import|<script|<!|<\?|\son\w+=", text)
+    assert text.count("http") == 1  # the name space
+    style = root.find(f"{SVG}style").text
+    assert "prefers-color-scheme: dark" in style
+    selectors = set(re.findall(r"^(?!@media|\})(.+?) \{", style, re.MULTILINE))
+    used = {word for part in root.iter() for word in part.get("class", "").split()}
+    assert selectors == {f".{name}" for name in used}
+    names = used | {part.get("id") for part in root.iter() if part.get("id")}
+    assert all(name.startswith(f"{path.stem}-") for name in names)
+
+
+def test_ranks_count_over_the_nodes():
+    found = []
+    for part in picture("ranks").iterfind(".//*[@data-rank]"):
+        node, local, rank = (
+            int(part.get(f"data-{name}")) for name in ("node", "local-rank", "rank")
+        )
+        assert rank == node * 4 + local
+        texts = [text.text for text in part.iter(f"{SVG}text")]
+        assert texts == [f"rank {rank}", f"local rank {local}"]
+        found.append((node, local))
+    assert found == [(node, local) for node in range(2) for local in range(4)]
+
+
+def test_the_all_reduce_averages():
+    root = picture("all-reduce")
+    own, after = (by_rank(root, f"@data-row='{row}'") for row in ("own", "average"))
+    assert list(own) == list(after) == [0, 1, 2]
+    columns = list(zip(*own.values(), strict=True))
+    averages = [sum(column) / 3 for column in columns]
+    assert all(numbers == averages for numbers in after.values())
+    sums = [numbers(text.text) for text in root.iterfind(".//*[@data-average]")]
+    assert sums == [[*column, 3, sum(column) / 3] for column in columns]
+
+
+def test_the_sampler_deals_like_that():
+    root = picture("sampler")
+    shards = {r: list(DistributedSampler(range(10), 3, r, shuffle=False)) for r in range(3)}
+    assert by_rank(root, "@data-way='DistributedSampler'") == shards
+    assert by_rank(root, "@data-way='step 5'") == {r: list(range(r, 10, 3)) for r in range(3)}
+    padding = [cell.text for cell in root.iterfind(".//*[@data-padding]")]
+    assert padding == ["0", "1"]
