@@ -105,12 +105,13 @@ def table(step, network):
 def draw(step, network, path):
     """Draw the efficiency over the number of ranks, for what stands in the table."""
     worlds = [2**n for n in range(13)]
-    colours = ("#2f81f7", "#2da44e", "#8250df", "#d9730d")
+    lines = (("#2f81f7", 4), ("#2da44e", 3), ("#8250df", 1.5), ("#d9730d", 1.5))  # some coincide
     with drawing(path, "Efficiency to be expected", figsize=(8, 4)) as axis:
-        for (name, changed), colour in zip(variants(step).items(), colours, strict=True):
+        for (name, changed), (colour, width) in zip(variants(step).items(), lines, strict=True):
             for algorithm, style in ((ring, "-"), (tree, "--")):
                 found = [efficiency(n, changed, algorithm, network) for n in worlds]
-                axis.plot(worlds, found, style, color=colour, label=f"{name}, {algorithm.__name__}")
+                label = f"{name}, {algorithm.__name__}"
+                axis.plot(worlds, found, style, color=colour, linewidth=width, label=label)
         axis.axhline(0.5, color=GREY, linewidth=0.8)
         axis.text(1, 0.51, "below, half of the machine waits", color=GREY)
         axis.set_xscale("log", base=2)

@@ -229,7 +229,7 @@ class Task:
 
 
 def all_reduce_times(sizes, group=None, repeats=5):
-    """Return, for each size in bytes, the mean seconds of one all_reduce over the group's ranks.
+    """Return, for each size in bytes, the median seconds of an all_reduce over the group's ranks.
 
     The tensors are float32, on this process's GPU if there is one. Raises what all_reduce raises.
     """
@@ -240,15 +240,14 @@ def all_reduce_times(sizes, group=None, repeats=5):
     wait = torch.cuda.synchronize if cuda else lambda: None
     times = []
     for size in sizes:
-        tensor = torch.zeros(size // 4, device="cuda" if cuda else "cpu")
-        for _ in range(2):  # the first connects the ranks, and the second starts them together
+        tensor, seconds = torch.zeros(size // 4, device="cuda" if cuda else "cpu"), []
+        for _ in range(2 + repeats):  # the first connects the ranks, the second aligns them
+            wait()
+            start = time.perf_counter()
             dist.all_reduce(tensor, group=group)
-        wait()
-        start = time.perf_counter()
-        for _ in range(repeats):
-            dist.all_reduce(tensor, group=group)
-        wait()
-        times.append((time.perf_counter() - start) / repeats)
+            wait()
+            seconds.append(time.perf_counter() - start)
+        times.append(statistics.median(seconds[2:]))
     return times
 
 
