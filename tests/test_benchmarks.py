@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import statistics
 import sys
 import xml.etree.ElementTree as ET
 
@@ -194,3 +195,57 @@ def test_forecast_refuses(tmp_path, text):
     job = run([sys.executable, BENCHMARKS / "forecast.py", "bad.json"], tmp_path)
     assert job.returncode == 2
     assert "error: not from communication.py" in job.stderr.splitlines()[-1]
+
+
+# ---------------------------------------------------------------- the figures in the README
+
+FIGURES = BENCHMARKS / "figures"
+
+
+def cell(row):
+    return "{median:.2f} ({low:.2f}–{high:.2f})".format(**row)  # noqa: RUF001  # a dash for people
+
+
+def figures(name):
+    return json.loads((FIGURES / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def test_the_readme_shows_what_was_measured():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = [[word.strip() for word in line[1:-1].split("|")] for line in readme.splitlines()]
+    limits = {tuple(row[:2]): row[2:] for row in rows if len(row) == 5}
+    lines = {row[0]: row[1:] for row in rows if len(row) == 3}
+    shown = 0
+    for column, name in enumerate(("lines-1-of-32", "lines-2-of-32", "lines-2-of-128")):
+        for row in figures(name)["ratios"]:
+            if row["name"] == "a save":
+                assert 0.0015 < row["median"] < 0.0045  # "0.2 to 0.4 %"
+            elif row["against"] == "05" or (row["against"], column) == ("01", 0):
+                shown += column == 2 or lines[row["name"]][column] == cell(row)
+            else:
+                shown += limits[row["name"], row["against"]][column] == cell(row)
+    assert shown == sum(
+        len(figures(f"lines-{n}")["ratios"]) - 1 for n in ("1-of-32", "2-of-32", "2-of-128")
+    )
+    start = "{median:.2f}\ntimes ({low:.2f}–{high:.2f})".format(**figures("startup")["ratio"])  # noqa: RUF001
+    assert start.replace("\n", " ") in readme.replace("\n", " ")
+    assert figures("lines-1-of-32")["machine"]["date"] in readme
+
+
+def test_the_forecast_in_the_readme(benchmark):
+    forecast = benchmark("forecast")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\n", " ")
+    known = [row for n in (2, 3) for row in forecast.rows_of(figures(f"communication-{n}"))]
+    latency, byte = network = forecast.fit(known)
+    assert f"({latency * 1e6:.0f} µs, {1e-9 / byte:.1f} GB/s)" in readme
+    errors = list(forecast.errors(forecast.rows_of(figures("communication-4")), network).values())
+    assert f"{statistics.median(map(abs, errors)):.0%}".replace("%", " %") in readme
+    assert f"and {-errors[-1]:.0%}".replace("%", " %") in readme
+    gathered = figures("communication-2")["gather_seconds"]["1048576"]
+    for way in ("all_reduce", "gather_object", "all_gather_object"):
+        assert f"{way} {gathered[way] * 1e3:.1f} ms" in readme
+
+
+def test_the_scaling_in_the_readme(benchmark):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert benchmark("scaling").table(figures("scaling")["summary"]) in readme
