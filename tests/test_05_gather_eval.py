@@ -69,9 +69,7 @@ def test_the_loss_is_that_of_all_ranks(trained):
     sampler = module.DistributedSampler(data, num_replicas=1, rank=0, seed=0)
     sampler.set_epoch(1)
     total = 0
-    for images, labels in module.DataLoader(
-        data, 128, sampler=sampler, collate_fn=module.default_convert
-    ):
+    for images, labels in module.DataLoader(data, 128, sampler=sampler, collate_fn=tuple):
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(model(images), labels, label_smoothing=0.1)
         loss.backward()
