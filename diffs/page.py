@@ -2,6 +2,7 @@
 
 import re
 from difflib import SequenceMatcher
+from itertools import zip_longest
 from pathlib import Path
 
 from hunks import compare, ladder
@@ -52,10 +53,15 @@ def paint(pieces, marks=()):
     html, start = [], 0
     for css, text in pieces:
         for part, marked in split(text, start, marks):
-            part = Markup('<span class="{}">{}</span>').format(css, part) if css else escape(part)
+            part = Markup('<span class="{}">{}</span>').format(css, part) if css else wrap(part)
             html.append(Markup("<mark>{}</mark>").format(part) if marked else part)
         start += len(text)
     return Markup().join(html).replace(Markup("</mark><mark>"), Markup())
+
+
+def wrap(text):
+    """Return code as HTML that a narrow screen may break after a dot or a bracket."""
+    return Markup(re.sub(r"(?<=[.(])(?=\w)", "<wbr>", str(escape(text))))
 
 
 def split(text, start, marks):
@@ -77,7 +83,7 @@ def changed_words(old, new):
     for tag, i1, i2, j1, j2 in SequenceMatcher(None, *words, autojunk=False).get_opcodes():
         if tag != "equal":
             for mark, end, a, b in ((marks[0], ends[0], i1, i2), (marks[1], ends[1], j1, j2)):
-                if a < b:
+                if a < b and "".join(words[mark is marks[1]][a:b]).strip():
                     mark.append((end[a], end[b]))
     return marks
 
@@ -93,7 +99,7 @@ def likeness(old, new):
 
 
 def align(old, new):
-    """Return pairs of positions, None for no partner, so that lines that are alike meet."""
+    """Return pairs of positions in which lines that are alike meet, in order."""
     best = {}  # (lines left of old, of new): (likeness of all pairs, first pair)
     for i in range(len(old), -1, -1):
         for j in range(len(new), -1, -1):
@@ -107,9 +113,20 @@ def align(old, new):
             best[i, j] = max(choices, key=lambda choice: choice[0], default=(0, None))
     pairs, i, j = [], 0, 0
     while pair := best[i, j][1]:
-        pairs.append(pair)
+        if None not in pair:
+            pairs.append(pair)
         i, j = i + (pair[0] is not None), j + (pair[1] is not None)
     return pairs
+
+
+def side_by_side(old, new):
+    """Yield (old position, new position, alike); None stands for no line on that side."""
+    i, j = 0, 0
+    for a, b in [*align(old, new), (len(old), len(new))]:
+        yield from ((*pair, False) for pair in zip_longest(range(i, a), range(j, b)))
+        if a < len(old):
+            yield a, b, True
+        i, j = a + 1, b + 1
 
 
 class Sides:
@@ -121,25 +138,30 @@ class Sides:
 
     def same(self, old, new, count):
         """Return the rows of a stretch that both have."""
-        return [self.row(old + n, new + n, "same") for n in range(count)]
+        return [self.row(old + n, new + n) for n in range(count)]
 
     def change(self, old, old_count, new, new_count):
         """Return the rows of a stretch that was replaced."""
         stretch = self.lines[0][old : old + old_count], self.lines[1][new : new + new_count]
         return [
-            self.row(None if i is None else old + i, None if j is None else new + j, "change")
-            for i, j in align(*stretch)
+            self.row(
+                None if i is None else old + i, None if j is None else new + j, changed=True, alike=alike
+            )
+            for i, j, alike in side_by_side(*stretch)
         ]
 
-    def row(self, old, new, kind):
-        marks = (), ()
-        if kind == "change" and None not in (old, new):
-            marks = changed_words(self.lines[0][old], self.lines[1][new])
+    def row(self, old, new, changed=False, alike=False):
+        marks = changed_words(self.lines[0][old], self.lines[1][new]) if alike else ((), ())
         cells = [
-            number if number is None else (number + 1, paint(self.pieces[side][number], marks[side]))
+            None if number is None else self.cell(side, number, marks[side])
             for side, number in enumerate((old, new))
         ]
-        return {"kind": kind, "old": cells[0], "new": cells[1]}
+        return {"kind": "change" if changed else "same", "old": cells[0], "new": cells[1]}
+
+    def cell(self, side, number, marks):
+        line = self.lines[side][number]
+        indent = len(line) - len(line.lstrip())
+        return {"number": number + 1, "indent": indent, "html": paint(self.pieces[side][number], marks)}
 
 
 def stretches(hunk, sides):
