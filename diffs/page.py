@@ -213,7 +213,7 @@ def markdown(root):
 
     def picture(_, tokens, index, *__):
         svg = (root / "diffs" / tokens[index].attrs["src"]).read_text(encoding="utf-8")
-        return Markup("<span class=picture>{}</span>").format(Markup(svg[svg.index("<svg") :]))
+        return Markup('<span class="picture">{}</span>').format(Markup(svg[svg.index("<svg") :]))
 
     parser.add_render_rule("image", lambda *args: picture(*args))
     return lambda text: Markup(parser.render(text))
