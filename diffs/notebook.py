@@ -1,15 +1,17 @@
 """The notebook diffs/walkthrough.ipynb: story, diff, notes, and cells that run the scripts."""
 
 import nbformat
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 BEGIN = """\
 # The DDP ladder, step by step
 
-Five scripts take a PyTorch training from one GPU to many nodes. This notebook tells what changes from
-each to the next, and why, and runs each of them on this machine: on its GPUs or, without one, in
-processes on its CPU. It wants to be opened from a clone of the repository, in the folder `diffs`, with the
-packages of `requirements.txt` installed; all of it takes about a minute on two cores."""
+Five scripts take a PyTorch training from one GPU to many nodes. This notebook tells what changes
+from each to the next, and why, and runs each of them on this machine: on its GPUs or, without one,
+in processes on its CPU. It wants to be opened from a clone of the repository, in the folder
+`diffs`, with the packages of `requirements.txt` installed. All of it takes about a minute on two
+cores."""
 
 SETUP = """\
 import os
@@ -17,44 +19,40 @@ import sys
 import tempfile
 from pathlib import Path
 
-ladder = Path.cwd().parent  # where the scripts are: this notebook lies in diffs/
-saved = tempfile.mkdtemp()  # where the checkpoints go
+os.environ["LADDER"] = str(Path.cwd().parent)  # the scripts: this notebook lies in diffs/
+os.environ["SAVED"] = tempfile.mkdtemp()  # the checkpoints
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per process: the same bits every time"""
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per process: the same bits every time
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # not a word on who hangs up first"""
 
 ALONE = """\
 ## Step 1: one process
 
-What you have today: one process on one device. It reads 8 × 8 pixel scans of handwritten digits; 359 of them are held
-out, and the last line says how many of those it reads correctly."""
+What you have today: one process on one device. It learns to read handwritten digits, scanned with
+8 by 8 pixels; 359 of them are held out, and the last line says how many of those it reads
+correctly."""
 
 AGAIN = "Started again for one epoch more, it goes on from its checkpoint:"
 NODES = """\
-Two nodes of one process each, both on this machine: two agents that meet at one address. On a cluster each line runs
-on a node of its own."""
+Two nodes of one process each, both on this machine: two agents that meet at one address. On a
+cluster each runs on a node of its own."""
 
-RUNS = {  # what each step shows: (cell id, text before, command)
-    "01": [("run-01", ALONE, "python {01} 2 --checkpoint-path 01.pt")],
-    "02": [("run-02", "", "python {02} 2 --checkpoint-path 02.pt")],
-    "03": [
-        ("run-03", "", "torchrun --standalone --nproc-per-node=2 {03} 2 --checkpoint-path 03.pt"),
-        (
-            "run-03-again",
-            AGAIN,
-            "torchrun --standalone --nproc-per-node=2 {03} 3 --checkpoint-path 03.pt",
-        ),
-    ],
+STANDALONE = "torchrun --standalone --nproc-per-node=2"
+MEETING = "--rdzv-backend=c10d --rdzv-endpoint=localhost:29400"
+RUNS = {  # what is run of each step: (cell id, text before, command, script's arguments, rest)
+    "01": [("run-01", ALONE, "python", "2", "")],
+    "02": [("run-02", "", "python", "2", "")],
+    "03": [("run-03", "", STANDALONE, "2", ""), ("run-03-again", AGAIN, STANDALONE, "3", "")],
     "04": [
         (
             "run-04",
             NODES,
-            "for node in 1 2; do torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d"
-            " --rdzv-endpoint=localhost:29400 {04} 2 --checkpoint-path 04.pt & done; wait",
+            f"for node in 1 2; do\n  torchrun --nnodes=2 {MEETING} \\\n   ",
+            "2",
+            " &\ndone; wait",
         )
     ],
-    "05": [
-        ("run-05", "", "torchrun --standalone --nproc-per-node=2 {05} 1 --checkpoint-path 05.pt")
-    ],
+    "05": [("run-05", "", STANDALONE, "1", "")],
 }
 
 
@@ -78,13 +76,11 @@ def explained(hunk):
 
 def runs(step, scripts):
     """Yield the cells that run a step, in the folder for the checkpoints."""
-    paths = {number: f'"$ladder/{name}"' for number, name in scripts.items()}
-    for name, text, command in RUNS[step]:
+    for name, text, launcher, epochs, rest in RUNS[step]:
         if text:
             yield markdown(f"{name}-text", text)
-        for number, path in paths.items():
-            command = command.replace(f"{{{number}}}", path)
-        yield code(name, f'!cd "$saved" && {command}')
+        command = f'{launcher} "$LADDER/{scripts[step]}" {epochs} --checkpoint-path {step}.pt{rest}'
+        yield code(name, f'%%bash\ncd "$SAVED"\n{command}')
 
 
 def markdown(name, text):
@@ -96,16 +92,15 @@ def code(name, text):
 
 
 def notebook(path, diffs):
-    """Return the notebook as text, with the outputs that the file has for cells that are as they were."""
+    """Return the notebook as text, with the stored outputs of cells that are as they were."""
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
     book = new_notebook(cells=list(cells(diffs)), metadata=metadata, nbformat_minor=5)
-    if path.exists():
-        stored = {cell.id: cell for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"}
-        for cell in book.cells:
-            old = stored.get(cell.id)
-            if old and old.source == cell.source:
-                cell.outputs, cell.execution_count = old.outputs, old.execution_count
+    stored = {cell.id: cell for cell in nbformat.read(path, 4).cells} if path.exists() else {}
+    for cell in book.cells:
+        old = stored.get(cell.id)
+        if cell.cell_type == "code" and old and old.source == cell.source:
+            cell.outputs, cell.execution_count = old.outputs, old.execution_count
     return written(book)
 
 
@@ -116,28 +111,18 @@ def written(book):
 
 def run(path):
     """Execute the notebook in its folder, and store what it printed."""
-    from nbclient import NotebookClient
-
     book = nbformat.read(path, 4)
-    client = NotebookClient(
-        book, timeout=600, record_timing=False, resources={"metadata": {"path": str(path.parent)}}
-    )
     metadata = dict(book.metadata)
-    client.execute()
-    book.metadata = metadata  # without this machine's Python version
+    resources = {"metadata": {"path": str(path.parent)}}
+    NotebookClient(book, timeout=600, record_timing=False, resources=resources).execute()
+    book.metadata = metadata  # without this machine's version of Python
     for cell in book.cells:
         if cell.cell_type == "code":
-            cell.outputs = merged(cell.outputs)
+            cell.outputs = printed(cell.outputs)
     path.write_text(written(book), encoding="utf-8", newline="\n")
 
 
-def merged(outputs):
-    """Return the outputs with what was printed in one piece: where it was cut is chance."""
-    result = []
-    for output in outputs:
-        if result and output.output_type == result[-1].output_type == "stream":
-            if output.name == result[-1].name:
-                result[-1].text += output.text
-                continue
-        result.append(output)
-    return result
+def printed(outputs):
+    """Return what the scripts printed, in one piece: where it was cut is chance."""
+    text = "".join(output.text for output in outputs if output.get("name") == "stdout")
+    return [new_output("stream", name="stdout", text=text)] if text else []

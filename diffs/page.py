@@ -2,7 +2,7 @@
 
 import re
 from difflib import SequenceMatcher
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from pathlib import Path
 
 from hunks import compare, ladder
@@ -53,22 +53,22 @@ def paint(pieces, marks=()):
     html, start = [], 0
     for css, text in pieces:
         for part, marked in split(text, start, marks):
-            part = Markup('<span class="{}">{}</span>').format(css, part) if css else wrap(part)
-            html.append(Markup("<mark>{}</mark>").format(part) if marked else part)
+            shown = Markup('<span class="{}">{}</span>').format(css, part) if css else wrap(part)
+            html.append(Markup("<mark>{}</mark>").format(shown) if marked else shown)
         start += len(text)
     return Markup().join(html).replace(Markup("</mark><mark>"), Markup())
 
 
 def wrap(text):
     """Return code as HTML that a narrow screen may break after a dot or a bracket."""
-    return Markup(re.sub(r"(?<=[.(])(?=\w)", "<wbr>", str(escape(text))))
+    return Markup(re.sub(r"(?<=[.(])(?=\w|$)", "<wbr>", str(escape(text))))
 
 
 def split(text, start, marks):
     """Cut a piece that begins at this character where marks begin and end."""
     ends = {edge - start for mark in marks for edge in mark if 0 < edge - start < len(text)}
     edges = [0, *sorted(ends), len(text)]
-    for a, b in zip(edges, edges[1:], strict=False):
+    for a, b in pairwise(edges):
         yield text[a:b], any(i <= start + a and start + b <= j for i, j in marks)
 
 
@@ -144,13 +144,12 @@ class Sides:
         """Return the rows of a stretch that was replaced."""
         stretch = self.lines[0][old : old + old_count], self.lines[1][new : new + new_count]
         return [
-            self.row(
-                None if i is None else old + i, None if j is None else new + j, changed=True, alike=alike
-            )
+            self.row(None if i is None else old + i, None if j is None else new + j, True, alike)
             for i, j, alike in side_by_side(*stretch)
         ]
 
     def row(self, old, new, changed=False, alike=False):
+        """Return what the template shows of two lines; None stands for no line on that side."""
         marks = changed_words(self.lines[0][old], self.lines[1][new]) if alike else ((), ())
         cells = [
             None if number is None else self.cell(side, number, marks[side])
@@ -161,7 +160,8 @@ class Sides:
     def cell(self, side, number, marks):
         line = self.lines[side][number]
         indent = len(line) - len(line.lstrip())
-        return {"number": number + 1, "indent": indent, "html": paint(self.pieces[side][number], marks)}
+        html = paint(self.pieces[side][number], marks)
+        return {"number": number + 1, "indent": indent, "html": html}
 
 
 def stretches(hunk, sides):
@@ -211,11 +211,11 @@ def markdown(root):
     """Return a function that makes HTML of the notes' Markdown, with pictures inside."""
     parser = MarkdownIt("commonmark", {"html": False})
 
-    def picture(_, tokens, index, *__):
+    def picture(_, tokens, index, *__):  # with its style and its text inside
         svg = (root / "diffs" / tokens[index].attrs["src"]).read_text(encoding="utf-8")
         return Markup('<span class="picture">{}</span>').format(Markup(svg[svg.index("<svg") :]))
 
-    parser.add_render_rule("image", lambda *args: picture(*args))
+    parser.add_render_rule("image", picture)
     return lambda text: Markup(parser.render(text))
 
 
