@@ -126,6 +126,15 @@ def test_without_torchrun(tmp_path):
     ]
 
 
+def test_torchrun_alone_says_how_many(monkeypatch, capsys):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setattr("sys.argv", ["03_multigpu_torchrun.py", "--nprocs=2"])
+    with pytest.raises(SystemExit):
+        load("03").parse_args()
+    assert "unrecognized arguments: --nprocs=2" in capsys.readouterr().err
+
+
 def test_restarts_want_a_store_of_their_own(tmp_path):
     start = command("03", "1", *SMALL, nprocs=1, torchrun=("--max-restarts=1",))
     job = run(start, tmp_path, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": None})

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import LONG, accuracy, command, finished, load, same_bits, weights
+from conftest import LONG, SMALL, accuracy, command, edited, finished, load, same_bits, weights
 from sklearn.metrics import classification_report, confusion_matrix
 
 
@@ -77,6 +77,13 @@ def test_the_loss_is_that_of_all_ranks(trained):
         total += loss.item() * len(labels)
     torch.set_num_threads(threads)
     assert float(mean[0]) == pytest.approx(total / len(data), rel=2e-3)
+
+
+@pytest.mark.everything
+def test_all_ranks_evaluate_or_they_wait_for_each_other(tmp_path):
+    """If one of them waits for another in vain, that ends soon here, and as an error."""
+    short = edited(tmp_path, "05", ("timedelta(minutes=5)", "timedelta(seconds=20)"))
+    assert accuracy(finished(command(short, "1", *SMALL), tmp_path))[2] == 359
 
 
 def test_padding_would_count_some_digits_twice():

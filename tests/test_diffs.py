@@ -1,28 +1,66 @@
-"""The diffs are those of the scripts, and `patch` agrees."""
+"""The diffs are those of the scripts, and each hunk is explained and needed."""
 
+import json
+import re
 import shutil
 import subprocess
 import sys
 from itertools import pairwise
 
+import nbformat
 import pytest
 from conftest import ROOT, SCRIPTS
+from nbclient import NotebookClient
+
+sys.path.insert(0, str(ROOT / "diffs"))
+
+import hunks
 
 STEPS = list(pairwise(SCRIPTS))
+TERMS = [  # in the order in which the notes define them
+    "rank",
+    "world size",
+    "process group",
+    "backend",
+    "all-reduce",
+    "local rank",
+    "rendezvous",
+]
+NAMED = [
+    pytest.param(diff, hunk, test, id=f"{diff.slug}-{hunk.note.slug}-{test}")
+    for diff in hunks.explained(ROOT)
+    for hunk in diff.hunks
+    for test in hunk.note.tests
+]
 
 
 def generate(root, *words):
-    """Run the generator of a copy of the repository."""
+    """Run the generator of a copy of the repository, from another folder."""
     start = [sys.executable, root / "diffs" / "generate.py", *words]
-    return subprocess.run(start, capture_output=True, text=True, check=False)
+    return subprocess.run(start, capture_output=True, text=True, check=False, cwd="/")
+
+
+def copy_to(folder):
+    """Copy what the generator and the scripts' tests read."""
+    for name in ("diffs", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in (*SCRIPTS, ROOT / "README.md", ROOT / "pyproject.toml"):
+        shutil.copy(path, folder)
+    return folder
 
 
 @pytest.fixture
 def copy(tmp_path):
-    shutil.copytree(ROOT / "diffs", tmp_path / "diffs")
-    for path in SCRIPTS:
-        shutil.copy(path, tmp_path)
-    return tmp_path
+    return copy_to(tmp_path / "copy")
+
+
+def edit(path, old, new):
+    text = path.read_text(encoding="utf-8")
+    assert text.count(old) == 1, (old, text.count(old))
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+# ---------------------------------------------------------------- generated, and not stale
 
 
 def test_nothing_is_stale():
@@ -32,26 +70,175 @@ def test_nothing_is_stale():
 
 def test_what_is_stale_is_named_and_written_anew(copy):
     script, diff = copy / SCRIPTS[1].name, copy / "diffs" / "01_to_02.diff"
-    script.write_text(script.read_text(encoding="utf-8") + "# more\n", encoding="utf-8")
+    edit(script, "lets the system pick a free one", "lets the system pick any")
     diff.unlink()
     result = generate(copy, "--check")
     assert result.returncode == 1
-    assert result.stdout.split() == [
-        "stale:",
-        "diffs/01_to_02.diff",
-        "stale:",
-        "diffs/02_to_03.diff",
+    assert result.stdout.splitlines() == [
+        "stale: diffs/01_to_02.diff",
+        "stale: diffs/02_to_03.diff",
+        "stale: README.md",
+        "stale: diffs/index.html",
+        "stale: diffs/walkthrough.ipynb",
     ]
     assert not diff.exists()
     assert generate(copy).returncode == 0
-    assert "+# more\n" in diff.read_text(encoding="utf-8")
+    for name in ("diffs/01_to_02.diff", "README.md", "diffs/index.html", "diffs/walkthrough.ipynb"):
+        assert "lets the system pick any" in (copy / name).read_text(encoding="utf-8"), name
     assert generate(copy, "--check").returncode == 0
 
 
-@pytest.mark.skipif(not shutil.which("patch"), reason="needs the program patch")
+@pytest.mark.parametrize("name", ["README.md", "diffs/index.html", "diffs/walkthrough.ipynb"])
+def test_a_word_changed_by_hand_is_stale(copy, name):
+    path = copy / name
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace("A second GPU", "A GPU"), encoding="utf-8")
+    result = generate(copy, "--check")
+    assert (result.returncode, result.stdout) == (1, f"stale: {name}\n")
+
+
+def test_the_notes_outlive_unrelated_edits(copy):
+    for path in copy.glob("0[1-9]_*.py"):
+        edit(path, "\n\nclass Digits(", "\n\n# All about the data:\n\n\nclass Digits(")
+    assert generate(copy).returncode == 0
+
+
+def without_a_note(text):
+    return re.sub(r"### One rank saves\n.*?(?=### )", "", text, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (without_a_note, "no note on the hunk @@ -72,7 +89,7 @@ of 01 → 02: -"),
+        (lambda text: text.replace("+import signal", "+import gone"), 'the line of "What the new'),
+        (lambda text: text.replace("+import signal", "+"), "in 2 hunks"),
+        (lambda text: text.replace("## 04 → 05:", "## 04 → 06:"), 'there is no diff "04 → 06"'),
+        (lambda text: text.replace("`test_bad_nprocs[0]`", "-"), "How many processes?"),
+        (lambda text: text.replace("Read more: [device", "[device"), "How many processes?"),
+        (lambda text: text.replace("### Wrap the model", "### Join the group"), "two notes of 01"),
+    ],
+)
+def test_what_is_wrong_with_the_notes_is_said_in_one_line(copy, change, said):
+    path = copy / "diffs" / "notes.md"
+    text = path.read_text(encoding="utf-8")
+    path.write_text(change(text), encoding="utf-8")
+    assert path.read_text(encoding="utf-8") != text
+    result = generate(copy)
+    assert (result.returncode, result.stdout) == (1, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("generate.py: notes.md: ")
+    assert said in line
+
+
+@pytest.mark.skipif(not shutil.which("patch"), reason="needs the program: apt-get install patch")
 @pytest.mark.parametrize(("old", "new"), STEPS, ids=lambda path: path.name[:2])
 def test_patch_makes_each_step_of_the_one_before(copy, old, new):
     diff = copy / "diffs" / f"{old.name[:2]}_to_{new.name[:2]}.diff"
     with diff.open("rb") as file:
         subprocess.run(["patch", old.name], cwd=copy, stdin=file, check=True, capture_output=True)
     assert (copy / old.name).read_bytes() == new.read_bytes()
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="needs the program: apt-get install git")
+@pytest.mark.parametrize(("old", "new"), STEPS, ids=lambda path: path.name[:2])
+def test_git_apply_does_too(copy, old, new):
+    """On a copy of the old step under the new one's name, where it looks for it."""
+    shutil.copy(old, copy / new.name)
+    diff = copy / "diffs" / f"{old.name[:2]}_to_{new.name[:2]}.diff"
+    subprocess.run(["git", "apply", "-p0", diff], cwd=copy, check=True, capture_output=True)
+    assert (copy / new.name).read_bytes() == new.read_bytes()
+
+
+# ---------------------------------------------------------------- the notes
+
+
+def test_each_term_is_defined_once_and_where_it_is_first_used():
+    text = (ROOT / "diffs" / "notes.md").read_text(encoding="utf-8")
+    text = text[text.index("\n## ") :]
+    assert re.findall(r"\*\*(.+?)\*\*", text.replace("\n", " ")) == TERMS
+    text = re.sub(r"```.*?```|`[^`]+`|!?\[[^]]*\]\([^)]*\)", "", text, flags=re.DOTALL)
+    for term in TERMS:
+        before, _, _ = " ".join(text.split()).partition(f"**{term}**")
+        assert not re.search(rf"\b{term}", before), term
+
+
+@pytest.mark.everything
+@pytest.mark.skipif(not shutil.which("patch"), reason="needs the program: apt-get install patch")
+@pytest.mark.parametrize(("diff", "hunk", "test"), NAMED)
+def test_without_the_hunk_the_test_that_it_names_fails(copy, diff, hunk, test):
+    one = f"--- {diff.old.name}\n+++ {diff.new.name}\n{hunk.text}\n"
+    start = ["patch", "-R", diff.new.name]
+    subprocess.run(start, cwd=copy, input=one, text=True, check=True, capture_output=True)
+    name = test.partition("[")[0]
+    files = [
+        path
+        for path in sorted((copy / "tests").glob("test_*.py"))
+        if f"def {name}(" in path.read_text(encoding="utf-8")
+    ]
+    own = [path for path in files if path.name.startswith(f"test_{diff.new.name[:2]}_")]
+    (path,) = own or files
+    words = ["-x", "-q", "--everything", "-p", "no:cacheprovider", f"{path}::{test}"]
+    start = [sys.executable, "-m", "pytest", *words]
+    result = subprocess.run(start, cwd=copy, capture_output=True, text=True, check=False)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert re.search(r"^1 failed", result.stdout.splitlines()[-1]), result.stdout
+    assert "error" not in result.stdout.splitlines()[-1], result.stdout
+
+
+# ---------------------------------------------------------------- the notebook
+
+
+@pytest.fixture
+def book():
+    return nbformat.read(ROOT / "diffs" / "walkthrough.ipynb", 4)
+
+
+def check_outputs(book):
+    """Every script has learned something, and nothing went wrong."""
+    printed = {
+        cell.id: "".join(output.text for output in cell.outputs if output.name == "stdout")
+        for cell in book.cells
+        if cell.cell_type == "code"
+    }
+    assert printed.pop("setup") == ""
+    assert len(printed) == 6
+    for name, text in printed.items():
+        line = r"^epoch \d  (rank 0's )?loss \d\.\d{4}  [\d,]+ samples/s$"
+        assert re.search(line, text, re.MULTILINE), (name, text)
+        percent = float(re.search(r"^accuracy (\d+\.\d\d)% \(\d+/359\)$", text, re.MULTILINE)[1])
+        assert percent > 95, (name, text)
+        assert "Error" not in text, text
+    assert printed["run-03-again"].startswith("03.pt: 2 of 3 epochs run\nepoch 3 ")
+    assert re.search(r"in a plain model: (\d+) of \1 ", printed["run-05"])
+
+
+def test_the_notebook_is_valid_and_shows_what_was_printed(book):
+    nbformat.validate(book)
+    check_outputs(book)
+    text = json.dumps(book)
+    assert str(ROOT) not in text
+    assert "/tmp/" not in text
+    for path in SCRIPTS:
+        assert path.name in text
+    assert text.count("```diff") == sum(len(diff.hunks) for diff in hunks.explained(ROOT))
+
+
+def test_outputs_of_cells_that_are_as_they_were_are_kept(copy):
+    path = copy / "diffs" / "walkthrough.ipynb"
+    before = nbformat.read(path, 4)
+    for cell in before.cells:
+        cell.source += "\n# as it was before" if cell.id == "run-02" else ""
+    nbformat.write(before, path)
+    assert generate(copy).returncode == 0
+    outputs = {c.id: c.outputs for c in nbformat.read(path, 4).cells if c.cell_type == "code"}
+    assert outputs["run-02"] == []
+    assert outputs["run-03"] == next(cell for cell in before.cells if cell.id == "run-03").outputs
+
+
+@pytest.mark.everything
+def test_the_notebook_runs_from_top_to_bottom(copy, book):
+    resources = {"metadata": {"path": str(copy / "diffs")}}
+    NotebookClient(book, timeout=300, resources=resources).execute()
+    check_outputs(book)
+    assert not list(copy.rglob("*.pt"))

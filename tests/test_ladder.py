@@ -51,6 +51,18 @@ def test_only_rank_0_prints_and_writes(trained, step):
     assert [path.name for path in job.cwd.glob("[!.]*")] == ["checkpoint.pt"]
 
 
+@pytest.mark.parametrize("step", DISTRIBUTED)
+def test_rank_1_saves_nothing(step, tmp_path, process_group, monkeypatch):
+    module = load(step)
+    args = arguments(tmp_path / "checkpoint.pt")
+    train_set, _, model, optimizer = module.load_train_objs(args)
+    data = module.prepare_dataloader(train_set, args)
+    monkeypatch.setattr(module.Trainer, "_run_epoch", lambda *_: None)
+    for rank in (1, 0):
+        module.Trainer(model, data, optimizer, torch.device("cpu"), rank, args).train()
+        assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"] * (rank == 0)
+
+
 # ---------------------------------------------------------------- bad input
 
 

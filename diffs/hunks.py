@@ -1,0 +1,188 @@
+"""The hunks between the steps of the ladder, and the notes that explain them."""
+
+import difflib
+import re
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+CONTEXT = 3  # lines around a change, as in `diff -u`
+
+
+class Problem(Exception):
+    """What is wrong with the notes, in one line."""
+
+
+@dataclass
+class Hunk:
+    header: str  # "@@ -34,11 +48,12 @@"
+    lines: list  # with "-", "+" or " " in front
+    old_start: int  # the first line, counted from 0
+    new_start: int
+    note: "Note | None" = None
+
+    @property
+    def text(self):
+        return "\n".join([self.header, *self.lines])
+
+    @property
+    def changed(self):
+        return [line for line in self.lines if line[0] in "+-"]
+
+
+@dataclass
+class Note:
+    title: str
+    anchor: str  # a changed line of the hunk that it belongs to
+    why: str
+    tests: list
+    links: list  # as (title, address)
+
+    @property
+    def slug(self):
+        return re.sub(r"[^a-z0-9]+", "-", self.title.lower().replace("'", "")).strip("-")
+
+    @property
+    def markdown(self):
+        tests = ", ".join(f"`{test}`" for test in self.tests)
+        links = ", ".join(f"[{title}]({address})" for title, address in self.links)
+        return f"{self.why}\n\n*Without it fails:* {tests}<br>\n*Read more:* {links}"
+
+
+@dataclass
+class Diff:
+    old: Path
+    new: Path
+    hunks: list
+    title: str = ""
+    story: str = ""
+    old_lines: list = field(default_factory=list)
+    new_lines: list = field(default_factory=list)
+
+    @property
+    def name(self):
+        return f"{self.old.name[:2]} → {self.new.name[:2]}"
+
+    @property
+    def slug(self):
+        return f"{self.old.name[:2]}-to-{self.new.name[:2]}"
+
+    @property
+    def text(self):
+        head = f"--- {self.old.name}\n+++ {self.new.name}\n"
+        return head + "".join(hunk.text + "\n" for hunk in self.hunks)
+
+
+# ---------------------------------------------------------------- diffs
+
+
+def ladder(root):
+    """Return the paths of the steps' scripts, in order."""
+    return sorted(root.glob("0[1-9]_*.py"))
+
+
+def compare(old, new):
+    """Return the diff between two files, as `diff -u` would write it, without dates."""
+    old_lines, new_lines = (path.read_text(encoding="utf-8").splitlines() for path in (old, new))
+    hunks = []
+    for group in difflib.SequenceMatcher(None, old_lines, new_lines).get_grouped_opcodes(CONTEXT):
+        lines = []
+        for tag, i1, i2, j1, j2 in group:
+            if tag == "equal":
+                lines += [f" {line}" for line in old_lines[i1:i2]]
+            else:
+                lines += [f"-{line}" for line in old_lines[i1:i2]]
+                lines += [f"+{line}" for line in new_lines[j1:j2]]
+        (_, i1, _, j1, _), (_, _, i2, _, j2) = group[0], group[-1]
+        header = f"@@ -{span(i1, i2)} +{span(j1, j2)} @@"
+        hunks.append(Hunk(header, lines, i1, j1))
+    return Diff(old, new, hunks, old_lines=old_lines, new_lines=new_lines)
+
+
+def span(start, end):
+    """Return a range of lines as diffs write it."""
+    if end - start == 1:
+        return f"{start + 1}"
+    return f"{start + (end > start)},{end - start}"
+
+
+# ---------------------------------------------------------------- notes
+
+
+def explained(root):
+    """Return the diffs from each step to the next, with the note of each hunk."""
+    diffs = [compare(old, new) for old, new in pairwise(ladder(root))]
+    sections = parse((root / "diffs" / "notes.md").read_text(encoding="utf-8"))
+    names = [diff.name for diff in diffs]
+    for name in sections:
+        if name not in names:
+            raise Problem(f'notes.md: there is no diff "{name}", only {", ".join(names)}')
+    for diff in diffs:
+        if diff.name not in sections:
+            raise Problem(f'notes.md: nothing on {diff.name}; it wants "## {diff.name}: TITLE"')
+        diff.title, diff.story, notes = sections[diff.name]
+        tie(diff, notes)
+    return diffs
+
+
+def parse(text):
+    """Return {name of the diff: (title, story, notes)} from the text of notes.md."""
+    sections = {}
+    for section in cut(text, "## "):
+        heading, body = section
+        name, _, title = heading.partition(": ")
+        story, *_ = re.split(r"^### ", body, maxsplit=1, flags=re.MULTILINE)
+        sections[name] = title, story.strip(), [note(*part) for part in cut(body, "### ")]
+    return sections
+
+
+def cut(text, mark):
+    """Return (heading, body) for each part of a text that begins with a line so marked."""
+    parts = re.split(rf"^{mark}", text, flags=re.MULTILINE)[1:]
+    return [(part.partition("\n")[0].strip(), part.partition("\n")[2]) for part in parts]
+
+
+NOTE = re.compile(
+    r"\s*```diff\n(?P<anchor>[+-].*)\n```\n+"
+    r"(?P<why>.+?)\n\n"
+    r"Without it fails: (?P<tests>.+)\n"
+    r"Read more: (?P<links>.+)\s*",
+    re.DOTALL,
+)
+
+
+def note(title, body):
+    """Return a note, from its heading and what stands below."""
+    match = NOTE.fullmatch(body)
+    if not match:
+        raise Problem(
+            f'notes.md: the note "{title}" wants a line of its hunk as a diff block, the why, '
+            "a line `Without it fails: ` and a line `Read more: `"
+        )
+    tests = re.findall(r"`(test_[^`]+)`", match["tests"])
+    links = re.findall(r"\[([^]]+)\]\((https://[^)]+)\)", match["links"])
+    if not tests or not links:
+        raise Problem(f'notes.md: the note "{title}" names no {"links" if tests else "tests"}')
+    return Note(title, match["anchor"], match["why"].strip(), tests, links)
+
+
+def tie(diff, notes):
+    """Give each hunk its note."""
+    for note in notes:
+        found = [hunk for hunk in diff.hunks if note.anchor in hunk.changed]
+        if len(found) != 1:
+            where = f"in {len(found)} hunks" if found else "in no hunk"
+            raise Problem(f'notes.md: the line of "{note.title}" is {where} of {diff.name}')
+        (hunk,) = found
+        if hunk.note:
+            titles = f'"{hunk.note.title}" and "{note.title}"'
+            raise Problem(f"notes.md: {titles} are on the same hunk of {diff.name}")
+        hunk.note = note
+    for hunk in diff.hunks:
+        if not hunk.note:
+            line = hunk.changed[0]
+            raise Problem(f"notes.md: no note on the hunk {hunk.header} of {diff.name}: {line}")
+    slugs = [hunk.note.slug for hunk in diff.hunks]
+    for slug in slugs:
+        if slugs.count(slug) > 1:
+            raise Problem(f"notes.md: two notes of {diff.name} have the title of #{slug}")

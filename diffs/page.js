@@ -1,0 +1,26 @@
+// One step at a time, chosen by the address, so that each hunk's link opens its step.
+const steps = [...document.querySelectorAll(".step")];
+const links = [...document.querySelectorAll("nav a")];
+const folds = [...document.querySelectorAll(".fold")];
+const unfold = document.getElementById("unfold");
+
+function show() {
+  const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  const chosen = (target && target.closest(".step")) || steps.find((step) => !step.hidden);
+  for (const step of steps) step.hidden = step !== chosen;
+  for (const link of links) {
+    if (link.hash === `#${chosen.id}`) link.setAttribute("aria-current", "true");
+    else link.removeAttribute("aria-current");
+  }
+  if (target === chosen) scrollTo(0, 0);
+  else if (target) target.scrollIntoView();
+}
+
+unfold.addEventListener("click", () => {
+  const open = unfold.getAttribute("aria-pressed") === "false";
+  unfold.setAttribute("aria-pressed", open);
+  for (const fold of folds) fold.open = open;
+});
+unfold.hidden = false;
+addEventListener("hashchange", show);
+show();

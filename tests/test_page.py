@@ -1,0 +1,184 @@
+"""The page diffs/index.html in a real browser: all is there, it folds, and everybody can use it."""
+
+import re
+import shutil
+import sys
+from urllib.parse import unquote
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from conftest import ROOT, SCRIPTS
+from playwright.sync_api import sync_playwright
+
+sys.path.insert(0, str(ROOT / "diffs"))
+
+import hunks
+
+BROWSER = shutil.which("chromium")
+PAGE = ROOT / "diffs" / "index.html"
+DIFFS = hunks.explained(ROOT)
+ALL = [(diff, hunk) for diff in DIFFS for hunk in diff.hunks]
+QUIET = ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+SIZES = {"phone": (390, 844), "wide": (1600, 1000)}
+
+pytestmark = pytest.mark.skipif(not BROWSER, reason="needs a browser: apt-get install chromium")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_playwright() as playwright:
+        args = ["--no-sandbox", "--disable-gpu", *QUIET]
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=args)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(browser):
+    """Return a function that opens the page; it must ask for no other file, and have no error."""
+    contexts, trouble, asked = [], [], []
+
+    def visit(anchor="", size="wide", **options):
+        width, height = SIZES[size]
+        viewport = {"width": width, "height": height}
+        contexts.append(browser.new_context(viewport=viewport, offline=True, **options))
+        page = contexts[-1].new_page()
+        page.on("console", lambda message: trouble.append(message.text))
+        page.on("pageerror", lambda error: trouble.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url.partition("#")[0]))
+        page.goto(f"{PAGE.as_uri()}{anchor}")
+        return page
+
+    yield visit
+    for context in contexts:
+        context.close()
+    assert trouble == []
+    assert set(asked) == {PAGE.as_uri()}
+
+
+def test_all_hunks_are_shown_with_their_notes(visit):
+    page = visit()
+    for diff in DIFFS:
+        page.get_by_role("link", name=f"{diff.name} {diff.title}").click()
+        shown = page.locator("article:visible")
+        assert shown.count() == len(diff.hunks)
+        for number, hunk in enumerate(diff.hunks):
+            article = shown.nth(number)
+            assert hunk.note.title in article.locator("h3").inner_text()
+            removed = article.locator("del").all_text_contents()
+            added = article.locator("ins").all_text_contents()
+            assert sorted(f"-{line}" for line in removed) == sorted(
+                line for line in hunk.lines if line[0] == "-"
+            )
+            assert [f"+{line}" for line in added] == [line for line in hunk.lines if line[0] == "+"]
+            note = article.locator(".note")
+            for text in (*hunk.note.tests, *(title for title, _ in hunk.note.links)):
+                assert text in note.inner_text()
+
+
+def test_the_whole_files_are_there(visit):
+    page = visit("#01-to-05")
+    for side, path in (("old", SCRIPTS[0]), ("new", SCRIPTS[-1])):
+        changed = {"old": "del.line", "new": "ins.line"}[side]
+        lines = page.locator(f"#\\30 1-to-05 .line.{side}, #\\30 1-to-05 {changed}")
+        assert lines.all_text_contents() == path.read_text(encoding="utf-8").splitlines()
+
+
+def test_what_is_unchanged_unfolds_by_mouse_and_by_keyboard(visit):
+    page = visit()
+    fold = page.locator("details:visible").first
+    line = fold.get_by_text("class Digits(TensorDataset):").or_(fold.locator(".line")).first
+    assert not line.is_visible()
+    fold.locator("summary").click()
+    assert line.is_visible()
+    fold.locator("summary").press("Enter")
+    assert not line.is_visible()
+    button = page.get_by_role("button", name="Unfold all")
+    button.press("Space")
+    assert button.get_attribute("aria-pressed") == "true"
+    assert line.is_visible()
+    button.click()
+    assert not line.is_visible()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_each_hunk_has_a_permanent_link(visit, size):
+    page = visit(size=size)
+    for number in (0, len(DIFFS[0].hunks) - 1, len(ALL) - 1):
+        diff, hunk = ALL[number]
+        link = page.locator(f'a.link[href="#{diff.slug}-{hunk.note.slug}"]')
+        page.goto(f"{PAGE.as_uri()}{link.get_attribute('href')}")
+        top = link.bounding_box()["y"]
+        assert 0 < top < SIZES[size][1]
+        assert page.locator("nav a[aria-current]").inner_text().startswith(diff.name)
+    assert unquote(page.url).endswith(hunk.note.slug)
+
+
+def test_changed_words_are_marked_and_the_code_is_in_colour(visit):
+    page = visit()
+    article = page.locator("article:visible").nth(1)
+    old = article.locator("del", has_text="self.model = model.to(device)")
+    new = article.locator("ins", has_text="self.model = DDP(")
+    assert "".join(new.locator("mark").all_text_contents()).startswith("DDP(")
+    assert old.bounding_box()["y"] == new.bounding_box()["y"]
+    assert old.bounding_box()["x"] < new.bounding_box()["x"]
+    colours = article.locator(".code span").evaluate_all(
+        "a => a.map(e => getComputedStyle(e).color)"
+    )
+    assert len(set(colours)) >= 4
+
+
+def test_on_a_phone_the_new_lines_are_below_the_old_ones(visit):
+    page = visit(size="phone")
+    article = page.locator("article:visible").nth(1)
+    old = article.locator("del").last.bounding_box()
+    new = article.locator("ins").first.bounding_box()
+    assert (old["x"], old["width"]) == (new["x"], new["width"])
+    assert old["y"] < new["y"]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    "diff",
+    [DIFFS[0], *(pytest.param(diff, marks=pytest.mark.everything) for diff in DIFFS[1:])],
+    ids=lambda diff: diff.slug,
+)
+def test_it_is_accessible(visit, size, scheme, diff):
+    """Contrast, landmarks, names of controls: by axe, with everything unfolded."""
+    page = visit(f"#{diff.slug}", size, color_scheme=scheme)
+    page.evaluate("document.querySelectorAll('details').forEach(fold => { fold.open = true })")
+    assert page.evaluate("document.documentElement.scrollWidth") == SIZES[size][0]
+    found = Axe().run(page)
+    assert found.violations_count == 0, found.generate_report()
+    for landmark in ("banner", "navigation", "main", "contentinfo"):
+        assert page.get_by_role(landmark).count() == 1
+
+
+def test_by_keyboard_alone(visit):
+    page = visit()
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to the diffs"
+    assert page.locator(".skip").bounding_box()["x"] >= 0
+    for diff in DIFFS[:2]:
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.textContent").startswith(diff.name)
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    page.keyboard.press("Enter")
+    assert page.locator(f'[id="{DIFFS[1].slug}"]').is_visible()
+    assert not page.locator(f'[id="{DIFFS[0].slug}"]').is_visible()
+
+
+def test_without_javascript_all_of_it_is_there(visit):
+    page = visit(java_script_enabled=False)
+    assert page.locator("article:visible").count() > len(ALL)
+    assert not page.get_by_role("button").is_visible()
+
+
+def test_it_can_be_printed(visit):
+    page = visit()
+    pages = len(re.findall(rb"/Type\s*/Page\b", page.pdf(format="A4")))
+    assert 10 < pages < 40
+    page.emulate_media(media="print")
+    assert page.locator("article:visible").count() > len(ALL)
+    assert not page.get_by_role("navigation").is_visible()
