@@ -114,7 +114,7 @@ def without_a_note(text):
         (lambda text: text.replace("+import signal", "+import gone"), 'the line of "What the new'),
         (lambda text: text.replace("+import signal", "+"), "in 2 hunks"),
         (lambda text: text.replace("## 04 → 05:", "## 04 → 06:"), 'there is no diff "04 → 06"'),
-        (lambda text: text.replace("`test_bad_nprocs[0]`", "-"), "How many processes?"),
+        (lambda text: text.replace("`test_rank_1_saves_nothing[02]`", "-"), "One rank saves"),
         (lambda text: text.replace("Read more: [device", "[device"), "How many processes?"),
         (lambda text: text.replace("### Wrap the model", "### Join the group"), "two notes of 01"),
     ],
