@@ -222,7 +222,9 @@ def markdown(root):
 def view(diff):
     """Return what the template shows of one step."""
     ids = [f"{diff.slug}-{hunk.note.slug}" for hunk in diff.hunks]
-    return {"diff": diff, "slug": diff.slug, "parts": list(parts(diff, ids))}
+    story, mark, picture = diff.story.partition("\n\n![")
+    shown = {"diff": diff, "slug": diff.slug, "story": story, "picture": (mark + picture).strip()}
+    return {**shown, "parts": list(parts(diff, ids))}
 
 
 def directly(root, diffs):
@@ -230,7 +232,7 @@ def directly(root, diffs):
     first, *_, last = ladder(root)
     diff = compare(first, last)
     diff.title = "the whole way in one diff"
-    shown = {"diff": diff, "slug": diff.slug}
+    shown = {"diff": diff, "slug": diff.slug, "story": "", "picture": ""}
     shown["parts"] = list(parts(diff, [f"{diff.slug}-{n + 1}" for n in range(len(diff.hunks))]))
     for part in shown["parts"]:
         if part["hunk"]:
