@@ -19,11 +19,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per process: the same bits every time
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # not a word on who hangs up first
 os.environ["LADDER"] = str(Path.cwd().parent)  # the scripts: this notebook lies in diffs/
 os.environ["SAVED"] = tempfile.mkdtemp()  # the checkpoints
-os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per process: the same bits every time
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # not a word on who hangs up first"""
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])"""
 
 ALONE = """\
 ## Step 1: one process

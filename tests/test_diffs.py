@@ -197,11 +197,12 @@ def book():
 def check_outputs(book):
     """Every script has learned something, and nothing went wrong."""
     printed = {
-        cell.id: "".join(output.text for output in cell.outputs if output.name == "stdout")
+        cell.id: "".join(o.text for o in cell.outputs if o.get("name") == "stdout")
         for cell in book.cells
         if cell.cell_type == "code"
     }
     assert printed.pop("setup") == ""
+    assert {o.output_type for cell in book.cells for o in cell.get("outputs", [])} == {"stream"}
     assert len(printed) == 6
     for name, text in printed.items():
         line = r"^epoch \d  (rank 0's )?loss \d\.\d{4}  [\d,]+ samples/s$"

@@ -8,7 +8,7 @@ from urllib.parse import unquote
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from conftest import ROOT, SCRIPTS
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import expect, sync_playwright
 
 sys.path.insert(0, str(ROOT / "diffs"))
 
@@ -61,7 +61,7 @@ def test_all_hunks_are_shown_with_their_notes(visit):
     for diff in DIFFS:
         page.get_by_role("link", name=f"{diff.name} {diff.title}").click()
         shown = page.locator("article:visible")
-        assert shown.count() == len(diff.hunks)
+        expect(shown).to_have_count(len(diff.hunks))  # which waits for the click to be followed
         for number, hunk in enumerate(diff.hunks):
             article = shown.nth(number)
             assert hunk.note.title in article.locator("h3").inner_text()
@@ -88,17 +88,17 @@ def test_what_is_unchanged_unfolds_by_mouse_and_by_keyboard(visit):
     page = visit()
     fold = page.locator("details:visible").first
     line = fold.get_by_text("class Digits(TensorDataset):").or_(fold.locator(".line")).first
-    assert not line.is_visible()
+    expect(line).to_be_hidden()
     fold.locator("summary").click()
-    assert line.is_visible()
+    expect(line).to_be_visible()
     fold.locator("summary").press("Enter")
-    assert not line.is_visible()
+    expect(line).to_be_hidden()
     button = page.get_by_role("button", name="Unfold all")
     button.press("Space")
     assert button.get_attribute("aria-pressed") == "true"
-    assert line.is_visible()
+    expect(line).to_be_visible()
     button.click()
-    assert not line.is_visible()
+    expect(line).to_be_hidden()
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -108,9 +108,9 @@ def test_each_hunk_has_a_permanent_link(visit, size):
         diff, hunk = ALL[number]
         link = page.locator(f'a.link[href="#{diff.slug}-{hunk.note.slug}"]')
         page.goto(f"{PAGE.as_uri()}{link.get_attribute('href')}")
+        expect(page.locator("nav a[aria-current]")).to_contain_text(diff.name)
         top = link.bounding_box()["y"]
         assert 0 < top < SIZES[size][1]
-        assert page.locator("nav a[aria-current]").inner_text().startswith(diff.name)
     assert unquote(page.url).endswith(hunk.note.slug)
 
 
