@@ -109,6 +109,7 @@ def test_each_hunk_has_a_permanent_link(visit, size):
         link = page.locator(f'a.link[href="#{diff.slug}-{hunk.note.slug}"]')
         page.goto(f"{PAGE.as_uri()}{link.get_attribute('href')}")
         expect(page.locator("nav a[aria-current]")).to_contain_text(diff.name)
+        expect(link).to_be_in_viewport()
         top = link.bounding_box()["y"]
         assert 0 < top < SIZES[size][1]
     assert unquote(page.url).endswith(hunk.note.slug)
@@ -165,8 +166,8 @@ def test_by_keyboard_alone(visit):
         assert page.evaluate("document.activeElement.textContent").startswith(diff.name)
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
     page.keyboard.press("Enter")
-    assert page.locator(f'[id="{DIFFS[1].slug}"]').is_visible()
-    assert not page.locator(f'[id="{DIFFS[0].slug}"]').is_visible()
+    expect(page.locator(f'[id="{DIFFS[1].slug}"]')).to_be_visible()
+    expect(page.locator(f'[id="{DIFFS[0].slug}"]')).to_be_hidden()
 
 
 def test_without_javascript_all_of_it_is_there(visit):
