@@ -328,12 +328,18 @@ def test_a_cable_is_pulled_for_a_while(cluster, submit, trained):
 @EVERYTHING
 @pytest.mark.usefixtures("healed")
 def test_a_cable_is_pulled_for_good(cluster, submit, trained):
-    """Slurm gives the node up, and starts the job again when there are enough nodes."""
+    """Slurm gives the node up, and starts the job again when there are enough nodes.
+
+    The node is started anew first: the old run's step, which Slurm clears away when the node comes
+    back, has the number of the new one's, and has been seen to take that with it.
+    """
     job = submit("04", *LONG, options=TWO_BY_TWO)
     job.wait_for("^epoch 3 ")
     cluster.cable(2, "down")
     job.wait("PENDING", timeout=120)
+    cluster.cut_the_power(2)
     cluster.cable(2, "up")
+    cluster.switch_on(2)
     job.completed(timeout=300)
     assert job.show("Restarts") == "1"
     assert same_bits(job.checkpoint, trained("04", *LONG, nprocs=4))
