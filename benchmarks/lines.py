@@ -101,12 +101,11 @@ class Run:
         self.samples, self.epoch = len(data.sampler), 0
 
     def train(self):
-        threads, cores = torch.get_num_threads(), os.sched_getaffinity(0)
+        threads = torch.get_num_threads()
         torch.set_num_threads(self.threads or threads)
-        os.sched_setaffinity(0, cores if self.core is None else {self.core})
         self.epoch, self.trainer.samples_run = self.epoch + 1, 0
-        self.trainer._run_epoch(self.epoch)
-        os.sched_setaffinity(0, cores)
+        with bound_to(self.core):
+            self.trainer._run_epoch(self.epoch)
         torch.set_num_threads(threads)
         return self.samples
 
@@ -142,6 +141,18 @@ class Run:
         return len(self.test_set) / (1 if model is self.trainer.model else RANKS)
 
 
+@contextlib.contextmanager
+def bound_to(core):
+    """Keep this thread on one core, if one is given."""
+    if core is None:
+        yield
+        return
+    free = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    yield
+    os.sched_setaffinity(0, free)
+
+
 def speed(function):
     """Call a function on all ranks at once; return the sum of their samples/s."""
     if RANKS:
@@ -172,8 +183,9 @@ def plan(words):
         pairs += [(step, "copies that sum") for step in ("02", "03", "04", LAST)]
         runs |= {"evaluation": own.evaluate, "copies' evaluation": limit.evaluate}
         pairs += [("evaluation", "copies' evaluation")]
-        core = sorted(os.sched_getaffinity(0))[dist.get_rank() % os.cpu_count()]
-        variants["each rank on a core of its own"] = Run(LAST, words, core=core).train
+        if hasattr(os, "sched_getaffinity"):  # Linux
+            core = sorted(os.sched_getaffinity(0))[dist.get_rank() % os.cpu_count()]
+            variants["each rank on a core of its own"] = Run(LAST, words, core=core).train
     else:
         runs["bare loop"] = limit.train_bare
         pairs += [(LAST, "bare loop")]
