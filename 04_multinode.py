@@ -171,7 +171,7 @@ class Trainer:
 
 def load_train_objs(args):
     torch.manual_seed(args.seed)
-    model = DigitReader(args.width).to(memory_format=torch.channels_last)
+    model = DigitReader(args.width).to(memory_format=torch.channels_last)  # faster convolutions
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     return Digits(train=True), Digits(train=False), model, optimizer
 

@@ -9,9 +9,12 @@ import re
 import sys
 from pathlib import Path
 
-from hunks import Problem, explained
-from notebook import notebook, run
-from page import page
+try:
+    from hunks import Problem, explained
+    from notebook import notebook, run
+    from page import page
+except ModuleNotFoundError as error:
+    sys.exit(f"generate.py: {error}: pip install -r requirements.txt")
 
 HERE = Path(__file__).resolve().parent
 

@@ -68,6 +68,14 @@ def test_nothing_is_stale():
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
+def test_without_its_packages_it_says_what_to_install():
+    start = [sys.executable, "-S", ROOT / "diffs" / "generate.py", "--check"]  # no site-packages
+    result = subprocess.run(start, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    said = r"generate.py: No module named '\w+': pip install -r requirements.txt\n"
+    assert re.fullmatch(said, result.stderr)
+
+
 def test_what_is_stale_is_named_and_written_anew(copy):
     script, diff = copy / SCRIPTS[1].name, copy / "diffs" / "01_to_02.diff"
     edit(script, "lets the system pick a free one", "lets the system pick any")
