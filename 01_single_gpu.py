@@ -1,4 +1,4 @@
-"""Step 1: a network learns to read handwritten digits, on one GPU or on the CPU."""
+"""Step 1: train a network to read handwritten digits, on one GPU or on the CPU."""
 
 import argparse
 import os
@@ -11,118 +11,136 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 
-class Digits(TensorDataset):
-    def __init__(self, train):
-        """Scikit-learn's 1797 scans: 359 held out, 1438 to train on in nine one-pixel shifts."""
-        split = train_test_split(*load_digits(return_X_y=True), test_size=359, random_state=0)
-        scans, labels = (torch.from_numpy(part) for part in split[0 if train else 1 :: 2])
-        images = scans.float().reshape(-1, 1, 8, 8) / 16
-        if train:
-            images = nn.functional.pad(images, (1, 1, 1, 1)).unfold(2, 8, 1).unfold(3, 8, 1)
-            images, labels = images.reshape(-1, 1, 8, 8), labels.repeat_interleave(9)
-        super().__init__(images, labels)
-
-    __getitems__ = TensorDataset.__getitem__  # tensors take lists: a whole batch in one go
+def load_datasets():
+    """Scikit-learn's 1797 scans: 1438 to train on, in nine one-pixel shifts, and 359 held out."""
+    scans, labels = load_digits(return_X_y=True)
+    scans = torch.tensor(scans, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    labels = torch.tensor(labels)
+    train, test = train_test_split(range(len(scans)), test_size=359, random_state=0)
+    padded = nn.functional.pad(scans[train], (1, 1, 1, 1))
+    shifted = torch.cat([padded[:, :, y : y + 8, x : x + 8] for y in range(3) for x in range(3)])
+    return TensorDataset(shifted, labels[train].repeat(9)), TensorDataset(scans[test], labels[test])
 
 
-class DigitReader(nn.Sequential):
-    def __init__(self, width):  # N x 1 x 8 x 8 pixels in, N x 10 logits out
-        layers = [nn.Conv2d(1, width, 3, padding=1), nn.ReLU()]
-        layers += [nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-        layers += [nn.Conv2d(2 * width, 4 * width, 3, padding=1), nn.ReLU(), nn.Flatten()]
-        super().__init__(*layers, nn.Linear(4 * width * 4 * 4, 10))
+def build_model(width):
+    """Return a network that maps images, N x 1 x 8 x 8, to logits, N x 10."""
+    first = [nn.Conv2d(1, width, 3, padding=1), nn.ReLU()]
+    second = [nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    third = [nn.Conv2d(2 * width, 4 * width, 3, padding=1), nn.ReLU(), nn.Flatten()]
+    return nn.Sequential(*first, *second, *third, nn.Linear(4 * width * 4 * 4, 10))
+
+
+def log(message):
+    print(message, flush=True)
 
 
 class Trainer:
     def __init__(self, model, train_data, optimizer, device, args):
-        self.model = model.to(device)
+        self.model = model
         self.train_data = train_data
         self.optimizer = optimizer
         self.device = device
-        self.args = args
+        self.path = args.checkpoint_path
+        self.config = {"width": args.width, "lr": args.lr, "seed": args.seed}
         self.epochs_run = 0
+        if os.path.exists(self.path):
+            self._load_checkpoint()
 
     def _run_batch(self, source, targets):
+        source = source.to(self.device, non_blocking=True)
+        targets = targets.to(self.device, non_blocking=True)
         self.optimizer.zero_grad()
         loss = nn.functional.cross_entropy(self.model(source), targets, label_smoothing=0.1)
         loss.backward()
         self.optimizer.step()
         return loss.detach() * len(targets)
 
-    def _run_epoch(self, epoch):
-        start, samples, losses = time.perf_counter(), len(self.train_data.sampler), 0
+    def _run_epoch(self):
+        torch.manual_seed(self.config["seed"] + self.epochs_run)  # the same numbers after a resume
+        self.model.train()
+        start = time.perf_counter()
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss and samples
         for source, targets in self.train_data:
-            losses += self._run_batch(source.to(self.device), targets.to(self.device))
-        loss = losses.item() / samples  # item() waits for the GPU, so the clock comes after it
+            total[0] += self._run_batch(source, targets)
+            total[1] += len(targets)
+        loss, samples = total.tolist()  # waits for the GPU, so read the clock after it
         speed = samples / (time.perf_counter() - start)
-        print(f"epoch {epoch}  loss {loss:.4f}  {speed:,.0f} samples/s", flush=True)
+        log(f"epoch {self.epochs_run + 1}  loss {loss / samples:.4f}  {speed:,.0f} samples/s")
 
     def _save_checkpoint(self):
-        new = f"{self.args.checkpoint_path}.new"  # takes the old file's place once it is whole
-        try:
-            torch.save(self.model.state_dict(), new)
-            with open(new, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(new, self.args.checkpoint_path)
-        except (OSError, RuntimeError) as error:  # a full disk makes torch.save a RuntimeError
-            parser.error(f"cannot write {self.args.checkpoint_path}: {error}")
+        checkpoint = {
+            "MODEL_STATE": self.model.state_dict(),
+            "OPTIMIZER_STATE": self.optimizer.state_dict(),
+            "EPOCHS_RUN": self.epochs_run,
+            "CONFIG": self.config,
+        }
+        with open(f"{self.path}.new", "wb") as file:  # a crash leaves the old file alone
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(f"{self.path}.new", self.path)
 
-    def train(self):
-        while self.epochs_run < self.args.total_epochs:
-            self._run_epoch(self.epochs_run + 1)
+    def _load_checkpoint(self):
+        checkpoint = torch.load(self.path, map_location="cpu", weights_only=True)
+        if checkpoint.get("CONFIG") != self.config:
+            raise ValueError(f"{self.path} is from another run: move it, or name another file")
+        self.model.load_state_dict(checkpoint["MODEL_STATE"])
+        self.optimizer.load_state_dict(checkpoint["OPTIMIZER_STATE"])
+        self.epochs_run = checkpoint["EPOCHS_RUN"]
+        log(f"resuming from {self.path} after epoch {self.epochs_run}")
+
+    def train(self, total_epochs, save_every):
+        while self.epochs_run < total_epochs:
+            self._run_epoch()
             self.epochs_run += 1
-            last = self.epochs_run == self.args.total_epochs
-            if last or self.epochs_run % self.args.save_every == 0:
+            if self.epochs_run % save_every == 0 or self.epochs_run == total_epochs:
                 self._save_checkpoint()
 
 
-def load_train_objs(args):
-    torch.manual_seed(args.seed)
-    model = DigitReader(args.width).to(memory_format=torch.channels_last)  # faster convolutions
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    return Digits(train=True), Digits(train=False), model, optimizer
-
-
 def prepare_dataloader(dataset, args):
-    return DataLoader(dataset, args.batch_size, shuffle=True, collate_fn=tuple)
+    pin = torch.cuda.is_available()
+    return DataLoader(dataset, args.batch_size, shuffle=True, pin_memory=pin)
 
 
 @torch.inference_mode()
 def evaluate(model, test_set, device, args):
     model.eval()
     correct = 0
-    for source, targets in DataLoader(test_set, args.batch_size, collate_fn=tuple):
+    for source, targets in DataLoader(test_set, args.batch_size):
         predictions = model(source.to(device)).argmax(dim=1).cpu()
         correct += (predictions == targets).sum().item()
-    print(f"accuracy {correct / len(test_set):.2%} ({correct}/{len(test_set)})")
+    log(f"accuracy {correct / len(test_set):.2%} ({correct}/{len(test_set)})")
 
 
-style = {"usage": argparse.SUPPRESS, "formatter_class": argparse.ArgumentDefaultsHelpFormatter}
-parser = argparse.ArgumentParser(description=__doc__, **style)
-parser.add_argument("total_epochs", nargs="?", type=int, default=4, help="passes over the data")
-parser.add_argument("save_every", nargs="?", type=int, default=1, help="epochs between two saves")
-parser.add_argument("--batch-size", type=int, default=32, help="samples per process and step")
-parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW")
-parser.add_argument("--width", type=int, default=32, help="channels; 256 keeps a GPU busy")
-parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order")
-parser.add_argument("--checkpoint-path", default="checkpoint.pt", help="file for what is learned")
+def positive_int(text):
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
 
 
 def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("total_epochs", nargs="?", type=positive_int, default=4)
+    parser.add_argument("save_every", nargs="?", type=positive_int, default=1, help="epochs")
+    parser.add_argument("--batch-size", type=positive_int, default=128, help="per process")
+    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--width", type=positive_int, default=32, help="256 keeps a GPU busy")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checkpoint-path", default="checkpoint.pt")
     args = parser.parse_args()
-    for name in ("total_epochs", "save_every", "batch_size", "lr", "width"):
-        if not 0 < getattr(args, name) < float("inf"):
-            parser.error(f"{name} must be positive, not {getattr(args, name)}")
     if not os.access(os.path.dirname(args.checkpoint_path) or ".", os.W_OK):
-        parser.error(f"no permission or no folder to write {args.checkpoint_path}")
+        parser.error(f"cannot write to the folder of {args.checkpoint_path}")
     return args
 
 
 def main(args):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    train_set, test_set, model, optimizer = load_train_objs(args)
+    torch.manual_seed(args.seed)
+    train_set, test_set = load_datasets()
+    model = build_model(args.width).to(device, memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     trainer = Trainer(model, prepare_dataloader(train_set, args), optimizer, device, args)
-    trainer.train()
+    trainer.train(args.total_epochs, args.save_every)
     evaluate(trainer.model, test_set, device, args)
 
 

@@ -1,13 +1,12 @@
-"""Step 3: the same by torchrun --standalone --nproc-per-node=2; it resumes after a crash."""
+"""Step 3: the same under torchrun, which starts the processes and restarts them after a crash."""
 
 import argparse
 import os
-import sys
 import time
-import zipfile
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # imported later, it would keep the process group alive at exit
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
@@ -17,180 +16,165 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 
-def ddp_setup(rank):
-    """Join the process group, in which each process has its rank, from 0 to world_size - 1."""
+def ddp_setup():
+    """Join the process group as the rank that torchrun has put into the environment."""
     if torch.cuda.is_available():
-        torch.cuda.set_device(rank)  # from here on, "cuda" means this process's own GPU
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend)  # torchrun's environment tells the rest
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # "cuda" is now this process's GPU
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend)
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise RuntimeError("--max-restarts needs: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
 
 
-class Digits(TensorDataset):
-    def __init__(self, train):
-        """Scikit-learn's 1797 scans: 359 held out, 1438 to train on in nine one-pixel shifts."""
-        split = train_test_split(*load_digits(return_X_y=True), test_size=359, random_state=0)
-        scans, labels = (torch.from_numpy(part) for part in split[0 if train else 1 :: 2])
-        images = scans.float().reshape(-1, 1, 8, 8) / 16
-        if train:
-            images = nn.functional.pad(images, (1, 1, 1, 1)).unfold(2, 8, 1).unfold(3, 8, 1)
-            images, labels = images.reshape(-1, 1, 8, 8), labels.repeat_interleave(9)
-        super().__init__(images, labels)
-
-    __getitems__ = TensorDataset.__getitem__  # tensors take lists: a whole batch in one go
+def load_datasets():
+    """Scikit-learn's 1797 scans: 1438 to train on, in nine one-pixel shifts, and 359 held out."""
+    scans, labels = load_digits(return_X_y=True)
+    scans = torch.tensor(scans, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    labels = torch.tensor(labels)
+    train, test = train_test_split(range(len(scans)), test_size=359, random_state=0)
+    padded = nn.functional.pad(scans[train], (1, 1, 1, 1))
+    shifted = torch.cat([padded[:, :, y : y + 8, x : x + 8] for y in range(3) for x in range(3)])
+    return TensorDataset(shifted, labels[train].repeat(9)), TensorDataset(scans[test], labels[test])
 
 
-class DigitReader(nn.Sequential):
-    def __init__(self, width):  # N x 1 x 8 x 8 pixels in, N x 10 logits out
-        layers = [nn.Conv2d(1, width, 3, padding=1), nn.ReLU()]
-        layers += [nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-        layers += [nn.Conv2d(2 * width, 4 * width, 3, padding=1), nn.ReLU(), nn.Flatten()]
-        super().__init__(*layers, nn.Linear(4 * width * 4 * 4, 10))
+def build_model(width):
+    """Return a network that maps images, N x 1 x 8 x 8, to logits, N x 10."""
+    first = [nn.Conv2d(1, width, 3, padding=1), nn.ReLU()]
+    second = [nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    third = [nn.Conv2d(2 * width, 4 * width, 3, padding=1), nn.ReLU(), nn.Flatten()]
+    return nn.Sequential(*first, *second, *third, nn.Linear(4 * width * 4 * 4, 10))
+
+
+def log(message):
+    if dist.get_rank() == 0:
+        print(message, flush=True)
 
 
 class Trainer:
-    def __init__(self, model, train_data, optimizer, device, rank, args):
-        self.model = DDP(model.to(device))  # backward() averages the gradients over all ranks
+    def __init__(self, model, train_data, optimizer, device, args):
+        self.model = model
         self.train_data = train_data
         self.optimizer = optimizer
         self.device = device
-        self.rank = rank
-        self.args = args
+        self.path = args.checkpoint_path
+        self.config = {"width": args.width, "lr": args.lr, "seed": args.seed}
         self.epochs_run = 0
-        self.agent = os.getppid()
-        self.config = {"format": 1, "width": args.width, "lr": args.lr, "seed": args.seed}
-        if os.path.exists(args.checkpoint_path):
+        if os.path.exists(self.path):
             self._load_checkpoint()
+        self.model = DDP(model)  # backward() averages the gradients over all ranks
+        # DDP changes the order of its additions after the first backward pass. Pass once before
+        # training, so that a resumed run adds in the same order as an uninterrupted one.
+        self.model.eval()  # leaves BatchNorm's statistics alone
+        source, _ = next(iter(train_data))
+        self.model(source.to(device)).sum().backward()
 
     def _run_batch(self, source, targets):
+        source = source.to(self.device, non_blocking=True)
+        targets = targets.to(self.device, non_blocking=True)
         self.optimizer.zero_grad()
         loss = nn.functional.cross_entropy(self.model(source), targets, label_smoothing=0.1)
         loss.backward()
         self.optimizer.step()
         return loss.detach() * len(targets)
 
-    def _run_epoch(self, epoch):
-        self.train_data.sampler.set_epoch(epoch)  # without this, each epoch has the same order
-        start, samples, losses = time.perf_counter(), len(self.train_data.sampler), 0
+    def _run_epoch(self):
+        torch.manual_seed(self.config["seed"] + self.epochs_run)  # the same numbers after a resume
+        self.train_data.sampler.set_epoch(self.epochs_run)  # or every epoch has the same order
+        self.model.train()
+        start = time.perf_counter()
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss and samples
         for source, targets in self.train_data:
-            if os.getppid() != self.agent:
-                raise RuntimeError("torchrun is gone: nobody would stop or restart this process")
-            losses += self._run_batch(source.to(self.device), targets.to(self.device))
-        loss = losses.item() / samples  # item() waits for the GPU, so the clock comes after it
-        speed = samples * dist.get_world_size() / (time.perf_counter() - start)
-        if self.rank == 0:
-            print(f"epoch {epoch}  rank 0's loss {loss:.4f}  {speed:,.0f} samples/s", flush=True)
+            total[0] += self._run_batch(source, targets)
+            total[1] += len(targets)
+        dist.all_reduce(total)  # the sum over all ranks
+        loss, samples = total.tolist()  # waits for the GPU, so read the clock after it
+        speed = samples / (time.perf_counter() - start)
+        log(f"epoch {self.epochs_run + 1}  loss {loss / samples:.4f}  {speed:,.0f} samples/s")
 
     def _save_checkpoint(self):
+        if dist.get_rank() != 0:  # all ranks hold the same weights: one file is enough
+            return
         checkpoint = {
             "MODEL_STATE": self.model.module.state_dict(),
             "OPTIMIZER_STATE": self.optimizer.state_dict(),
             "EPOCHS_RUN": self.epochs_run,
             "CONFIG": self.config,
         }
-        new = f"{self.args.checkpoint_path}.new"  # takes the old file's place once it is whole
-        try:
-            torch.save(checkpoint, new)
-            with open(new, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(new, self.args.checkpoint_path)
-        except (OSError, RuntimeError) as error:  # a full disk makes torch.save a RuntimeError
-            parser.error(f"cannot write {self.args.checkpoint_path}: {error}")
+        with open(f"{self.path}.new", "wb") as file:  # a crash leaves the old file alone
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(f"{self.path}.new", self.path)
 
     def _load_checkpoint(self):
-        path = self.args.checkpoint_path
-        try:
-            archive = zipfile.ZipFile(path)  # torch.load checks no sums, and skips "folders"
-            if archive.testzip() or any(part.external_attr for part in archive.infolist()):
-                raise ValueError("it is damaged")
-            checkpoint = torch.load(path, map_location=self.device, weights_only=True)
-            if checkpoint["CONFIG"] != self.config:
-                raise ValueError(f"it is of {checkpoint['CONFIG']}, this run of {self.config}")
-            self.model.module.load_state_dict(checkpoint["MODEL_STATE"])
-            self.optimizer.load_state_dict(checkpoint["OPTIMIZER_STATE"])
-            self.epochs_run = checkpoint["EPOCHS_RUN"]
-        except Exception as error:
-            parser.error(f"cannot resume from {path}, move it away or name another: {error!r:.200}")
-        if self.rank == 0:
-            print(f"{path}: {self.epochs_run} of {self.args.total_epochs} epochs run", flush=True)
-        # DDP lays its gradients out anew after the first backward pass, and other layouts add up
-        # in another order. This idle pass makes the next step that of a run never interrupted.
-        self.model(torch.zeros(1, 1, 8, 8, device=self.device)).sum().backward()
-        self.optimizer.zero_grad()
+        checkpoint = torch.load(self.path, map_location="cpu", weights_only=True)
+        if checkpoint.get("CONFIG") != self.config:
+            raise ValueError(f"{self.path} is from another run: move it, or name another file")
+        self.model.load_state_dict(checkpoint["MODEL_STATE"])
+        self.optimizer.load_state_dict(checkpoint["OPTIMIZER_STATE"])
+        self.epochs_run = checkpoint["EPOCHS_RUN"]
+        log(f"resuming from {self.path} after epoch {self.epochs_run}")
 
-    def train(self):
-        while self.epochs_run < self.args.total_epochs:
-            self._run_epoch(self.epochs_run + 1)
+    def train(self, total_epochs, save_every):
+        while self.epochs_run < total_epochs:
+            self._run_epoch()
             self.epochs_run += 1
-            last = self.epochs_run == self.args.total_epochs
-            if self.rank == 0 and (last or self.epochs_run % self.args.save_every == 0):
+            if self.epochs_run % save_every == 0 or self.epochs_run == total_epochs:
                 self._save_checkpoint()
 
 
-def load_train_objs(args):
-    torch.manual_seed(args.seed)
-    model = DigitReader(args.width).to(memory_format=torch.channels_last)  # faster convolutions
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    return Digits(train=True), Digits(train=False), model, optimizer
-
-
 def prepare_dataloader(dataset, args):
+    pin = torch.cuda.is_available()
     sampler = DistributedSampler(dataset, seed=args.seed)  # deals each rank its own shard
-    return DataLoader(dataset, args.batch_size, sampler=sampler, collate_fn=tuple)
+    return DataLoader(dataset, args.batch_size, sampler=sampler, pin_memory=pin)
 
 
 @torch.inference_mode()
 def evaluate(model, test_set, device, args):
     model.eval()
     correct = 0
-    for source, targets in DataLoader(test_set, args.batch_size, collate_fn=tuple):
+    for source, targets in DataLoader(test_set, args.batch_size):
         predictions = model(source.to(device)).argmax(dim=1).cpu()
         correct += (predictions == targets).sum().item()
-    print(f"accuracy {correct / len(test_set):.2%} ({correct}/{len(test_set)})")
+    log(f"accuracy {correct / len(test_set):.2%} ({correct}/{len(test_set)})")
 
 
-style = {"usage": argparse.SUPPRESS, "formatter_class": argparse.ArgumentDefaultsHelpFormatter}
-parser = argparse.ArgumentParser(description=__doc__, **style)
-parser.add_argument("total_epochs", nargs="?", type=int, default=4, help="passes over the data")
-parser.add_argument("save_every", nargs="?", type=int, default=1, help="epochs between two saves")
-parser.add_argument("--batch-size", type=int, default=32, help="samples per process and step")
-parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW")
-parser.add_argument("--width", type=int, default=32, help="channels; 256 keeps a GPU busy")
-parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order")
-parser.add_argument("--checkpoint-path", default="checkpoint.pt", help="file for what is learned")
-gpus = torch.cuda.device_count()
+def positive_int(text):
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
 
 
 def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("total_epochs", nargs="?", type=positive_int, default=4)
+    parser.add_argument("save_every", nargs="?", type=positive_int, default=1, help="epochs")
+    parser.add_argument("--batch-size", type=positive_int, default=128, help="per process")
+    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--width", type=positive_int, default=32, help="256 keeps a GPU busy")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checkpoint-path", default="checkpoint.pt")
     args = parser.parse_args()
-    for name in ("total_epochs", "save_every", "batch_size", "lr", "width"):
-        if not 0 < getattr(args, name) < float("inf"):
-            parser.error(f"{name} must be positive, not {getattr(args, name)}")
     if not os.access(os.path.dirname(args.checkpoint_path) or ".", os.W_OK):
-        parser.error(f"no permission or no folder to write {args.checkpoint_path}")
-    if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
-        parser.error(f"start it with: torchrun --standalone --nproc-per-node=2 {parser.prog}")
-    if 0 < gpus <= int(os.environ["LOCAL_RANK"]):
-        parser.error(f"--nproc-per-node must be at most {gpus}, one process per GPU")
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        parser.error("--max-restarts needs: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+        parser.error(f"cannot write to the folder of {args.checkpoint_path}")
     return args
 
 
-@record  # gives torchrun the traceback, for its report on who failed first
+@record  # lets torchrun report the traceback of the rank that failed first
 def main(args):
-    rank = int(os.environ["LOCAL_RANK"])  # on one node, the local rank is the rank
-    ddp_setup(rank)
+    ddp_setup()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    train_set, test_set, model, optimizer = load_train_objs(args)
-    trainer = Trainer(model, prepare_dataloader(train_set, args), optimizer, device, rank, args)
-    trainer.train()
-    if rank == 0:
+    torch.manual_seed(args.seed)
+    train_set, test_set = load_datasets()
+    model = build_model(args.width).to(device, memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
+    trainer = Trainer(model, prepare_dataloader(train_set, args), optimizer, device, args)
+    trainer.train(args.total_epochs, args.save_every)
+    if dist.get_rank() == 0:
         evaluate(trainer.model.module, test_set, device, args)
-    dist.barrier()  # nobody leaves while another still needs the group
+    dist.barrier()  # wait until every rank has finished with the group
     dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads may abort a process that takes the interpreter down step by step
 
 
 if __name__ == "__main__":

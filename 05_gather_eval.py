@@ -1,16 +1,16 @@
-"""Step 5: the same, and all ranks together read the held-out digits, each digit exactly once."""
+"""Step 5: the same, evaluated by all ranks together, with each test sample counted once."""
 
 import argparse
 import os
 import signal
-import sys
 import time
-import zipfile
 from datetime import timedelta
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # imported later, it would keep the process group alive at exit
 from sklearn.datasets import load_digits
 from sklearn.metrics import classification_report, confusion_matrix
 from sklearn.model_selection import train_test_split
@@ -20,110 +20,110 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
+told_to_stop = torch.zeros(1)  # SIGTERM makes it 1
 
-def ddp_setup(local_rank):
-    """Join the process group, in which each process has its rank, from 0 to world_size - 1."""
+
+def ddp_setup():
+    """Join the process group as the rank that torchrun has put into the environment."""
     if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank)  # from here on, "cuda" means this process's own GPU
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # "cuda" is now this process's GPU
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(minutes=5))  # a lost node is no hang
+    dist.init_process_group(backend, timeout=timedelta(minutes=5))  # fail if a node is lost
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise RuntimeError("--max-restarts needs: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
 
 
-class Digits(TensorDataset):
-    def __init__(self, train):
-        """Scikit-learn's 1797 scans: 359 held out, 1438 to train on in nine one-pixel shifts."""
-        split = train_test_split(*load_digits(return_X_y=True), test_size=359, random_state=0)
-        scans, labels = (torch.from_numpy(part) for part in split[0 if train else 1 :: 2])
-        images = scans.float().reshape(-1, 1, 8, 8) / 16
-        if train:
-            images = nn.functional.pad(images, (1, 1, 1, 1)).unfold(2, 8, 1).unfold(3, 8, 1)
-            images, labels = images.reshape(-1, 1, 8, 8), labels.repeat_interleave(9)
-        super().__init__(images, labels)
-
-    __getitems__ = TensorDataset.__getitem__  # tensors take lists: a whole batch in one go
+def load_datasets():
+    """Scikit-learn's 1797 scans: 1438 to train on, in nine one-pixel shifts, and 359 held out."""
+    scans, labels = load_digits(return_X_y=True)
+    scans = torch.tensor(scans, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    labels = torch.tensor(labels)
+    train, test = train_test_split(range(len(scans)), test_size=359, random_state=0)
+    padded = nn.functional.pad(scans[train], (1, 1, 1, 1))
+    shifted = torch.cat([padded[:, :, y : y + 8, x : x + 8] for y in range(3) for x in range(3)])
+    return TensorDataset(shifted, labels[train].repeat(9)), TensorDataset(scans[test], labels[test])
 
 
-class DigitReader(nn.Sequential):
-    def __init__(self, width):  # N x 1 x 8 x 8 pixels in, N x 10 logits out
-        layers = [nn.Conv2d(1, width, 3, padding=1), nn.ReLU()]
-        layers += [nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-        layers += [nn.Conv2d(2 * width, 4 * width, 3, padding=1), nn.ReLU(), nn.Flatten()]
-        super().__init__(*layers, nn.Linear(4 * width * 4 * 4, 10))
+def build_model(width):
+    """Return a network that maps images, N x 1 x 8 x 8, to logits, N x 10."""
+    first = [nn.Conv2d(1, width, 3, padding=1), nn.ReLU()]
+    second = [nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    third = [nn.Conv2d(2 * width, 4 * width, 3, padding=1), nn.ReLU(), nn.Flatten()]
+    return nn.Sequential(*first, *second, *third, nn.Linear(4 * width * 4 * 4, 10))
+
+
+def log(message):
+    if dist.get_rank() == 0:
+        print(message, flush=True)
 
 
 class ResumableSampler(DistributedSampler):
-    """A DistributedSampler that begins after the samples that all ranks together have run."""
+    """A DistributedSampler that skips the samples that the ranks together have already run."""
 
     samples_run = 0
 
     def __iter__(self):
-        # A world of another size keeps this order, but takes it in larger or smaller steps.
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = torch.randperm(len(self.dataset), generator=generator).tolist()
-        order += order[: (self.samples_run - len(order)) % self.num_replicas]  # the padding
-        return iter(order[self.samples_run + self.rank :: self.num_replicas])
-
-    def __len__(self):
-        return (len(self.dataset) - self.samples_run + self.num_replicas - 1) // self.num_replicas
+        return islice(super().__iter__(), self.samples_run // self.num_replicas, None)
 
 
 class Trainer:
-    def __init__(self, model, train_data, optimizer, device, rank, args):
-        self.model = DDP(model.to(device))  # backward() averages the gradients over all ranks
+    def __init__(self, model, train_data, optimizer, device, args):
+        self.model = model
         self.train_data = train_data
         self.optimizer = optimizer
         self.device = device
-        self.rank = rank
-        self.args = args
+        self.path = args.checkpoint_path
+        self.config = {"width": args.width, "lr": args.lr, "seed": args.seed}
         self.epochs_run = 0
-        self.agent = os.getppid()
-        self.samples_run = 0  # of the epoch, by all ranks together
-        self.told_to_stop, self.vote = torch.zeros(1), None
-        signal.signal(signal.SIGTERM, lambda *_: self.told_to_stop.fill_(1))
-        self.config = {"format": 2, "width": args.width, "lr": args.lr, "seed": args.seed}
-        if os.path.exists(args.checkpoint_path):
+        self.samples_run = 0  # in this epoch, by all ranks together
+        self.interrupted = False
+        if os.path.exists(self.path):
             self._load_checkpoint()
+        self.model = DDP(model)  # backward() averages the gradients over all ranks
+        # DDP changes the order of its additions after the first backward pass. Pass once before
+        # training, so that a resumed run adds in the same order as an uninterrupted one.
+        self.model.eval()  # leaves BatchNorm's statistics alone
+        source, _ = next(iter(train_data))
+        self.model(source.to(device)).sum().backward()
 
     def _run_batch(self, source, targets):
+        source = source.to(self.device, non_blocking=True)
+        targets = targets.to(self.device, non_blocking=True)
         self.optimizer.zero_grad()
         loss = nn.functional.cross_entropy(self.model(source), targets, label_smoothing=0.1)
         loss.backward()
         self.optimizer.step()
         return loss.detach() * len(targets)
 
-    def _run_epoch(self, epoch):
-        self.train_data.sampler.set_epoch(epoch)  # without this, each epoch has the same order
-        self.train_data.sampler.samples_run = self.samples_run
-        start, samples, losses = time.perf_counter(), len(self.train_data.sampler), 0
-        for step, (source, targets) in enumerate(self.train_data):
-            losses += self._run_batch(source.to(self.device), targets.to(self.device))
-            self.samples_run += len(targets) * dist.get_world_size()
-            if step % 10 == 0 and self._stop_agreed():  # if your steps take seconds: each step
-                self._leave()
-        sums = torch.tensor([losses, samples], dtype=torch.float64, device=self.device)
-        dist.all_reduce(sums)  # sums over all ranks give the mean over all samples
-        losses, samples = sums.tolist()  # waits for the GPU, so the clock comes after it
-        speed = samples / (time.perf_counter() - start)
-        if self.rank == 0:
-            print(f"epoch {epoch}  loss {losses / samples:.4f}  {speed:,.0f} samples/s", flush=True)
-
     def _stop_agreed(self):
-        """Tell all ranks after the same step if any was told to stop; costs 0.3 % of the time."""
-        agreed = self.vote and self.vote.wait() and self.ballot.any()  # over since: nobody waits
-        self.ballot = self.told_to_stop + (os.getppid() != self.agent)
-        self.vote = dist.all_reduce(self.ballot, dist.ReduceOp.MAX, async_op=True)
-        return agreed and self.samples_run < len(self.train_data.dataset)
+        """Return whether any rank was told to stop. All ask at the same step, so all agree."""
+        votes = told_to_stop.clone()
+        dist.all_reduce(votes)
+        return votes.item() > 0
 
-    def _leave(self):
-        """Save in mid-epoch, leave a file to tell of it, and end with exit code 75: try again."""
-        if self.rank == 0:
-            self._save_checkpoint()
-            Path(f"{self.args.checkpoint_path}.interrupted").touch()
-            print(f"interrupted after {self.samples_run:,} samples of the epoch", flush=True)
-        dist.barrier()
-        os._exit(os.EX_TEMPFAIL)
+    def _run_epoch(self):
+        torch.manual_seed(self.config["seed"] + self.epochs_run)  # the same numbers after a resume
+        self.train_data.sampler.set_epoch(self.epochs_run)  # or every epoch has the same order
+        self.train_data.sampler.samples_run = self.samples_run
+        self.model.train()
+        start = time.perf_counter()
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss and samples
+        for step, (source, targets) in enumerate(self.train_data):
+            if step % 10 == 0 and self._stop_agreed():
+                self.interrupted = True
+                return
+            total[0] += self._run_batch(source, targets)
+            total[1] += len(targets)
+            self.samples_run += len(targets) * dist.get_world_size()
+        dist.all_reduce(total)  # the sum over all ranks
+        loss, samples = total.tolist()  # waits for the GPU, so read the clock after it
+        speed = samples / (time.perf_counter() - start)
+        log(f"epoch {self.epochs_run + 1}  loss {loss / samples:.4f}  {speed:,.0f} samples/s")
 
     def _save_checkpoint(self):
+        if dist.get_rank() != 0:  # all ranks hold the same weights: one file is enough
+            return
         checkpoint = {
             "MODEL_STATE": self.model.module.state_dict(),
             "OPTIMIZER_STATE": self.optimizer.state_dict(),
@@ -131,144 +131,109 @@ class Trainer:
             "SAMPLES_RUN": self.samples_run,
             "CONFIG": self.config,
         }
-        new = f"{self.args.checkpoint_path}.new"  # takes the old file's place once it is whole
-        try:
-            torch.save(checkpoint, new)
-            with open(new, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(new, self.args.checkpoint_path)
-        except (OSError, RuntimeError) as error:  # a full disk makes torch.save a RuntimeError
-            parser.error(f"cannot write {self.args.checkpoint_path}: {error}")
+        with open(f"{self.path}.new", "wb") as file:  # a crash leaves the old file alone
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(f"{self.path}.new", self.path)
+        if self.interrupted:
+            Path(f"{self.path}.interrupted").touch()  # tells the batch script to requeue the job
 
     def _load_checkpoint(self):
-        path = self.args.checkpoint_path
-        try:
-            archive = zipfile.ZipFile(path)  # torch.load checks no sums, and skips "folders"
-            if archive.testzip() or any(part.external_attr for part in archive.infolist()):
-                raise ValueError("it is damaged")
-            checkpoint = torch.load(path, map_location=self.device, weights_only=True)
-            if checkpoint["CONFIG"] != self.config:
-                raise ValueError(f"it is of {checkpoint['CONFIG']}, this run of {self.config}")
-            self.model.module.load_state_dict(checkpoint["MODEL_STATE"])
-            self.optimizer.load_state_dict(checkpoint["OPTIMIZER_STATE"])
-            self.epochs_run = checkpoint["EPOCHS_RUN"]
-            self.samples_run = checkpoint["SAMPLES_RUN"]
-        except Exception as error:
-            parser.error(f"cannot resume from {path}, move it away or name another: {error!r:.200}")
-        if self.rank == 0:
-            Path(f"{path}.interrupted").unlink(missing_ok=True)
-            print(f"{path}: {self.epochs_run} of {self.args.total_epochs} epochs run", flush=True)
-        # DDP lays its gradients out anew after the first backward pass, and other layouts add up
-        # in another order. This idle pass makes the next step that of a run never interrupted.
-        self.model(torch.zeros(1, 1, 8, 8, device=self.device)).sum().backward()
-        self.optimizer.zero_grad()
+        checkpoint = torch.load(self.path, map_location="cpu", weights_only=True)
+        if checkpoint.get("CONFIG") != self.config:
+            raise ValueError(f"{self.path} is from another run: move it, or name another file")
+        self.model.load_state_dict(checkpoint["MODEL_STATE"])
+        self.optimizer.load_state_dict(checkpoint["OPTIMIZER_STATE"])
+        self.epochs_run = checkpoint["EPOCHS_RUN"]
+        self.samples_run = checkpoint.get("SAMPLES_RUN", 0)
+        Path(f"{self.path}.interrupted").unlink(missing_ok=True)
+        log(f"resuming from {self.path} after epoch {self.epochs_run}")
 
-    def train(self):
-        while self.epochs_run < self.args.total_epochs:
-            self._run_epoch(self.epochs_run + 1)
-            self.epochs_run, self.samples_run = self.epochs_run + 1, 0
-            last = self.epochs_run == self.args.total_epochs
-            if self.rank == 0 and (last or self.epochs_run % self.args.save_every == 0):
+    def train(self, total_epochs, save_every):
+        while self.epochs_run < total_epochs:
+            self._run_epoch()
+            if self.interrupted:
+                self._save_checkpoint()
+                log(f"interrupted after {self.samples_run:,} samples of the epoch")
+                return
+            self.epochs_run += 1
+            self.samples_run = 0
+            if self.epochs_run % save_every == 0 or self.epochs_run == total_epochs:
                 self._save_checkpoint()
 
 
-def load_train_objs(args):
-    torch.manual_seed(args.seed)
-    model = DigitReader(args.width).to(memory_format=torch.channels_last)  # faster convolutions
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    return Digits(train=True), Digits(train=False), model, optimizer
+def ignore_sigterm(worker_id):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def prepare_dataloader(dataset, args):
+    pin = torch.cuda.is_available()
     sampler = ResumableSampler(dataset, seed=args.seed)  # deals each rank its own shard
-    return DataLoader(dataset, args.batch_size, sampler=sampler, collate_fn=tuple)
+    return DataLoader(
+        dataset, args.batch_size, sampler=sampler, pin_memory=pin, worker_init_fn=ignore_sigterm
+    )
 
 
 @torch.inference_mode()
 def evaluate(model, test_set, device, args):
-    """Read each held-out digit once, on one rank or another; rank 0 then reports on them all."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    shard = range(rank, len(test_set), world_size)  # DistributedSampler's has padding on top
-    test_data = DataLoader(test_set, args.batch_size, sampler=shard, collate_fn=tuple)
     model.eval()
-    correct, mine = 0, []
-    for source, targets in test_data:
+    shard = range(dist.get_rank(), len(test_set), dist.get_world_size())  # no padding
+    results = []
+    for source, targets in DataLoader(test_set, args.batch_size, sampler=shard):
         predictions = model(source.to(device)).argmax(dim=1).cpu()
-        correct += (predictions == targets).sum().item()
-        mine += predictions.tolist()
-    counts = torch.tensor([correct, len(shard)], device=device)
-    dist.all_reduce(counts)  # numbers are reduced: the sums are small, and every rank has them
-    gathered = [None] * world_size if rank == 0 else None
-    dist.gather_object(mine, gathered)  # objects are gathered: only where they are used
-    if rank == 0:
-        predictions = torch.empty(len(test_set), dtype=torch.int64)
-        for r, theirs in enumerate(gathered):
-            predictions[r::world_size] = torch.tensor(theirs)  # back in the dataset's order
-        report(predictions, test_set, args)
+        results += zip(targets.tolist(), predictions.tolist())
+    correct = sum(target == prediction for target, prediction in results)
+    counts = torch.tensor([correct, len(results)], device=device)
+    dist.all_reduce(counts)  # numbers are reduced: every rank gets the sums
+    gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(results, gathered)  # objects are gathered: rank 0 gets every rank's list
+    if dist.get_rank() == 0:
+        targets, predictions = zip(*chain(*gathered))
+        print(classification_report(targets, predictions, zero_division=0))
+        print(confusion_matrix(targets, predictions))
         correct, total = counts.tolist()
         print(f"accuracy {correct / total:.2%} ({correct}/{total})")
 
 
-def report(predictions, test_set, args):
-    images, labels = test_set.tensors
-    print(classification_report(labels, predictions, zero_division=0))
-    print("meant, by row; read, by column:", confusion_matrix(labels, predictions), sep="\n")
-    wrong = (predictions != labels).nonzero().flatten().tolist()
-    for four in (wrong[i : i + 4] for i in range(0, len(wrong), 4)):
-        print("\n" + "  ".join(f"meant {labels[i]}, read {predictions[i]}".ljust(16) for i in four))
-        for y in range(8):
-            rows = ((2 * " .:-=+*#%@"[int(9 * ink)] for ink in images[i, 0, y]) for i in four)
-            print("  ".join("".join(row) for row in rows))
-    plain = DigitReader(args.width)  # the saved weights need neither DDP nor a process group
-    checkpoint = torch.load(args.checkpoint_path, map_location="cpu", weights_only=True)
-    plain.load_state_dict(checkpoint["MODEL_STATE"])
-    some = plain(images[: args.batch_size]).argmax(dim=1)  # all would take one rank far too long
-    same = (some == predictions[: len(some)]).sum()
-    print(f"\n{args.checkpoint_path} in a plain model: {same} of {len(some)} predictions the same")
-
-
-style = {"usage": argparse.SUPPRESS, "formatter_class": argparse.ArgumentDefaultsHelpFormatter}
-parser = argparse.ArgumentParser(description=__doc__, **style)
-parser.add_argument("total_epochs", nargs="?", type=int, default=4, help="passes over the data")
-parser.add_argument("save_every", nargs="?", type=int, default=1, help="epochs between two saves")
-parser.add_argument("--batch-size", type=int, default=32, help="samples per process and step")
-parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW")
-parser.add_argument("--width", type=int, default=32, help="channels; 256 keeps a GPU busy")
-parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order")
-parser.add_argument("--checkpoint-path", default="checkpoint.pt", help="file for what is learned")
-gpus = torch.cuda.device_count()
+def positive_int(text):
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
 
 
 def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("total_epochs", nargs="?", type=positive_int, default=4)
+    parser.add_argument("save_every", nargs="?", type=positive_int, default=1, help="epochs")
+    parser.add_argument("--batch-size", type=positive_int, default=128, help="per process")
+    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--width", type=positive_int, default=32, help="256 keeps a GPU busy")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checkpoint-path", default="checkpoint.pt")
     args = parser.parse_args()
-    for name in ("total_epochs", "save_every", "batch_size", "lr", "width"):
-        if not 0 < getattr(args, name) < float("inf"):
-            parser.error(f"{name} must be positive, not {getattr(args, name)}")
     if not os.access(os.path.dirname(args.checkpoint_path) or ".", os.W_OK):
-        parser.error(f"no permission or no folder to write {args.checkpoint_path}")
-    if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
-        parser.error(f"start it with: torchrun --standalone --nproc-per-node=2 {parser.prog}")
-    if 0 < gpus <= int(os.environ["LOCAL_RANK"]):
-        parser.error(f"--nproc-per-node must be at most {gpus}, one process per GPU")
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        parser.error("--max-restarts needs: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+        parser.error(f"cannot write to the folder of {args.checkpoint_path}")
     return args
 
 
-@record  # gives torchrun the traceback, for its report on who failed first
+@record  # lets torchrun report the traceback of the rank that failed first
 def main(args):
-    ddp_setup(int(os.environ["LOCAL_RANK"]))  # counted on each node: tells the GPU
-    rank = int(os.environ["RANK"])  # the global rank, counted over all nodes: tells all the rest
+    signal.signal(signal.SIGTERM, lambda *_: told_to_stop.fill_(1))
+    ddp_setup()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    train_set, test_set, model, optimizer = load_train_objs(args)
-    trainer = Trainer(model, prepare_dataloader(train_set, args), optimizer, device, rank, args)
-    trainer.train()
-    evaluate(trainer.model.module, test_set, device, args)
-    dist.barrier()  # nobody leaves while another still needs the group
+    torch.manual_seed(args.seed)
+    train_set, test_set = load_datasets()
+    model = build_model(args.width).to(device, memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
+    trainer = Trainer(model, prepare_dataloader(train_set, args), optimizer, device, args)
+    trainer.train(args.total_epochs, args.save_every)
+    if not trainer.interrupted:
+        evaluate(trainer.model.module, test_set, device, args)
+    dist.barrier()  # wait until every rank has finished with the group
     dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads may abort a process that takes the interpreter down step by step
+    if trainer.interrupted:
+        raise SystemExit(os.EX_TEMPFAIL)
 
 
 if __name__ == "__main__":
