@@ -1,4 +1,4 @@
-"""Start the real scripts as real processes, the way the README does, and clean up after them."""
+"""Helpers that run the scripts as real processes and leave none of them behind."""
 
 import contextlib
 import importlib.util
@@ -22,21 +22,21 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted(ROOT.glob("0[1-9]_*.py"))
 SCRIPT = {path.name[:2]: path for path in SCRIPTS}
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
-SMALL = ("--batch-size=64", "--width=4")  # a network that trains in a blink, for what is not speed
-LONG = ("4", *SMALL)  # long enough to be interrupted
-EXPECTED_SKIPS = ()  # test ids that may be skipped even with --everything
+SMALL = ("--batch-size=64", "--width=4")  # trains in a second, for tests of anything but learning
+LONG = ("4", *SMALL)  # enough epochs to interrupt
+EXPECTED_SKIPS = ()  # ids of tests that may be skipped even with --everything
 
 
-# ---------------------------------------------------------------- pytest: quick, and --everything
+# ---------------------------------------------------------------- the --everything option
 
 
 def pytest_addoption(parser):
-    parser.addoption("--everything", action="store_true", help="also the tests that take minutes")
+    parser.addoption("--everything", action="store_true", help="also run the slow tests")
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "everything: takes minutes, runs with --everything only")
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
+    config.addinivalue_line("markers", "everything: takes minutes, runs only with --everything")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
 
 
 def pytest_collection_modifyitems(config, items):
@@ -48,12 +48,12 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
-    """With --everything, nothing is skipped in silence."""
+    """Turn an unexpected skip into a failure when --everything is given."""
     report = yield
     allowed = item.nodeid in EXPECTED_SKIPS or not item.config.getoption("--everything")
     if report.skipped and not hasattr(report, "wasxfail") and not allowed:
         report.outcome = "failed"
-        report.longrepr = f"skipped, though --everything was asked for: {report.longrepr}"
+        report.longrepr = f"skipped in spite of --everything: {report.longrepr}"
     return report
 
 
@@ -61,10 +61,10 @@ def pytest_runtest_makereport(item):
 
 
 class Job:
-    """A running script with all its processes; as a context, it leaves none of them behind."""
+    """A running script and all its descendants; leaving its `with` block kills what is left."""
 
     def __init__(self, command, cwd, env=None):
-        self.mark = uuid.uuid4().hex  # every descendant inherits it, orphans too
+        self.mark = uuid.uuid4().hex  # inherited by every descendant, even by orphans
         self.command, self.cwd = [str(word) for word in command], Path(cwd)
         self.paths = [self.cwd / f".{self.mark}.{name}" for name in ("stdout", "stderr")]
         with contextlib.ExitStack() as stack:
@@ -97,7 +97,7 @@ class Job:
         return self.paths[1].read_text(encoding="utf-8")
 
     def processes(self):
-        """Return every living process of this job."""
+        """Return all processes of this job that are alive."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -107,7 +107,7 @@ class Job:
         return found
 
     def workers(self):
-        """Return the processes that torchrun started, by global rank."""
+        """Return the worker processes of torchrun, by global rank."""
         found = {}
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
@@ -116,7 +116,7 @@ class Job:
         return found
 
     def wait(self, timeout=120):
-        """Wait for the end; fail, with all that was printed, if it does not come in time."""
+        """Wait for the command to exit; after the timeout, fail and show its output."""
         try:
             self.returncode = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -124,19 +124,19 @@ class Job:
         return self
 
     def wait_for(self, what, timeout=120):
-        """Wait until `what()` is true, or until the output matches the pattern `what`."""
+        """Wait until `what()` is true or, for a string, until stdout matches that pattern."""
         ready = what if callable(what) else lambda: re.search(what, self.stdout, re.MULTILINE)
         end = time.monotonic() + timeout
         while not (result := ready()):
             if self.process.poll() is not None or time.monotonic() > end:
                 if result := ready():
                     break
-                pytest.fail(f"waited for {what!r} in vain: {self}")
+                pytest.fail(f"{what!r} did not happen: {self}")
             time.sleep(0.005)
         return result
 
     def wait_until_gone(self, timeout=60):
-        """Wait until not one process of this job is left."""
+        """Wait until no process of this job is left."""
         end = time.monotonic() + timeout
         while left := self.processes():
             if time.monotonic() > end:
@@ -149,7 +149,7 @@ class Job:
 
 
 def environment(**changes):
-    """Return this process's environment, made equal on every machine; None removes a variable."""
+    """Return this process's environment with what would differ between machines set or removed."""
     same = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     env = {**os.environ, **same, "CUDA_VISIBLE_DEVICES": "", **changes}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -159,7 +159,7 @@ def environment(**changes):
 
 
 def command(step, *args, nprocs=2, torchrun=()):
-    """Return the command that starts a step, or a changed copy of it, with so many processes."""
+    """Return the command that runs a step, or an edited copy of it, with `nprocs` processes."""
     path = SCRIPT.get(step, step)
     if path.name.startswith("01"):
         return [sys.executable, path, *args]
@@ -169,14 +169,14 @@ def command(step, *args, nprocs=2, torchrun=()):
 
 
 def run(command, cwd, env=None, timeout=120):
-    """Run a command to its end, and see that it leaves no process behind."""
+    """Run a command until it exits, and check that it leaves no process behind."""
     with Job(command, cwd, env) as job:
         job.wait(timeout).wait_until_gone()
     return job
 
 
 def finished(command, cwd, env=None, timeout=120):
-    """Run a command that must succeed."""
+    """Run a command and check that it succeeds."""
     job = run(command, cwd, env, timeout)
     assert job.returncode == 0, job
     return job
@@ -184,7 +184,7 @@ def finished(command, cwd, env=None, timeout=120):
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
-    """Run a step to its end, once per session for the same arguments."""
+    """Run a step to completion; the same arguments run only once per session."""
     done = {}
 
     def train(step, *args, nprocs=2, torchrun=()):
@@ -198,7 +198,7 @@ def trained(tmp_path_factory):
 
 
 def edited(tmp_path, step, *changes):
-    """Write a copy of a step with some of its text replaced: to break it, or to look inside."""
+    """Write a copy of a step with some of its text replaced, each piece found exactly once."""
     text = SCRIPT[step].read_text(encoding="utf-8")
     for old, new in changes:
         assert text.count(old) == 1, f"{old!r} is {text.count(old)} times in {SCRIPT[step].name}"
@@ -223,33 +223,43 @@ def kill(process, number=signal.SIGKILL):
 
 
 def weights(job_or_path):
-    """Return the trained weights, by name, from any step's checkpoint."""
+    """Return the weights in the checkpoint of a job, or in a file, by name."""
     path = job_or_path.cwd / "checkpoint.pt" if isinstance(job_or_path, Job) else job_or_path
-    checkpoint = torch.load(path, weights_only=True)
-    return checkpoint.get("MODEL_STATE", checkpoint)
+    return torch.load(path, weights_only=True)["MODEL_STATE"]
 
 
 def same_bits(a, b):
-    """Say whether two runs ended with the same weights, bit for bit."""
+    """Return whether two jobs or files hold the same weights, bit for bit."""
     a, b = weights(a), weights(b)
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def accuracy(job):
-    """Return the numbers of the last line: percent, correct, total."""
+    """Return percent, correct and total from the last line of the output."""
     match = re.fullmatch(r"accuracy ([\d.]+)% \((\d+)/(\d+)\)", job.stdout.splitlines()[-1])
     assert match, job
     return float(match[1]), int(match[2]), int(match[3])
 
 
 def epochs(job):
-    """Return the numbers of the epochs whose lines were printed."""
+    """Return the numbers of the epochs that were printed."""
     return [int(number) for number in re.findall(r"^epoch (\d+) ", job.stdout, re.MULTILINE)]
 
 
+def losses(job):
+    """Return the losses that were printed, as text."""
+    return re.findall(r"^epoch \d+  loss ([\d.]+)  ", job.stdout, re.MULTILINE)
+
+
+def resumed(job):
+    """Return the number of finished epochs for each time the job resumed."""
+    return [int(n) for n in re.findall(r"^resuming from .* after epoch (\d+)$", job.stdout, re.M)]
+
+
 def error_lines(job):
-    """Return the lines by which the script itself refused its input."""
-    return [line for line in job.stderr.splitlines() if re.match(r"0\d_\w+\.py: error: ", line)]
+    """Return the distinct last lines of tracebacks, and argparse's errors, without the ranks."""
+    pattern = r"^(?:\[rank\d+\]: )?([\w.]+(?:Error|Exception): .+|0\d_\w+\.py: error: .+)$"
+    return sorted(set(re.findall(pattern, job.stderr, re.MULTILINE)))
 
 
 # ---------------------------------------------------------------- scripts as modules
@@ -264,14 +274,24 @@ def load(step):
 
 
 def arguments(path, **changes):
-    """Return what parse_args returns for a small network."""
-    values = {"total_epochs": 1, "save_every": 1, "batch_size": 64, "lr": 1e-3, "width": 1}
+    """Return what parse_args returns, for a tiny model."""
+    values = {"total_epochs": 1, "save_every": 1, "batch_size": 64, "lr": 4e-3, "width": 1}
     return SimpleNamespace(**{**values, "seed": 0, "checkpoint_path": str(path), **changes})
+
+
+def build_trainer(module, args):
+    """Build a step's trainer the way its main does, on the CPU."""
+    torch.manual_seed(args.seed)
+    train_set, _ = module.load_datasets()
+    model = module.build_model(args.width).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
+    data = module.prepare_dataloader(train_set, args)
+    return module.Trainer(model, data, optimizer, torch.device("cpu"), args)
 
 
 @pytest.fixture
 def process_group():
-    """A process group of this process alone."""
+    """Join a process group that has this process as its only member."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
