@@ -80,8 +80,7 @@ class Trainer:
         if os.path.exists(self.path):
             self._load_checkpoint()
         self.model = DDP(model)  # backward() averages the gradients over all ranks
-        # DDP changes the order of its additions after the first backward pass. Pass once before
-        # training, so that a resumed run adds in the same order as an uninterrupted one.
+        # The first backward pass settles DDP's order of addition. A resumed run needs the same.
         self.model.eval()  # leaves BatchNorm's statistics alone
         source, _ = next(iter(train_data))
         self.model(source.to(device)).sum().backward()
@@ -130,22 +129,23 @@ class Trainer:
             "SAMPLES_RUN": self.samples_run,
             "CONFIG": self.config,
         }
-        with open(f"{self.path}.new", "wb") as file:  # a crash leaves the old file alone
-            torch.save(checkpoint, file)
-            file.flush()
+        torch.save(checkpoint, f"{self.path}.new")  # a crash leaves the old file alone
+        with open(f"{self.path}.new", "rb") as file:
             os.fsync(file.fileno())
         os.replace(f"{self.path}.new", self.path)
         if self.interrupted:
             Path(f"{self.path}.interrupted").touch()  # tells the batch script to requeue the job
 
     def _load_checkpoint(self):
-        checkpoint = torch.load(self.path, map_location="cpu", weights_only=True)
-        if checkpoint.get("CONFIG") != self.config:
-            raise ValueError(f"{self.path} is from another run: move it, or name another file")
-        self.model.load_state_dict(checkpoint["MODEL_STATE"])
-        self.optimizer.load_state_dict(checkpoint["OPTIMIZER_STATE"])
-        self.epochs_run = checkpoint["EPOCHS_RUN"]
-        self.samples_run = checkpoint.get("SAMPLES_RUN", 0)
+        try:
+            checkpoint = torch.load(self.path, map_location="cpu", weights_only=True)
+            assert checkpoint["CONFIG"] == self.config, f"it was saved with {checkpoint['CONFIG']}"
+            self.model.load_state_dict(checkpoint["MODEL_STATE"])
+            self.optimizer.load_state_dict(checkpoint["OPTIMIZER_STATE"])
+            self.epochs_run = checkpoint["EPOCHS_RUN"]
+            self.samples_run = checkpoint.get("SAMPLES_RUN", 0)
+        except Exception as error:
+            raise RuntimeError(f"cannot load {self.path}, move it away: {error!r}") from error
         Path(f"{self.path}.interrupted").unlink(missing_ok=True)
         log(f"resuming from {self.path} after epoch {self.epochs_run}")
 
