@@ -1,11 +1,9 @@
-"""Write the diffs, the README's walk-through, the page and the notebook; with --check, only say
-which are stale.
+"""Write the diffs, their walk-through, the page and the notebook from the scripts and the notes.
 
 python diffs/generate.py [--check | --run]
 """
 
 import argparse
-import re
 import sys
 from pathlib import Path
 
@@ -14,44 +12,54 @@ try:
     from notebook import notebook, run
     from page import page
 except ModuleNotFoundError as error:
-    sys.exit(f"generate.py: {error}: pip install -r requirements.txt")
+    sys.exit(f"generate.py: {error}: pip install -r requirements-dev.txt")
 
 HERE = Path(__file__).resolve().parent
+BEGIN = """\
+# The diffs, hunk by hunk
+
+<!-- Written by generate.py from the scripts and notes.md: edit those. -->
+
+Each script of the ladder differs from the previous one by one lesson. This page goes through the
+four diffs in order. Every change comes with the reason for it, the tests that fail without it, and
+the place in the documentation where you can read more. To run one of these tests, type
+`pytest --everything -k NAME` at the top of the repository.
+
+The same text, in two other forms:
+
+- [`index.html`](index.html) shows both files side by side: download it and open it in a browser.
+- [`walkthrough.ipynb`](walkthrough.ipynb) also runs each step: open it in this folder of a clone,
+  with the packages of `requirements-dev.txt` installed and any editor for notebooks.
+
+To look at a diff with your own tools, at the top of the repository:
+
+```bash
+diff --color -U0 02_multigpu_spawn.py 03_multigpu_torchrun.py
+git diff --no-index --color-words 02_multigpu_spawn.py 03_multigpu_torchrun.py
+vimdiff 02_multigpu_spawn.py 03_multigpu_torchrun.py
+code --diff 02_multigpu_spawn.py 03_multigpu_torchrun.py
+```
+"""
 
 
-def walkthrough(diff):
-    """Return a step's story and, to be opened, its hunks with their notes, as Markdown."""
-    parts = [diff.story, f"<details>\n<summary>{summary(diff)}</summary>"]
-    for number, hunk in enumerate(diff.hunks, start=1):
-        parts += [f"#### {number}. {hunk.note.title}", f"```diff\n{hunk.text}\n```"]
-        parts += [hunk.note.markdown]
-    text = "\n\n".join([*parts, "</details>"])
-    return text.replace("](pictures/", "](diffs/pictures/")
-
-
-def summary(diff):
-    count = len(diff.hunks)
-    return f"<b>{diff.name}, hunk by hunk</b>: {count} changes, and why each line is there"
-
-
-def woven(text, diffs):
-    """Return the README with the walk-through of each step between its markers."""
+def walkthrough(diffs):
+    """Return README.md: each step's story, and its hunks with their notes."""
+    parts = [BEGIN]
     for diff in diffs:
-        begin, end = (f"<!-- walk-through {diff.name}: {word} -->" for word in ("begin", "end"))
-        pattern = rf"(?<={re.escape(begin)}\n).*?(?={re.escape(end)}\n)"
-        inside = f"\n{walkthrough(diff)}\n\n"
-        text, found = re.subn(pattern, lambda _, new=inside: new, text, flags=re.DOTALL)
-        if found != 1:
-            raise Problem(f"README.md: wants one {begin}, and one {end} below it")
-    return text
+        slug = diff.slug.replace("-", "_")
+        old, new = (f"[`{path.name}`](../{path.name})" for path in (diff.old, diff.new))
+        files = f"From {old} to {new}, as a patch: [`{slug}.diff`]({slug}.diff)"
+        parts += [f"## {diff.name}: {diff.title}\n", f"{files}\n", f"{diff.story}\n"]
+        parts += [f"{hunk.markdown}\n" for hunk in diff.hunks]
+    return "\n".join(parts)
 
 
 def generate(root=HERE.parent):
-    """Return what belongs into each generated file: {path: text}."""
+    """Return the content of each generated file: {path: text}."""
     diffs = explained(root)
-    folder, readme = root / "diffs", root / "README.md"
+    folder = root / "diffs"
     files = {folder / f"{diff.slug.replace('-', '_')}.diff": diff.text for diff in diffs}
-    files[readme] = woven(readme.read_text(encoding="utf-8"), diffs)
+    files[folder / "README.md"] = walkthrough(diffs)
     files[folder / "index.html"] = page(root, diffs)
     path = folder / "walkthrough.ipynb"
     files[path] = notebook(path, diffs)
@@ -59,10 +67,10 @@ def generate(root=HERE.parent):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=" ".join(__doc__.split("\n\n")[0].split()))
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     either = parser.add_mutually_exclusive_group()
-    either.add_argument("--check", action="store_true", help="write nothing, fail if one is stale")
-    either.add_argument("--run", action="store_true", help="run the notebook, store what it prints")
+    either.add_argument("--check", action="store_true", help="only name the files that are stale")
+    either.add_argument("--run", action="store_true", help="run the notebook and store its outputs")
     args = parser.parse_args()
     try:
         files = generate()

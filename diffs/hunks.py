@@ -10,7 +10,7 @@ CONTEXT = 3  # lines around a change, as in `diff -u`
 
 
 class Problem(Exception):
-    """What is wrong with the notes, in one line."""
+    """An error in the notes, described in one line."""
 
 
 @dataclass
@@ -29,6 +29,11 @@ class Hunk:
     def changed(self):
         return [line for line in self.lines if line[0] in "+-"]
 
+    @property
+    def markdown(self):
+        """The hunk with its note, under a heading."""
+        return f"### {self.note.title}\n\n```diff\n{self.text}\n```\n\n{self.note.markdown}"
+
 
 @dataclass
 class Note:
@@ -36,7 +41,7 @@ class Note:
     anchor: str  # a changed line of the hunk that it belongs to
     why: str
     tests: list
-    links: list  # as (title, address)
+    links: list  # [(title, address)]
 
     @property
     def slug(self):
@@ -46,7 +51,7 @@ class Note:
     def markdown(self):
         tests = ", ".join(f"`{test}`" for test in self.tests)
         links = ", ".join(f"[{title}]({address})" for title, address in self.links)
-        return f"{self.why}\n\n*Without it fails:* {tests}<br>\n*Read more:* {links}"
+        return f"{self.why}\n\n*Fails without it:* {tests}<br>\n*Read more:* {links}"
 
 
 @dataclass
@@ -82,7 +87,7 @@ def ladder(root):
 
 
 def compare(old, new):
-    """Return the diff between two files, as `diff -u` would write it, without dates."""
+    """Return the diff between two files, as `diff -u` writes it but without dates."""
     old_lines, new_lines = (path.read_text(encoding="utf-8").splitlines() for path in (old, new))
     hunks = []
     for group in difflib.SequenceMatcher(None, old_lines, new_lines).get_grouped_opcodes(CONTEXT):
@@ -100,7 +105,7 @@ def compare(old, new):
 
 
 def span(start, end):
-    """Return a range of lines as diffs write it."""
+    """Return a range of lines in a diff's notation."""
     if end - start == 1:
         return f"{start + 1}"
     return f"{start + (end > start)},{end - start}"
@@ -119,7 +124,7 @@ def explained(root):
             raise Problem(f'notes.md: there is no diff "{name}", only {", ".join(names)}')
     for diff in diffs:
         if diff.name not in sections:
-            raise Problem(f'notes.md: nothing on {diff.name}; it wants "## {diff.name}: TITLE"')
+            raise Problem(f'notes.md: no section on {diff.name}: add "## {diff.name}: TITLE"')
         diff.title, diff.story, notes = sections[diff.name]
         tie(diff, notes)
     return diffs
@@ -137,7 +142,7 @@ def parse(text):
 
 
 def cut(text, mark):
-    """Return (heading, body) for each part of a text that begins with a line so marked."""
+    """Cut a text at the headings that begin with this mark: [(heading, body)]."""
     parts = re.split(rf"^{mark}", text, flags=re.MULTILINE)[1:]
     return [(part.partition("\n")[0].strip(), part.partition("\n")[2]) for part in parts]
 
@@ -145,19 +150,19 @@ def cut(text, mark):
 NOTE = re.compile(
     r"\s*```diff\n(?P<anchor>[+-].*)\n```\n+"
     r"(?P<why>.+?)\n\n"
-    r"Without it fails: (?P<tests>.+)\n"
+    r"Fails without it: (?P<tests>.+)\n"
     r"Read more: (?P<links>.+)\s*",
     re.DOTALL,
 )
 
 
 def note(title, body):
-    """Return a note, from its heading and what stands below."""
+    """Return a note from its heading and the text below it."""
     match = NOTE.fullmatch(body)
     if not match:
         raise Problem(
-            f'notes.md: the note "{title}" wants a line of its hunk as a diff block, the why, '
-            "a line `Without it fails: ` and a line `Read more: `"
+            f'notes.md: the note "{title}" needs a line of its hunk in a diff block, the reason, '
+            "a line `Fails without it: ` and a line `Read more: `"
         )
     tests = re.findall(r"`(test_[^`]+)`", match["tests"])
     links = re.findall(r"\[([^]]+)\]\((https://[^)]+)\)", match["links"])
@@ -167,7 +172,7 @@ def note(title, body):
 
 
 def tie(diff, notes):
-    """Give each hunk its note."""
+    """Attach the notes to the hunks: one to each."""
     for note in notes:
         found = [hunk for hunk in diff.hunks if note.anchor in hunk.changed]
         if len(found) != 1:
@@ -185,4 +190,4 @@ def tie(diff, notes):
     slugs = [hunk.note.slug for hunk in diff.hunks]
     for slug in slugs:
         if slugs.count(slug) > 1:
-            raise Problem(f"notes.md: two notes of {diff.name} have the title of #{slug}")
+            raise Problem(f"notes.md: two notes of {diff.name} share the anchor #{slug}")

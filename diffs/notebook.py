@@ -1,4 +1,4 @@
-"""The notebook diffs/walkthrough.ipynb: story, diff, notes, and cells that run the scripts."""
+"""The notebook diffs/walkthrough.ipynb: the stories, the hunks, and cells that run the steps."""
 
 import nbformat
 from nbclient import NotebookClient
@@ -7,10 +7,10 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 BEGIN = """\
 # The DDP ladder, step by step
 
-Five scripts take a PyTorch training from one GPU to many nodes. This notebook tells what changes
-from each to the next, and why, and runs each of them on this machine: on its GPUs or, without one,
-in processes on its CPU. It wants to be opened from a clone of the repository, in the folder
-`diffs`, with the packages of `requirements.txt` installed. All of it takes about a minute on two
+Five scripts take a PyTorch training from one GPU to many nodes. This notebook explains what changes
+from each script to the next, and runs all of them on this machine: on its GPUs or, without any, in
+several processes on its CPU. Open it from a clone of the repository, in the folder `diffs`, with
+the packages of `requirements-dev.txt` installed. All cells together take about a minute on two
 cores."""
 
 SETUP = """\
@@ -20,39 +20,36 @@ import tempfile
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per process: the same bits every time
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # not a word on who hangs up first
-os.environ["LADDER"] = str(Path.cwd().parent)  # the scripts: this notebook lies in diffs/
-os.environ["SAVED"] = tempfile.mkdtemp()  # the checkpoints
-os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])"""
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ["LADDER"] = str(Path.cwd().parent)  # the scripts: this notebook is in diffs/
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+folder = tempfile.TemporaryDirectory()  # for the checkpoints
+os.environ["SAVED"] = folder.name"""
 
 ALONE = """\
 ## Step 1: one process
 
-What you have today: one process on one device. It learns to read handwritten digits, scanned with
-8 by 8 pixels; 359 of them are held out, and the last line says how many of those it reads
-correctly."""
+The starting point is one process on one device. It learns to read handwritten digits, scanned at 8
+by 8 pixels. 359 of them are held out; the last line says how many of those it reads correctly."""
 
-AGAIN = "Started again for one epoch more, it goes on from its checkpoint:"
+AGAIN = "Ask for one more epoch, and it resumes from its checkpoint:"
 NODES = """\
-Two nodes of one process each, both on this machine: two agents that meet at one address. On a
-cluster each runs on a node of its own."""
+Two nodes with one process each, both on this machine: two agents that meet at one address. On a
+cluster each agent runs on a node of its own."""
 
 STANDALONE = "torchrun --standalone --nproc-per-node=2"
-MEETING = "--rdzv-backend=c10d --rdzv-endpoint=localhost:29400"
-RUNS = {  # what is run of each step: (cell id, text before, command, script's arguments, rest)
-    "01": [("run-01", ALONE, "python", "2", "")],
-    "02": [("run-02", "", "python", "2", "")],
-    "03": [("run-03", "", STANDALONE, "2", ""), ("run-03-again", AGAIN, STANDALONE, "3", "")],
-    "04": [
-        (
-            "run-04",
-            NODES,
-            f"for node in 1 2; do\n  torchrun --nnodes=2 {MEETING} \\\n   ",
-            "2",
-            " &\ndone; wait",
-        )
-    ],
-    "05": [("run-05", "", STANDALONE, "1", "")],
+MEETING = """\
+free="from torch.distributed.elastic.utils import distributed; print(distributed.get_free_port())"
+port=$(python -c "$free")
+for node in 1 2; do
+  torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=localhost:$port \\
+   """
+RUNS = {  # the cells of each step: (cell id, text above, launcher, epochs, end of the command)
+    "01": [("run-01", ALONE, "python", 2, "")],
+    "02": [("run-02", "", "python", 2, "")],
+    "03": [("run-03", "", STANDALONE, 2, ""), ("run-03-again", AGAIN, STANDALONE, 3, "")],
+    "04": [("run-04", NODES, MEETING, 2, " &\ndone; wait")],
+    "05": [("run-05", "", STANDALONE, 2, "")],
 }
 
 
@@ -65,17 +62,12 @@ def cells(diffs):
     for diff in diffs:
         yield markdown(f"story-{diff.slug}", f"## {diff.name}: {diff.title}\n\n{diff.story}")
         for hunk in diff.hunks:
-            yield markdown(f"{diff.slug}-{hunk.note.slug}"[:64], explained(hunk))
+            yield markdown(f"{diff.slug}-{hunk.note.slug}"[:64], hunk.markdown)
         yield from runs(diff.new.name[:2], scripts)
 
 
-def explained(hunk):
-    """Return a hunk and its note as Markdown."""
-    return f"### {hunk.note.title}\n\n```diff\n{hunk.text}\n```\n\n{hunk.note.markdown}"
-
-
 def runs(step, scripts):
-    """Yield the cells that run a step, in the folder for the checkpoints."""
+    """Yield the cells that run a step; the checkpoints go to a temporary folder."""
     for name, text, launcher, epochs, rest in RUNS[step]:
         if text:
             yield markdown(f"{name}-text", text)
@@ -92,7 +84,7 @@ def code(name, text):
 
 
 def notebook(path, diffs):
-    """Return the notebook as text, with the stored outputs of cells that are as they were."""
+    """Return the notebook as text; cells that did not change keep their stored outputs."""
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
     book = new_notebook(cells=list(cells(diffs)), metadata=metadata, nbformat_minor=5)
@@ -110,7 +102,7 @@ def written(book):
 
 
 def run(path):
-    """Execute the notebook in its folder, and store what it printed."""
+    """Execute the notebook in its folder and store what it prints."""
     book = nbformat.read(path, 4)
     metadata = dict(book.metadata)
     resources = {"metadata": {"path": str(path.parent)}}
@@ -123,6 +115,6 @@ def run(path):
 
 
 def printed(outputs):
-    """Return what the scripts printed, in one piece: where it was cut is chance."""
+    """Return everything that went to stdout as one output: where it is cut depends on timing."""
     text = "".join(output.text for output in outputs if output.get("name") == "stdout")
     return [new_output("stream", name="stdout", text=text)] if text else []

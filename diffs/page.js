@@ -1,4 +1,4 @@
-// One step at a time, chosen by the address, so that each hunk's link opens its step.
+// Show one step at a time, the one that the address names.
 const steps = [...document.querySelectorAll(".step")];
 const links = [...document.querySelectorAll("nav a")];
 const folds = [...document.querySelectorAll(".fold")];

@@ -1,4 +1,4 @@
-"""The page diffs/index.html: old step left, new step right, the notes beside their hunks."""
+"""The page diffs/index.html: old step left, new step right, notes beside the hunks."""
 
 import re
 from difflib import SequenceMatcher
@@ -13,7 +13,7 @@ from pygments.lexers import PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, Operator, String
 
 HERE = Path(__file__).resolve().parent
-STYLES = {  # Pygments' kinds of tokens that the page tells apart, by CSS class
+STYLES = {  # the CSS class for each of Pygments' token types that the page colours
     Comment: "c",
     String: "s",
     Number: "n",
@@ -23,21 +23,21 @@ STYLES = {  # Pygments' kinds of tokens that the page tells apart, by CSS class
     Name.Class: "f",
     Name.Decorator: "f",
 }
-ALIKE = 0.5  # lines that share less than this are not set side by side
+ALIKE = 0.5  # lines less similar than this are not placed side by side
 
 
 # ---------------------------------------------------------------- one line
 
 
 def style(kind):
-    """Return the CSS class of a token, from its kind or the nearest kind above."""
+    """Return the CSS class for a token type or its nearest parent."""
     while kind and kind not in STYLES:
         kind = kind.parent
     return STYLES.get(kind, "")
 
 
 def highlight(lines):
-    """Return for each line its pieces, as (CSS class, text)."""
+    """Return the coloured pieces of each line: [[(CSS class, text)]]."""
     result = [[]]
     for kind, text in PythonLexer(stripnl=False).get_tokens("\n".join(lines)):
         for number, piece in enumerate(text.split("\n")):
@@ -49,7 +49,7 @@ def highlight(lines):
 
 
 def paint(pieces, marks=()):
-    """Return a line as HTML; marks are the ranges of characters that differ."""
+    """Return a line as HTML, with these ranges of characters marked as changed."""
     html, start = [], 0
     for css, text in pieces:
         for part, marked in split(text, start, marks):
@@ -60,12 +60,12 @@ def paint(pieces, marks=()):
 
 
 def wrap(text):
-    """Return code as HTML that a narrow screen may break after a dot or a bracket."""
+    """Return code as HTML that can be wrapped after a dot or a bracket."""
     return Markup(re.sub(r"(?<=[.(])(?=\w|$)", "<wbr>", str(escape(text))))
 
 
 def split(text, start, marks):
-    """Cut a piece that begins at this character where marks begin and end."""
+    """Cut a piece, which starts at this character of its line, at the edges of the marks."""
     ends = {edge - start for mark in marks for edge in mark if 0 < edge - start < len(text)}
     edges = [0, *sorted(ends), len(text)]
     for a, b in pairwise(edges):
@@ -73,7 +73,7 @@ def split(text, start, marks):
 
 
 def changed_words(old, new):
-    """Return the ranges of characters that differ, in the old line and in the new one."""
+    """Return the ranges of characters that differ: (in the old line, in the new line)."""
     words = [re.findall(r"\w+|\s+|[^\w\s]", line) for line in (old, new)]
     ends = [[0], [0]]
     for side, end in zip(words, ends, strict=True):
@@ -92,15 +92,15 @@ def changed_words(old, new):
 
 
 def likeness(old, new):
-    """Return how alike two lines are, from 0 to 1; too little counts as nothing."""
+    """Return how similar two lines are, from ALIKE to 1, or 0 if they are less."""
     matcher = SequenceMatcher(None, old.strip(), new.strip(), autojunk=False)
     ratio = matcher.quick_ratio() > ALIKE and matcher.ratio()
     return ratio if ratio > ALIKE else 0
 
 
 def align(old, new):
-    """Return pairs of positions in which lines that are alike meet, in order."""
-    best = {}  # (lines left of old, of new): (likeness of all pairs, first pair)
+    """Return the positions of the similar lines to place side by side: [(old, new)]."""
+    best = {}  # {(start in old, in new): (total likeness from there on, first pair)}
     for i in range(len(old), -1, -1):
         for j in range(len(new), -1, -1):
             choices = []
@@ -120,7 +120,7 @@ def align(old, new):
 
 
 def side_by_side(old, new):
-    """Yield (old position, new position, alike); None stands for no line on that side."""
+    """Yield (old position, new position, alike); None where a side has no line."""
     i, j = 0, 0
     for a, b in [*align(old, new), (len(old), len(new))]:
         yield from ((*pair, False) for pair in zip_longest(range(i, a), range(j, b)))
@@ -130,18 +130,18 @@ def side_by_side(old, new):
 
 
 class Sides:
-    """The two files of a diff, ready to be shown line by line."""
+    """The two files of a diff as rows for the template."""
 
     def __init__(self, diff):
         self.lines = diff.old_lines, diff.new_lines
         self.pieces = [highlight(lines) for lines in self.lines]
 
     def same(self, old, new, count):
-        """Return the rows of a stretch that both have."""
+        """Return the rows of unchanged lines."""
         return [self.row(old + n, new + n) for n in range(count)]
 
     def change(self, old, old_count, new, new_count):
-        """Return the rows of a stretch that was replaced."""
+        """Return the rows of replaced lines."""
         stretch = self.lines[0][old : old + old_count], self.lines[1][new : new + new_count]
         return [
             self.row(None if i is None else old + i, None if j is None else new + j, True, alike)
@@ -149,7 +149,7 @@ class Sides:
         ]
 
     def row(self, old, new, changed=False, alike=False):
-        """Return what the template shows of two lines; None stands for no line on that side."""
+        """Return a row; the number is None where a side has no line."""
         marks = changed_words(self.lines[0][old], self.lines[1][new]) if alike else ((), ())
         cells = [
             None if number is None else self.cell(side, number, marks[side])
@@ -165,7 +165,7 @@ class Sides:
 
 
 def stretches(hunk, sides):
-    """Return the rows of a hunk, in stretches that are all kept or all changed."""
+    """Return the rows of a hunk, grouped into unchanged and changed stretches."""
     old, new = hunk.old_start, hunk.new_start
     for kept, lines in runs(hunk.lines):
         removed, added = (sum(line[0] != sign for line in lines) for sign in "+-")
@@ -174,7 +174,7 @@ def stretches(hunk, sides):
 
 
 def runs(lines):
-    """Cut the lines of a hunk where kept and changed ones meet."""
+    """Group the lines of a hunk into unchanged and changed runs: [(unchanged, lines)]."""
     found = []
     for line in lines:
         kept = line[0] == " "
@@ -185,7 +185,7 @@ def runs(lines):
 
 
 def parts(diff, slugs):
-    """Return a whole file in parts: what is folded away, and the hunks."""
+    """Return the whole of both files in parts: folded lines and hunks."""
     sides, old, new = Sides(diff), 0, 0
     for number, hunk in enumerate(diff.hunks):
         yield from fold(sides, old, new, hunk.old_start - old)
@@ -197,7 +197,7 @@ def parts(diff, slugs):
 
 
 def fold(sides, old, new, count):
-    """Return the part that folds these lines away, if there are any."""
+    """Yield a part that hides these lines until they are unfolded, if there are any."""
     if count:
         text = "\n".join(sides.lines[0][old : old + count])
         names = re.findall(r"^ *(?:class|def) (\w+)", text, re.MULTILINE)
@@ -208,10 +208,10 @@ def fold(sides, old, new, count):
 
 
 def markdown(root):
-    """Return a function that makes HTML of the notes' Markdown, with pictures inside."""
+    """Return a function that turns Markdown into HTML, with its pictures inlined."""
     parser = MarkdownIt("commonmark", {"html": False})
 
-    def picture(_, tokens, index, *__):  # with its style and its text inside
+    def picture(_, tokens, index, *__):
         svg = (root / "diffs" / tokens[index].attrs["src"]).read_text(encoding="utf-8")
         return Markup('<span class="picture">{}</span>').format(Markup(svg[svg.index("<svg") :]))
 
@@ -220,7 +220,7 @@ def markdown(root):
 
 
 def view(diff):
-    """Return what the template shows of one step."""
+    """Return what the template shows for one step."""
     ids = [f"{diff.slug}-{hunk.note.slug}" for hunk in diff.hunks]
     story, mark, picture = diff.story.partition("\n\n![")
     shown = {"diff": diff, "slug": diff.slug, "story": story, "picture": (mark + picture).strip()}
@@ -228,10 +228,10 @@ def view(diff):
 
 
 def directly(root, diffs):
-    """Return what the template shows from the first step to the last, and where it is explained."""
+    """Return what the template shows for the first step against the last."""
     first, *_, last = ladder(root)
     diff = compare(first, last)
-    diff.title = "the whole way in one diff"
+    diff.title = "all steps in one diff"
     shown = {"diff": diff, "slug": diff.slug, "story": "", "picture": ""}
     shown["parts"] = list(parts(diff, [f"{diff.slug}-{n + 1}" for n in range(len(diff.hunks))]))
     for part in shown["parts"]:
