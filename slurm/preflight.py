@@ -1,8 +1,8 @@
-"""Say, before a long job, whether these nodes can train together, and if not, which is at fault.
+"""Check before a long job whether these nodes can train together, and if not, name the bad ones.
 
-preflight.sbatch starts one task per GPU, or one per node where there are none. Each task checks
-its node and reports to task 0, over TCP or, where that fails, through the current folder. Only if
-all is well, they time all_reduce: over all ranks, and between two nodes at a time.
+preflight.sbatch starts one task per GPU, or one per node without GPUs. Each task checks its node
+and reports to task 0 over TCP or, if that fails, through the current folder. If no check fails,
+the tasks time all_reduce: over all ranks, and between pairs of nodes.
 """
 
 import argparse
@@ -20,21 +20,21 @@ from datetime import timedelta
 from pathlib import Path
 
 COLUMNS = ("names", "port", "GPU", "clock", "folder")
-FINE = ("no GPU", "ok", "-")  # cells that name no fault; "-" is one that was not looked at
+FINE = ("no GPU", "ok", "-")  # cells without a fault; "-" was not checked
 SIZES = (2**10, 2**20, 2**24)  # bytes
-TURNS = 7  # in which each node is paired with another: with all of them, up to 8 nodes
+TURNS = 7  # how often each node is paired with another; enough for all pairs of 8 nodes
 
 
 class Fault(Exception):
-    """What is wrong, in the few words that a table has room for."""
+    """What is wrong, short enough for a table cell."""
 
 
 def at_once(checks, seconds):
-    """Call functions side by side; return, by name, what each returned, or why it failed.
+    """Call functions in parallel; return by name what each returned or why it failed.
 
-    One that hangs (in a name server, a driver, a file system) is left behind in its thread.
+    A function that hangs (in a name server, a driver, a file system) is abandoned in its thread.
     """
-    results = dict.fromkeys(checks, f"no end in {seconds:g} s")
+    results = dict.fromkeys(checks, f"not finished after {seconds:g} s")
 
     def call(name):
         try:
@@ -52,18 +52,18 @@ def at_once(checks, seconds):
     return dict(results)
 
 
-# ---------------------------------------------------------------- what each node checks
+# ---------------------------------------------------------------- checks of each node
 
 
 def check_names(nodes):
-    """Look up every node and this host, and go back from the address to a name.
+    """Resolve the name of every node and of this host, and each address back to a name.
 
-    Where two hosts know themselves by a loopback address only, gloo tries to connect each of them
-    to itself. torchrun hands on the name that belongs to its host's address, so a wrong one is a
-    fault; none at all is no fault, as then it hands on the host's own.
+    If two hosts resolve their own names to loopback addresses, gloo connects each of them to
+    itself. torchrun announces its host under the name its address resolves to, so a wrong name is
+    a fault. A missing one is not: torchrun then announces the host name.
     """
 
-    def address(name):  # the one that programs try first
+    def address(name):  # the one that programs use first
         try:
             return socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
         except OSError as error:
@@ -81,12 +81,12 @@ def check_names(nodes):
 
 
 def check_folder(folder, node, first, seconds):
-    """Write a file where the checkpoints go, and wait for the first node's."""
+    """Write a file where the checkpoints go, and wait until the first node's file appears."""
     folder.mkdir(exist_ok=True)
     with open(folder / node, "w", encoding="utf-8") as file:
         os.fsync(file.fileno())
     end = time.monotonic() + seconds
-    while first not in os.listdir(folder):  # an NFS client may take its time to see it
+    while first not in os.listdir(folder):  # an NFS client may see it late
         if time.monotonic() > end:
             raise Fault(f"not shared with {first}")
         time.sleep(0.1)
@@ -94,13 +94,13 @@ def check_folder(folder, node, first, seconds):
 
 
 def check_gpu(local_rank, tasks):
-    """Fill 80 % of the GPU's memory: what a leftover process holds is missing."""
-    import torch  # here, so that a host without it is named in the table
+    """Allocate 80 % of the GPU's memory, which fails if a leftover process holds much of it."""
+    import torch  # here, so that a host without it is reported
 
     if not torch.cuda.is_available():
         return "no GPU"
     gpus = torch.cuda.device_count()
-    if gpus not in (1, tasks):  # Slurm may show each task its own alone
+    if gpus not in (1, tasks):  # Slurm may show each task only its own
         raise Fault(f"{gpus} GPUs for {tasks} tasks")
     try:
         torch.cuda.set_device(local_rank % gpus)
@@ -113,9 +113,9 @@ def check_gpu(local_rank, tasks):
 
 
 def ask_clock(link, lines):
-    """Return by how many seconds this clock is ahead of task 0's, give or take half a round trip.
+    """Return how many seconds this clock is ahead of task 0's, to within half a round trip.
 
-    Raises OSError or ValueError if it is not a task 0 that answers.
+    Raises OSError or ValueError if something other than task 0 answers.
     """
     trips = []
     for _ in range(5):
@@ -133,7 +133,7 @@ class Task:
         self.seconds, self.port, self.nodes = args.timeout, args.port, args.nodes
         self.rank, self.local_rank = int(environ["SLURM_PROCID"]), int(environ["SLURM_LOCALID"])
         self.tasks, self.node = int(environ["SLURM_NTASKS"]), environ["SLURMD_NODENAME"]
-        life = environ.get("SLURM_RESTART_COUNT", 0)  # a requeued job keeps its number
+        life = environ.get("SLURM_RESTART_COUNT", 0)  # a requeued job keeps its ID
         self.folder = Path(f".preflight-{environ['SLURM_JOB_ID']}.{life}")
         self.link = self.offset = self.port_fault = None
 
@@ -147,7 +147,7 @@ class Task:
                 left = max(0.1, end - time.monotonic())
                 link = socket.create_connection((first, self.port), left)
                 break
-            except OSError as error:  # perhaps it has not started yet
+            except OSError as error:  # task 0 may not have started yet
                 if time.monotonic() > end - 0.2:
                     raise Fault(f"{first}:{self.port}: {error.strerror or error}") from error
                 time.sleep(0.2)
@@ -163,7 +163,7 @@ class Task:
         return "ok"
 
     def run(self):
-        """Check, report and, if told to, measure; return the exit code."""
+        """Check, report and, if task 0 says so, measure; return the exit code."""
         per_node, first = self.tasks // len(self.nodes), self.nodes[0]
         checks = {"port": self.check_port, "GPU": lambda: check_gpu(self.local_rank, per_node)}
         if self.local_rank == 0:
@@ -181,7 +181,7 @@ class Task:
         return int(bad or answer is None)
 
     def complain(self, cells):
-        """Print this task's own faults, lest its report is lost; say if there are any."""
+        """Print this task's faults, as its report may get lost; return whether there are any."""
         bad = [f"{name}: {cell}" for name, cell in cells.items() if cell not in FINE]
         for reason in bad:
             print(f"{self.node}: task {self.rank}: {reason}", file=sys.stderr, flush=True)
@@ -202,14 +202,14 @@ class Task:
             self.complain({"report": f"no answer from {self.nodes[0]}"})
 
     def measure(self, port, ranks):
-        """Return the seconds of all_reduce by size, and GB/s by the node paired with."""
+        """Return the seconds of all_reduce for each size, and the GB/s with each partner node."""
         import torch
         import torch.distributed as dist
 
         gpus = torch.cuda.device_count()
         if gpus:
             torch.cuda.set_device(self.local_rank % gpus)
-        # Longer than at_once waits: at its own timeout, NCCL would end the process, unreported.
+        # Longer than at_once waits: at its own timeout, NCCL would kill the process unreported.
         limit = timedelta(seconds=4 * self.seconds)
         backend = "nccl" if gpus else "gloo"
         store = dist.TCPStore(self.nodes[0], port, timeout=limit)
@@ -221,11 +221,11 @@ class Task:
             group = dist.new_group(both, limit, use_local_synchronization=True)
             (seconds,) = all_reduce_times(SIZES[-1:], group)
             pairs[other] = bus_bandwidth(SIZES[-1], seconds, len(both))
-            dist.destroy_process_group(group)  # the buffers of many would pile up
+            dist.destroy_process_group(group)  # otherwise buffers pile up
         return {"backend": backend, "times": times, "pairs": pairs}
 
 
-# ---------------------------------------------------------------- what they measure together
+# ---------------------------------------------------------------- measurements of all
 
 
 def all_reduce_times(sizes, group=None, repeats=5):
@@ -241,7 +241,7 @@ def all_reduce_times(sizes, group=None, repeats=5):
     times = []
     for size in sizes:
         tensor, seconds = torch.zeros(size // 4, device="cuda" if cuda else "cpu"), []
-        for _ in range(2 + repeats):  # the first connects the ranks, the second aligns them
+        for _ in range(2 + repeats):  # one to connect the ranks, one to align them
             wait()
             start = time.perf_counter()
             dist.all_reduce(tensor, group=group)
@@ -252,7 +252,7 @@ def all_reduce_times(sizes, group=None, repeats=5):
 
 
 def bus_bandwidth(size, seconds, ranks):
-    """Return GB/s as nccl-tests count them, to be held against the speed of the links.
+    """Return GB/s as nccl-tests counts them, which can be compared with the speed of the links.
 
     Each rank sends and receives at least 2 (n - 1) / n times the data:
     https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
@@ -261,9 +261,9 @@ def bus_bandwidth(size, seconds, ranks):
 
 
 def partners(node, nodes, turns):
-    """Return the nodes to be paired with, turn by turn, so that any two have each other at once.
+    """Return the partner of a node for each turn of a round-robin tournament.
 
-    With an odd number of nodes, each has one turn of rest, left out of its list.
+    With an odd number of nodes, each node sits out one turn, which its list omits.
     """
     ring, found = [*nodes, None] if len(nodes) % 2 else [*nodes], []
     for _ in ring[1 : turns + 1]:
@@ -273,9 +273,9 @@ def partners(node, nodes, turns):
 
 
 def slow_nodes(pairs):
-    """Return why a node is slow, by node, from GB/s by node and partner.
+    """Return the reason for each slow node, given the GB/s by node and partner.
 
-    A pair is as slow as the slower of the two, so a node is judged by its fastest pair.
+    A pair is as slow as the slower of its nodes, so a node is judged by its fastest pair.
     """
     best = {node: max(speeds.values()) for node, speeds in pairs.items() if speeds}
     usual = statistics.median(best.values()) if best else 0
@@ -283,13 +283,13 @@ def slow_nodes(pairs):
     return {node: [reason.format(own, usual)] for node, own in best.items() if own < usual / 2}
 
 
-# ---------------------------------------------------------------- what task 0 makes of it
+# ---------------------------------------------------------------- the verdict of task 0
 
 
 def clock_cells(offsets):
-    """Return a cell by node, from the seconds by which its clock is ahead of the first node's.
+    """Return a cell for each node, given how many seconds its clock is ahead of the first node's.
 
-    The median clock is right; of two, the first node's.
+    The median clock counts as right; of two clocks, the first node's does.
     """
     right = statistics.median(offsets.values()) if len(offsets) > 2 else 0
     off = {node: offset - right for node, offset in offsets.items()}
@@ -298,7 +298,7 @@ def clock_cells(offsets):
 
 
 def node_rows(reports, nodes, tasks):
-    """Return a cell by node and column, the worst that a task of the node reported."""
+    """Return a cell for each node and column: the worst that any task of the node reported."""
     rows = {}
     offsets = {r["node"]: r["offset"] for r in reports if r["offset"] is not None}
     for node in nodes:
@@ -320,7 +320,7 @@ def node_rows(reports, nodes, tasks):
 
 
 def node_faults(rows, first):
-    """Return the reasons against each bad node. What all others miss of the first is its fault."""
+    """Return the faults of each bad node. If no other node can reach the first, it is to blame."""
     bad = {}
     for column in COLUMNS:
         faults = {node: row[column] for node, row in rows.items() if row[column] not in FINE}
@@ -333,7 +333,7 @@ def node_faults(rows, first):
 
 
 def print_table(*rows):
-    """Print rows of strings in columns."""
+    """Print rows of strings in aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(map(str.ljust, row, widths)).rstrip())
@@ -341,7 +341,7 @@ def print_table(*rows):
 
 
 class Collector:
-    """Task 0's other half: it hears what all tasks report, answers them, and judges."""
+    """The part of task 0 that collects the reports of all tasks, answers them and judges."""
 
     def __init__(self, task):
         self.task, self.nodes, self.inbox, self.links = task, task.nodes, queue.SimpleQueue(), []
@@ -355,13 +355,13 @@ class Collector:
         threading.Thread(target=self.watch, daemon=True).start()
 
     def listen(self, server):
-        """Take connections at the port that training uses."""
+        """Accept connections at the port that training uses."""
         while True:
             threading.Thread(target=self.serve, args=server.accept()[:1], daemon=True).start()
 
     def serve(self, link):
-        """Tell a task the time, and hear its reports."""
-        stranger = ValueError, TypeError, LookupError  # what its messages lead to here
+        """Tell a task the time, and receive its reports."""
+        stranger = ValueError, TypeError, LookupError  # what its messages raise here
         with contextlib.suppress(OSError, *stranger):
             for line in link.makefile("r", encoding="utf-8"):
                 if line == "clock\n":
@@ -372,7 +372,7 @@ class Collector:
                     self.inbox.put((report["rank"], report))
 
     def watch(self):
-        """Hear through the folder those who cannot reach the port."""
+        """Receive the reports of tasks that cannot reach the port through the folder."""
         while True:
             with contextlib.suppress(OSError, ValueError):
                 for path in self.task.folder.glob("*.json"):
@@ -381,7 +381,7 @@ class Collector:
             time.sleep(0.2)
 
     def gather(self, seconds):
-        """Return a report by rank, of all tasks or of those that report in time."""
+        """Return the reports by rank, of all tasks or of those that report in time."""
         reports, end = {}, time.monotonic() + seconds
         while len(reports) < self.task.tasks and time.monotonic() < end:
             with contextlib.suppress(queue.Empty):
@@ -389,7 +389,7 @@ class Collector:
         return reports
 
     def answer(self, **content):
-        """Send the same to all tasks that have reported over TCP."""
+        """Send the same answer to all tasks that have reported over TCP."""
         for link in set(self.links):
             with contextlib.suppress(OSError):
                 link.sendall(f"{json.dumps(content)}\n".encode())
@@ -408,7 +408,7 @@ class Collector:
         return int(bool(bad))
 
     def measure(self, reports):
-        """Let the tasks time all_reduce, and print it; return the reasons against bad nodes."""
+        """Let the tasks time all_reduce, and print it; return the faults of each bad node."""
         from torch.distributed import TCPStore
 
         limit = timedelta(seconds=self.task.seconds)
@@ -421,7 +421,7 @@ class Collector:
         found = [(r["node"], r["all_reduce"]) for _, r in sorted(results.items())]
         if failed := {n: result for n, result in found if isinstance(result, str)}:
             return {node: [f"all_reduce: {reason}"] for node, reason in failed.items()}
-        found = dict(found)  # of one task per node: those of a group measure alike
+        found = dict(found)  # one task per node: tasks of one group measure the same
         print_times(found[self.nodes[0]], len(results))
         pairs = {node: result["pairs"] for node, result in found.items()}
         if len(pairs) > 1:
@@ -434,7 +434,7 @@ class Collector:
 
 
 def print_times(result, ranks):
-    """Print the seconds by size that one rank measured, and the bus bandwidth."""
+    """Print what one rank measured for each size: milliseconds and bus bandwidth."""
     print(f"all_reduce over world size {ranks}, {result['backend']}; GB/s is the bus bandwidth")
     rows = [("KiB", "ms", "GB/s")]
     for size, seconds in zip(SIZES, result["times"], strict=True):
@@ -445,8 +445,8 @@ def print_times(result, ranks):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("port", type=int, help="the one that training will use")
-    parser.add_argument("nodes", nargs="+", help="the first of them runs task 0")
+    parser.add_argument("port", type=int, help="that training will use")
+    parser.add_argument("nodes", nargs="+", help="the first one runs task 0")
     parser.add_argument("--timeout", type=float, default=30, help="seconds to wait for a node")
     args = parser.parse_args()
     if not 0 < args.timeout < float("inf"):
@@ -460,10 +460,10 @@ def main():
         code = collector.run()
     else:
         code = task.run()
-    if task.local_rank == 0 and (task.link or task.rank == 0):  # else task 0 has yet to read it
+    if task.local_rank == 0 and (task.link or task.rank == 0):  # task 0 has read it
         at_once({"folder": lambda: shutil.rmtree(task.folder, ignore_errors=True)}, 5)
     sys.stdout.flush()
-    os._exit(code)  # without a wait for threads that hang
+    os._exit(code)  # does not wait for threads that hang
 
 
 if __name__ == "__main__":
