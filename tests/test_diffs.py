@@ -1,4 +1,4 @@
-"""The diffs are those of the scripts, and each hunk is explained and needed."""
+"""The generated files match the scripts, and every hunk is explained and needed."""
 
 import json
 import re
@@ -26,11 +26,10 @@ TERMS = [  # in the order in which the notes define them
     "local rank",
     "rendezvous",
 ]
-NAMED = [
-    pytest.param(diff, hunk, test, id=f"{diff.slug}-{hunk.note.slug}-{test}")
+HUNKS = [
+    pytest.param(diff, hunk, id=f"{diff.slug}-{hunk.note.slug}")
     for diff in hunks.explained(ROOT)
     for hunk in diff.hunks
-    for test in hunk.note.tests
 ]
 
 
@@ -44,7 +43,7 @@ def copy_to(folder):
     """Copy what the generator and the scripts' tests read."""
     for name in ("diffs", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for path in (*SCRIPTS, ROOT / "README.md", ROOT / "pyproject.toml"):
+    for path in (*SCRIPTS, ROOT / "pyproject.toml"):
         shutil.copy(path, folder)
     return folder
 
@@ -72,62 +71,68 @@ def test_without_its_packages_it_says_what_to_install():
     start = [sys.executable, "-S", ROOT / "diffs" / "generate.py", "--check"]  # no site-packages
     result = subprocess.run(start, capture_output=True, text=True, check=False)
     assert result.returncode == 1
-    said = r"generate.py: No module named '\w+': pip install -r requirements.txt\n"
+    said = r"generate.py: No module named '\w+': pip install -r requirements-dev.txt\n"
     assert re.fullmatch(said, result.stderr)
 
 
-def test_what_is_stale_is_named_and_written_anew(copy):
+def test_what_is_stale_is_named_and_rewritten(copy):
     script, diff = copy / SCRIPTS[1].name, copy / "diffs" / "01_to_02.diff"
-    edit(script, "lets the system pick a free one", "lets the system pick any")
+    edit(script, "as process number", "as member number")
     diff.unlink()
     result = generate(copy, "--check")
     assert result.returncode == 1
     assert result.stdout.splitlines() == [
         "stale: diffs/01_to_02.diff",
         "stale: diffs/02_to_03.diff",
-        "stale: README.md",
+        "stale: diffs/README.md",
         "stale: diffs/index.html",
         "stale: diffs/walkthrough.ipynb",
     ]
     assert not diff.exists()
     assert generate(copy).returncode == 0
-    for name in ("diffs/01_to_02.diff", "README.md", "diffs/index.html", "diffs/walkthrough.ipynb"):
-        assert "lets the system pick any" in (copy / name).read_text(encoding="utf-8"), name
+    for name in ("01_to_02.diff", "README.md", "index.html", "walkthrough.ipynb"):
+        assert "as member number" in (copy / "diffs" / name).read_text(encoding="utf-8"), name
     assert generate(copy, "--check").returncode == 0
 
 
-@pytest.mark.parametrize("name", ["README.md", "diffs/index.html", "diffs/walkthrough.ipynb"])
-def test_a_word_changed_by_hand_is_stale(copy, name):
-    path = copy / name
-    text = path.read_text(encoding="utf-8")
-    path.write_text(text.replace("A second GPU", "A GPU"), encoding="utf-8")
+def test_a_word_changed_by_hand_is_stale(copy):
+    for name in ("README.md", "index.html", "walkthrough.ipynb"):
+        edit(copy / "diffs" / name, "in evaluation mode", "in training mode")
     result = generate(copy, "--check")
-    assert (result.returncode, result.stdout) == (1, f"stale: {name}\n")
+    assert result.returncode == 1
+    assert result.stdout.splitlines() == [
+        "stale: diffs/README.md",
+        "stale: diffs/index.html",
+        "stale: diffs/walkthrough.ipynb",
+    ]
 
 
 def test_the_notes_outlive_unrelated_edits(copy):
     for path in copy.glob("0[1-9]_*.py"):
-        edit(path, "\n\nclass Digits(", "\n\n# All about the data:\n\n\nclass Digits(")
+        edit(path, "\n\ndef build_model(", "\n\n# The network:\n\n\ndef build_model(")
     assert generate(copy).returncode == 0
 
 
 def without_a_note(text):
-    return re.sub(r"### One rank saves\n.*?(?=### )", "", text, flags=re.DOTALL)
+    return re.sub(r"### Print on rank 0 only\n.*?(?=### )", "", text, flags=re.DOTALL)
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (without_a_note, "no note on the hunk @@ -72,7 +89,7 @@ of 01 → 02: -"),
+        (without_a_note, "no note on the hunk @@ -31,7 +45,8 @@ of 01 → 02: -    print("),
         (lambda text: text.replace("+import signal", "+import gone"), 'the line of "What the new'),
-        (lambda text: text.replace("+import signal", "+"), "in 2 hunks"),
+        (lambda text: text.replace("+import signal", "+"), "hunks of 03 → 04"),
         (lambda text: text.replace("## 04 → 05:", "## 04 → 06:"), 'there is no diff "04 → 06"'),
-        (lambda text: text.replace("`test_rank_1_saves_nothing[02]`", "-"), "One rank saves"),
-        (lambda text: text.replace("Read more: [device", "[device"), "How many processes?"),
-        (lambda text: text.replace("### Wrap the model", "### Join the group"), "two notes of 01"),
+        (lambda text: text.replace("`test_help_is_worth_reading[03]`", "-"), "A launcher instead"),
+        (lambda text: text.replace("Read more: [device", "[device"), "One process per GPU"),
+        (
+            lambda text: text.replace("### Wrap the model", "### One process per GPU"),
+            "two notes of",
+        ),
     ],
 )
-def test_what_is_wrong_with_the_notes_is_said_in_one_line(copy, change, said):
+def test_errors_in_the_notes_are_reported_in_one_line(copy, change, said):
     path = copy / "diffs" / "notes.md"
     text = path.read_text(encoding="utf-8")
     path.write_text(change(text), encoding="utf-8")
@@ -141,7 +146,7 @@ def test_what_is_wrong_with_the_notes_is_said_in_one_line(copy, change, said):
 
 @pytest.mark.skipif(not shutil.which("patch"), reason="needs the program: apt-get install patch")
 @pytest.mark.parametrize(("old", "new"), STEPS, ids=lambda path: path.name[:2])
-def test_patch_makes_each_step_of_the_one_before(copy, old, new):
+def test_patch_turns_each_step_into_the_next(copy, old, new):
     diff = copy / "diffs" / f"{old.name[:2]}_to_{new.name[:2]}.diff"
     with diff.open("rb") as file:
         subprocess.run(["patch", old.name], cwd=copy, stdin=file, check=True, capture_output=True)
@@ -151,17 +156,38 @@ def test_patch_makes_each_step_of_the_one_before(copy, old, new):
 @pytest.mark.skipif(not shutil.which("git"), reason="needs the program: apt-get install git")
 @pytest.mark.parametrize(("old", "new"), STEPS, ids=lambda path: path.name[:2])
 def test_git_apply_does_too(copy, old, new):
-    """On a copy of the old step under the new one's name, where it looks for it."""
+    """It looks for the new name, so the old step is copied to it."""
     shutil.copy(old, copy / new.name)
     diff = copy / "diffs" / f"{old.name[:2]}_to_{new.name[:2]}.diff"
     subprocess.run(["git", "apply", "-p0", diff], cwd=copy, check=True, capture_output=True)
     assert (copy / new.name).read_bytes() == new.read_bytes()
 
 
+# ---------------------------------------------------------------- the walk-through
+
+
+def test_its_links_lead_somewhere():
+    text = (ROOT / "diffs" / "README.md").read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!https:)([^)]+)\)", text):
+        assert (ROOT / "diffs" / target).exists(), target
+
+
+def test_its_commands_show_the_diff():
+    text = (ROOT / "diffs" / "README.md").read_text(encoding="utf-8")
+    (commands,) = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    for command in commands.splitlines():
+        program, *words = command.split()
+        assert {"02_multigpu_spawn.py", "03_multigpu_torchrun.py"} <= set(words)
+        if program in ("diff", "git") and shutil.which(program):  # the others are editors
+            result = subprocess.run([program, *words], cwd=ROOT, capture_output=True, check=False)
+            assert (result.returncode, result.stderr) == (1, b"")
+            assert b"TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in result.stdout
+
+
 # ---------------------------------------------------------------- the notes
 
 
-def test_each_term_is_defined_once_and_where_it_is_first_used():
+def test_each_term_is_defined_once_where_it_is_first_used():
     text = (ROOT / "diffs" / "notes.md").read_text(encoding="utf-8")
     text = text[text.index("\n## ") :]
     assert re.findall(r"\*\*(.+?)\*\*", text.replace("\n", " ")) == TERMS
@@ -171,27 +197,45 @@ def test_each_term_is_defined_once_and_where_it_is_first_used():
         assert not re.search(rf"\b{term}", before), term
 
 
+def location(test, diff):
+    """Return a test's id: its file, preferably the one of the diff's new step, and its name."""
+    name = test.partition("[")[0]
+    files = [
+        path.name
+        for path in sorted((ROOT / "tests").glob("test_*.py"))
+        if f"def {name}(" in path.read_text(encoding="utf-8")
+    ]
+    own = [file for file in files if file.startswith(f"test_{diff.new.name[:2]}_")]
+    assert len(own or files) == 1, f"{name} is in {files}"
+    return f"tests/{(own or files)[0]}::{test}"
+
+
+def test_the_tests_that_the_notes_name_exist():
+    wanted = [
+        location(test, diff)
+        for diff in hunks.explained(ROOT)
+        for hunk in diff.hunks
+        for test in hunk.note.tests
+    ]
+    start = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    result = subprocess.run(
+        [*start, *wanted], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 @pytest.mark.everything
 @pytest.mark.skipif(not shutil.which("patch"), reason="needs the program: apt-get install patch")
-@pytest.mark.parametrize(("diff", "hunk", "test"), NAMED)
-def test_without_the_hunk_the_test_that_it_names_fails(copy, diff, hunk, test):
+@pytest.mark.parametrize(("diff", "hunk"), HUNKS)
+def test_without_the_hunk_the_tests_that_it_names_fail(copy, diff, hunk):
     one = f"--- {diff.old.name}\n+++ {diff.new.name}\n{hunk.text}\n"
     start = ["patch", "-R", diff.new.name]
     subprocess.run(start, cwd=copy, input=one, text=True, check=True, capture_output=True)
-    name = test.partition("[")[0]
-    files = [
-        path
-        for path in sorted((copy / "tests").glob("test_*.py"))
-        if f"def {name}(" in path.read_text(encoding="utf-8")
-    ]
-    own = [path for path in files if path.name.startswith(f"test_{diff.new.name[:2]}_")]
-    (path,) = own or files
-    words = ["-x", "-q", "--everything", "-p", "no:cacheprovider", f"{path}::{test}"]
-    start = [sys.executable, "-m", "pytest", *words]
-    result = subprocess.run(start, cwd=copy, capture_output=True, text=True, check=False)
-    assert result.returncode == 1, result.stdout + result.stderr
-    assert re.search(r"^1 failed", result.stdout.splitlines()[-1]), result.stdout
-    assert "error" not in result.stdout.splitlines()[-1], result.stdout
+    tests = [location(test, diff) for test in hunk.note.tests]
+    start = [sys.executable, "-m", "pytest", "-q", "--everything", "-p", "no:cacheprovider"]
+    result = subprocess.run([*start, *tests], cwd=copy, capture_output=True, text=True, check=False)
+    summary = result.stdout.splitlines()[-1]
+    assert re.match(rf"{len(tests)} failed in ", summary), result.stdout + result.stderr
 
 
 # ---------------------------------------------------------------- the notebook
@@ -203,7 +247,7 @@ def book():
 
 
 def check_outputs(book):
-    """Every script has learned something, and nothing went wrong."""
+    """Every script has learned something, without an error."""
     printed = {
         cell.id: "".join(o.text for o in cell.outputs if o.get("name") == "stdout")
         for cell in book.cells
@@ -213,16 +257,17 @@ def check_outputs(book):
     assert {o.output_type for cell in book.cells for o in cell.get("outputs", [])} == {"stream"}
     assert len(printed) == 6
     for name, text in printed.items():
-        line = r"^epoch \d  (rank 0's )?loss \d\.\d{4}  [\d,]+ samples/s$"
+        line = r"^epoch \d  loss \d\.\d{4}  [\d,]+ samples/s$"
         assert re.search(line, text, re.MULTILINE), (name, text)
         percent = float(re.search(r"^accuracy (\d+\.\d\d)% \(\d+/359\)$", text, re.MULTILINE)[1])
         assert percent > 95, (name, text)
         assert "Error" not in text, text
-    assert printed["run-03-again"].startswith("03.pt: 2 of 3 epochs run\nepoch 3 ")
-    assert re.search(r"in a plain model: (\d+) of \1 ", printed["run-05"])
+    resumed = "resuming from 03.pt after epoch 2\nepoch 3 "
+    assert printed["run-03-again"].startswith(resumed)
+    assert "macro avg" in printed["run-05"]
 
 
-def test_the_notebook_is_valid_and_shows_what_was_printed(book):
+def test_the_notebook_is_valid_and_has_outputs(book):
     nbformat.validate(book)
     check_outputs(book)
     text = json.dumps(book)
@@ -233,7 +278,7 @@ def test_the_notebook_is_valid_and_shows_what_was_printed(book):
     assert text.count("```diff") == sum(len(diff.hunks) for diff in hunks.explained(ROOT))
 
 
-def test_outputs_of_cells_that_are_as_they_were_are_kept(copy):
+def test_outputs_of_unchanged_cells_are_kept(copy):
     path = copy / "diffs" / "walkthrough.ipynb"
     before = nbformat.read(path, 4)
     for cell in before.cells:

@@ -1,4 +1,4 @@
-"""The pictures can be read everywhere, and what they show is so."""
+"""The pictures need no other file, and what they show is correct."""
 
 import re
 from fractions import Fraction
@@ -35,7 +35,7 @@ def test_there_are_three():
 
 
 @pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.stem)
-def test_it_stands_alone_and_stays_within_itself(path):
+def test_it_needs_no_other_file_and_styles_nothing_else(path):
     text, root = path.read_text(encoding="utf-8"), picture(path.stem)
     assert root.tag == f"{SVG}svg"
     assert root.get("role") == "img"
@@ -79,7 +79,7 @@ def test_the_all_reduce_averages():
     assert sums == [[*column, 3, sum(column) / 3] for column in columns]
 
 
-def test_the_sampler_deals_like_that():
+def test_the_sampler_assigns_these_samples():
     root = picture("sampler")
     shards = {r: list(DistributedSampler(range(10), 3, r, shuffle=False)) for r in range(3)}
     assert by_rank(root, "@data-way='DistributedSampler'") == shards
