@@ -1,8 +1,8 @@
 """A real Slurm cluster on one machine: munged, slurmctld, and one slurmd per node.
 
-Linux namespaces give each node its own network address, host name, mounts and processes, as if it
-were another machine; all are joined by a bridge. An outer namespace, in which the controller runs,
-holds everything: when it ends, nothing is left. It needs root and Debian's packages (PACKAGES).
+Linux namespaces give each node its own network address, host name, mounts and processes, like a
+separate machine; a bridge connects them. The controller runs in an outer namespace that holds
+everything, so nothing is left when it ends. This needs root and Debian's packages (PACKAGES).
 """
 
 import contextlib
@@ -23,7 +23,7 @@ ClusterName=ladder
 SlurmctldHost=login({network}.254)
 SlurmUser=root
 AuthType=auth/munge
-# A short life of credentials lets a requeued job start again after 5 seconds, not 2 minutes.
+# Credentials that expire early let a requeued job start after 5 seconds instead of 2 minutes.
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -41,7 +41,7 @@ SwitchType=switch/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 GresTypes=gpu
-# The nodes may claim more cores than this machine has.
+# Allow nodes with more cores than this machine has.
 SlurmdParameters=config_overrides
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=1,bf_interval=1
 ReturnToService=2
@@ -51,7 +51,7 @@ NodeName=node[1-{nodes}] CPUs=256 RealMemory=100000 Gres=gpu:{gpus}
 PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE
 """
 
-# Runs as process 1 of the outer namespaces, and there does what a machine room does.
+# Runs as process 1 of the outer namespaces and sets up the network, the controller and the nodes.
 CONTROLLER = """\
 set -e
 mount -t tmpfs none /run
@@ -73,7 +73,7 @@ for number in $(seq {nodes}); do
     ip -n node$number link set eth0 up
     bash {folder}/node.sh $number &
 done
-while :; do wait -n || sleep 0.2; done  # as process 1 it has to bury orphans
+while :; do wait -n || sleep 0.2; done  # process 1 has to reap orphans
 """
 
 NODE = """\
@@ -86,17 +86,17 @@ exec ip netns exec node$1 unshare --uts --mount --pid --fork --kill-child --moun
 
 
 def missing():
-    """Return why no cluster can be made here, or None."""
+    """Return why no cluster can run here, or None."""
     programs = ["slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter", "setpriv"]
     if absent := [name for name in programs if not shutil.which(name)]:
         return f"{absent[0]} is not installed: apt-get install {PACKAGES}"
     if os.geteuid() != 0 or subprocess.call(["unshare", *SPACES, "--fork", "true"]):
-        return "a Slurm cluster of namespaces needs root, and a kernel that lets it make them"
+        return "a Slurm cluster of namespaces needs root, and a kernel that allows them"
     return None
 
 
 class Cluster:
-    """A running cluster, as a context; start it from the main thread, with which it dies."""
+    """A cluster that runs inside a `with` block; it dies with the thread that started it."""
 
     def __init__(self, folder, nodes=2, gpus=4, environment=os.environ):
         self.folder, self.nodes, self.gpus = Path(folder), nodes, gpus
@@ -133,7 +133,7 @@ class Cluster:
         for number in range(1, self.nodes + 1):
             (self.folder / f"spool-node{number}").mkdir()
             names.append(f"{NETWORK}.{number} node{number}")
-        for number in range(self.gpus):  # Slurm wants a device file for each
+        for number in range(self.gpus):  # Slurm needs a device file for each
             (self.folder / f"gpu{number}").symlink_to("/dev/null")
         gpus = f"AutoDetect=off\nName=gpu File={self.folder}/gpu[0-{self.gpus - 1}]\n"
         files = {
@@ -163,7 +163,7 @@ class Cluster:
     # ------------------------------------------------------------ commands
 
     def run(self, *words, node=None, cwd="/"):
-        """Run a command at the login node, or on a node with this number; return its output."""
+        """Run a command on the login node, or on the node with this number; return its output."""
         enter = ["nsenter", *SPACES, "-t", str(child(self.outer.pid))]
         there = f"cd {shlex.quote(str(cwd))} && {shlex.join(map(str, words))}"
         if node:
@@ -175,16 +175,16 @@ class Cluster:
         ).stdout
 
     def sbatch(self, *words, cwd):
-        """Submit a job; return its number."""
+        """Submit a job; return its ID."""
         return int(self.run("sbatch", "--parsable", *words, cwd=cwd))
 
     def show(self, job):
-        """Return what Slurm knows of a job."""
+        """Return what Slurm knows about a job."""
         shown = self.run("scontrol", "show", "job", "-o", job)
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
     def wait(self, job, *states, timeout=180):
-        """Wait until a job is in one of these states, or has ended; return the state."""
+        """Wait until a job is in one of these states, by default a final one; return it."""
         end = time.monotonic() + timeout
         while (state := self.show(job)["JobState"]) not in (states or ENDED):
             if time.monotonic() > end:
@@ -198,19 +198,19 @@ class Cluster:
         return (self.folder / f"node{number}.pid").read_text().strip()
 
     def cut_the_power(self, number):
-        """End all processes of a node at once."""
+        """Kill all processes of a node at once."""
         self.run("kill", "-KILL", self._node(number))
 
     def switch_on(self, number):
-        """Start a node again."""
+        """Start a node again that lost its power."""
         script = f"setsid bash {self.folder}/node.sh {number} > /dev/null 2>&1 < /dev/null &"
         self.run("bash", "-c", script)
 
     def cable(self, number, state):
-        """Pull a node's cable ("down"), or plug it in again ("up")."""
+        """Pull a node's network cable ("down") or plug it in again ("up")."""
         self.run("ip", "link", "set", f"cable{number}", state)
 
 
 def child(pid):
-    """Return the one child of a process."""
+    """Return the only child of a process."""
     return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])

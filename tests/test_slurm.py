@@ -143,8 +143,8 @@ def values(cluster, node, variable):
 @pytest.mark.parametrize(
     "step", [pytest.param(n, marks=() if n == "04" else EVERYTHING) for n in BATCH]
 )
-def test_submitted(submit, trained, step):
-    """As they are, but for step 4: its file is step 5's, and fewer processes take less time."""
+def test_submitted_as_it_is(submit, trained, step):
+    """Step 4, whose file is step 5's, on two GPUs a node: that takes less time."""
     size = {"01": 1, "02": 2, "03": 2, "04": 4, "05": 8}[step]
     job = submit(step, *LONG, options=TWO_BY_TWO if step == "04" else ()).completed()
     if size > 2:
@@ -281,7 +281,7 @@ def test_a_save_that_takes_too_long(cluster, clone, gated):
     job = gated(*TWO_BY_TWO)
     cluster.run("scancel", "--signal=TERM", job.number)
     assert job.wait() == "FAILED", job.output
-    assert "via Signals.SIGTERM, forcefully exiting via SIGKILL" in job.output
+    assert "forcefully exiting via" in job.output
     assert "interrupted after" not in job.output
     assert Path(f"{job.checkpoint}.new").exists()
 
@@ -339,29 +339,41 @@ def healed(cluster):
     cluster.wait_until_idle(timeout=120)
 
 
-@EVERYTHING
-@pytest.mark.usefixtures("healed")
-@pytest.mark.parametrize("fault", ["power", "cable"])
-def test_a_node_is_lost(cluster, gated, trained, fault):
-    """Slurm gives the node up, and starts the job again when there are enough nodes.
-
-    A node that was cut off has to be restarted before it returns: Slurm then cleans up the old
-    run there, and has been seen to end the new run, whose step has the same number.
-    """
-    job = gated(*TWO_BY_TWO)
-    if fault == "cable":
-        cluster.cable(2, "down")
-        job.open_the_gate()
-        job.wait("PENDING", timeout=120)
-    cluster.cut_the_power(2)
+def restarted(cluster, job, undisturbed):
+    """Once the job is back in the queue, switch the node on; check that the job completes."""
     job.wait("PENDING", timeout=120)
-    job.open_the_gate()
-    cluster.cable(2, "up")
     cluster.switch_on(2)
+    job.open_the_gate()
     job.completed(timeout=300)
     assert job.show("Restarts") == "1"
     assert job.epochs() == [1, 2, 3, 4]
-    assert same_bits(job.checkpoint, trained("02", *LONG, nprocs=4))
+    assert same_bits(job.checkpoint, undisturbed)
+
+
+@EVERYTHING
+@pytest.mark.usefixtures("healed")
+def test_a_node_loses_its_power(cluster, gated, trained):
+    """Slurm gives the node up, and starts the job again when there are enough nodes."""
+    job = gated(*TWO_BY_TWO)
+    cluster.cut_the_power(2)
+    restarted(cluster, job, trained("02", *LONG, nprocs=4))
+
+
+@EVERYTHING
+@pytest.mark.usefixtures("healed")
+def test_a_cable_is_pulled_for_good(cluster, gated, trained):
+    """The node has to be restarted before it returns.
+
+    When a node returns, Slurm cleans up the old run there, and has been seen to end the new run,
+    whose step has the same number.
+    """
+    job = gated(*TWO_BY_TWO)
+    cluster.cable(2, "down")
+    job.open_the_gate()
+    job.wait("PENDING", timeout=120)
+    cluster.cut_the_power(2)
+    cluster.cable(2, "up")
+    restarted(cluster, job, trained("02", *LONG, nprocs=4))
 
 
 @EVERYTHING
