@@ -1,4 +1,4 @@
-"""Step 4 on nodes that come and go; one is lost with everything that ran on it."""
+"""Step 4 on nodes that are lost, and that join again."""
 
 import contextlib
 import re
@@ -8,7 +8,18 @@ import socket
 import psutil
 import pytest
 import torch
-from conftest import SCRIPT, SMALL, TORCHRUN, Job, edited, epochs, finished, free_port, same_bits
+from conftest import (
+    SCRIPT,
+    SMALL,
+    TORCHRUN,
+    Job,
+    edited,
+    epochs,
+    finished,
+    free_port,
+    resumed,
+    same_bits,
+)
 
 pytestmark = pytest.mark.everything
 EPOCHS = 30
@@ -16,7 +27,7 @@ ARGS = (str(EPOCHS), *SMALL)
 
 
 def node(folder, port, script=SCRIPT["04"], nnodes="1:2", args=ARGS):
-    """Start a node's agent, with one worker, in a folder that all nodes share."""
+    """Start the agent of a node, with one worker, in a folder that all nodes share."""
     where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"]
     options = [f"--nnodes={nnodes}", "--max-restarts=3", "--rdzv-conf=last_call_timeout=3"]
     return Job([TORCHRUN, *options, *where, script, *args], folder)
@@ -24,7 +35,7 @@ def node(folder, port, script=SCRIPT["04"], nnodes="1:2", args=ARGS):
 
 @contextlib.contextmanager
 def two_nodes(folder):
-    """Start the node that hosts the rendezvous and then another, both training."""
+    """Start the node that hosts the rendezvous, then another; yield once both train."""
     port = free_port()
     with node(folder, port) as host:
         host.wait_for(lambda: listening(port))
@@ -39,12 +50,12 @@ def listening(port):
 
 
 def wait_for_epoch(jobs, number):
-    """Wait for the line of this epoch, or of a later one, which the node with rank 0 prints."""
+    """Wait until the node that has rank 0 prints this epoch or a later one."""
     jobs[0].wait_for(lambda: max((n for job in jobs for n in epochs(job)), default=0) >= number)
 
 
 def world_size(job):
-    """Return the world size that a node's one worker was started with, None if it has none."""
+    """Return the world size of the worker of a node, or None if it has no worker now."""
     for worker in job.workers().values():
         with contextlib.suppress(psutil.Error):
             return int(worker.environ()["WORLD_SIZE"])
@@ -52,7 +63,7 @@ def world_size(job):
 
 
 def cut_the_power(job):
-    """End everything that runs on a node at once."""
+    """Kill everything that runs on a node at once."""
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for process in job.processes():
             with contextlib.suppress(psutil.Error):
@@ -60,12 +71,9 @@ def cut_the_power(job):
     job.wait_until_gone()
 
 
-def story(*jobs):
-    """Return how many epochs had run at each start, and how many samples at each early stop."""
-    text = "".join(job.stdout for job in jobs)
-    loaded = [int(n) for n in re.findall(r"checkpoint.pt: (\d+) of", text)]
-    stopped = [int(n.replace(",", "")) for n in re.findall(r"interrupted after ([\d,]+)", text)]
-    return loaded, stopped
+def samples_at_stops(job):
+    """Return the number of samples for each time the job was interrupted."""
+    return [int(n.replace(",", "")) for n in re.findall(r"interrupted after ([\d,]+)", job.stdout)]
 
 
 def test_a_node_is_lost_and_comes_back(tmp_path):
@@ -75,8 +83,8 @@ def test_a_node_is_lost_and_comes_back(tmp_path):
         assert world_size(host) == world_size(other) == 2
         cut_the_power(other)
         host.wait_for(lambda: world_size(host) == 1)
-        host.wait_for("checkpoint.pt: ")
-        run_by_two = story(host)[0][0]
+        host.wait_for("^resuming from ")
+        run_by_two = resumed(host)[0]
         wait_for_epoch([host], run_by_two + 2)
         with node(folder, port) as again:
             for job in (host, again):
@@ -84,16 +92,15 @@ def test_a_node_is_lost_and_comes_back(tmp_path):
             for job in (host, again):
                 assert job.wait().returncode == 0, job
                 job.wait_until_gone()
-    loaded, stopped = story(host, again)
-    assert len(stopped) == 1, host  # warned by its agent: saved in mid-epoch, and lost nothing
-    assert len(loaded) == 2
-    run_by_one, samples = loaded[1], stopped[0]
+    # After the return either node may have rank 0, which prints.
+    (samples,) = samples_at_stops(host)  # told by its agent to stop, so nothing was lost
+    (run_by_one,) = resumed(host)[1:] + resumed(again)
     assert 0 < run_by_two < run_by_one < EPOCHS
-    assert 0 < samples < 12_942
+    assert 0 <= samples < 12_942
     printed = [number for job in (other, host, again) for number in epochs(job)]
     assert set(printed) == set(range(1, EPOCHS + 1))
 
-    steady = tmp_path / "steady"  # the same world sizes at the same moments, with nobody lost
+    steady = tmp_path / "steady"  # the same world sizes at the same positions, without a fault
     steady.mkdir()
     two = [TORCHRUN, "--standalone", "--nproc-per-node=2", SCRIPT["04"]]
     finished([*two, str(run_by_two), *SMALL], steady)
@@ -107,7 +114,7 @@ def test_a_node_is_lost_and_comes_back(tmp_path):
 
 
 def test_the_host_of_the_rendezvous_is_lost(tmp_path, trained):
-    """That ends the job everywhere; started again, anywhere, it goes on."""
+    """The job ends on every node. Started again on any node, it resumes."""
     with two_nodes(tmp_path) as (_, host, other):
         cut_the_power(host)
         assert other.wait(120).returncode == 1
@@ -119,7 +126,7 @@ def test_the_host_of_the_rendezvous_is_lost(tmp_path, trained):
 
 
 def test_one_node_is_told_to_stop(tmp_path, trained):
-    """The other then stops after the same step; both are told apart from a success."""
+    """The other stops at the same step, and both exit with an error."""
     port = free_port()
     with (
         node(tmp_path, port, nnodes=2) as one,
@@ -128,12 +135,12 @@ def test_one_node_is_told_to_stop(tmp_path, trained):
         wait_for_epoch([one, two], 1)
         one.process.send_signal(signal.SIGTERM)
         assert one.wait(60).returncode == 1
-        two.process.send_signal(signal.SIGTERM)  # or it would wait for the first to come back
+        two.process.send_signal(signal.SIGTERM)  # or it would wait for the first node to return
         assert two.wait(60).returncode != 0
         for job in (one, two):
             job.wait_until_gone()
     checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert 0 < checkpoint["SAMPLES_RUN"] < 12_942
+    assert 0 <= checkpoint["SAMPLES_RUN"] < 12_942
     assert (tmp_path / "checkpoint.pt.interrupted").exists()
     start = [TORCHRUN, "--standalone", "--nproc-per-node=2", SCRIPT["04"], *ARGS]
     assert same_bits(finished(start, tmp_path), trained("02", *ARGS))

@@ -1,41 +1,52 @@
-"""Steps 4 and 5 are told to stop: they save in mid-epoch, leave, and go on as if nothing was."""
+"""Steps 4 and 5 are told to stop: they save in mid-epoch, exit, and resume with the same bits."""
 
+import re
 import signal
+import time
 
 import pytest
 import torch
-from conftest import (
-    SMALL,
-    Job,
-    command,
-    edited,
-    epochs,
-    finished,
-    kill,
-    load,
-    same_bits,
-)
+from conftest import SMALL, Job, accuracy, command, edited, epochs, finished, kill, load, same_bits
 
-EPOCHS = ("8", *SMALL)  # of some tenths of a second each
+EPOCHS = ("8", *SMALL)
+EVERYTHING = pytest.mark.everything
+
+
+def term_the_agent(job):
+    job.process.send_signal(signal.SIGTERM)
+
+
+def term_the_agent_twice(job):
+    term_the_agent(job)
+    time.sleep(0.05)  # or the system merges the two
+    term_the_agent(job)
+
+
 TERM = {
-    "the agent": lambda job: job.process.send_signal(signal.SIGTERM),
+    "the agent": term_the_agent,
+    "the agent, twice": term_the_agent_twice,
     "the first worker": lambda job: kill(job.workers()[0], signal.SIGTERM),
     "the last worker": lambda job: kill(job.workers()[max(job.workers())], signal.SIGTERM),
     "all": lambda job: [kill(process, signal.SIGTERM) for process in job.processes()],
 }
-EVERYTHING = pytest.mark.everything
 
 
-def interrupt(tmp_path, start, after, hurt):
-    """Start a job, hurt it after a line of its output, and see it leave in mid-epoch."""
+def interrupt(tmp_path, start, after, stop):
+    """Stop a job some steps after a line of its output, and check what it leaves behind."""
     with Job(start, tmp_path) as job:
         job.wait_for(after)
-        hurt(job)
+        time.sleep(0.1)
+        stop(job)
         job.wait(60).wait_until_gone()
+    return interrupted(tmp_path, job)
+
+
+def interrupted(tmp_path, job):
+    """Check that a job was interrupted inside an epoch, and that its position was saved."""
     checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert 0 < checkpoint["SAMPLES_RUN"] < 12_942, job
-    assert checkpoint["EPOCHS_RUN"] < 8, job
-    assert f"interrupted after {checkpoint['SAMPLES_RUN']:,} samples" in job.stdout
+    assert 0 <= checkpoint["SAMPLES_RUN"] < 12_942, job
+    assert f"interrupted after {checkpoint['SAMPLES_RUN']:,} samples" in job.stdout, job
+    assert checkpoint["EPOCHS_RUN"] == max(epochs(job))
     assert (tmp_path / "checkpoint.pt.interrupted").exists()
     assert job.returncode != 0
     assert "accuracy" not in job.stdout
@@ -43,20 +54,23 @@ def interrupt(tmp_path, start, after, hurt):
 
 
 def resume(tmp_path, start, *earlier):
-    """Start the job again; each epoch is to be printed once in all of its lives."""
+    """Start the job again, and check that all runs together printed each epoch once."""
     job = finished(start, tmp_path)
-    assert "epochs run" in job.stdout
+    assert "resuming from checkpoint.pt" in job.stdout
     assert not (tmp_path / "checkpoint.pt.interrupted").exists()
-    assert [number for life in (*earlier, job) for number in epochs(life)] == list(range(1, 9))
+    assert [number for run in (*earlier, job) for number in epochs(run)] == list(range(1, 9))
     return job
 
 
 @pytest.mark.parametrize(
     ("step", "nprocs", "whom"),
     [
-        ("04", 2, "the last worker"),
-        *(pytest.param("04", 2, whom, marks=EVERYTHING) for whom in TERM if "last" not in whom),
-        *(pytest.param("04", 4, whom, marks=EVERYTHING) for whom in TERM),
+        ("04", 2, "the agent, twice"),
+        pytest.param("04", 2, "the agent", marks=EVERYTHING),
+        pytest.param("04", 2, "the first worker", marks=EVERYTHING),
+        pytest.param("04", 2, "all", marks=EVERYTHING),
+        pytest.param("04", 4, "the agent", marks=EVERYTHING),
+        pytest.param("04", 4, "the last worker", marks=EVERYTHING),
         pytest.param("05", 2, "the agent", marks=EVERYTHING),
     ],
 )
@@ -67,17 +81,18 @@ def test_told_to_stop_and_started_again(trained, tmp_path, step, nprocs, whom):
     assert same_bits(job, trained("02", *EPOCHS, nprocs=nprocs))
 
 
+@EVERYTHING
 def test_told_twice_with_4_processes(trained, tmp_path):
     start = command("04", *EPOCHS, nprocs=4)
-    first = interrupt(tmp_path, start, "^epoch 1 ", TERM["the agent"])
-    second = interrupt(tmp_path, start, f"^epoch {max(epochs(first)) + 1} ", TERM["the agent"])
+    first = interrupt(tmp_path, start, "^epoch 1 ", term_the_agent)
+    second = interrupt(tmp_path, start, f"^epoch {max(epochs(first)) + 1} ", term_the_agent)
     job = resume(tmp_path, start, first, second)
     assert same_bits(job, trained("02", *EPOCHS, nprocs=4))
 
 
 @EVERYTHING
 def test_restarted_in_place(trained, tmp_path):
-    """With restarts left, torchrun itself starts again what left with exit code 75."""
+    """With restarts left, torchrun restarts workers that exit with code 75."""
     start = command("04", *EPOCHS, torchrun=("--max-restarts=1",))
     with Job(start, tmp_path) as job:
         job.wait_for("^epoch 1 ")
@@ -90,31 +105,49 @@ def test_restarted_in_place(trained, tmp_path):
     assert same_bits(job, trained("02", *EPOCHS))
 
 
-def test_workers_of_a_dead_agent_save_and_leave(trained, tmp_path):
-    start = command("04", *EPOCHS)
-    job = interrupt(tmp_path, start, "^epoch 1 ", lambda job: kill(job.process))
+def told_at(tmp_path, epochs_run, samples_run):
+    """Start a copy of step 4 in which the last rank gets SIGTERM at this position."""
+    line = "            total[0] += self._run_batch(source, targets)\n"
+    here = "(self.epochs_run, self.samples_run, dist.get_rank())"
+    told = f"""            if {here} == ({epochs_run}, {samples_run}, 1):
+                signal.raise_signal(signal.SIGTERM)
+"""
+    return command(edited(tmp_path, "04", (line, told + line)), *EPOCHS)
+
+
+STEP = 2 * 64  # samples
+LAST = 12_942 // STEP  # the last step of an epoch, counted from 0
+
+
+@pytest.mark.parametrize(
+    ("step", "saved"),
+    [
+        (33, (1, 40 * STEP)),  # the ranks ask each other at every tenth step
+        pytest.param(LAST, (2, 0), marks=EVERYTHING),  # they ask next in the next epoch
+    ],
+)
+def test_the_ranks_stop_at_the_same_step(trained, tmp_path, step, saved):
+    start = told_at(tmp_path, 1, step * STEP)
+    with Job(start, tmp_path) as job:
+        job.wait().wait_until_gone()
+    interrupted(tmp_path, job)
+    assert re.findall(r"exitcode +: (\d+)", job.stderr) == ["75", "75"]
+    checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert (checkpoint["EPOCHS_RUN"], checkpoint["SAMPLES_RUN"]) == saved
     assert same_bits(resume(tmp_path, start, job), trained("02", *EPOCHS))
 
 
 @EVERYTHING
-def test_workers_of_a_dead_agent_leave_step_3_too(tmp_path):
-    with Job(command("03", "99", *SMALL), tmp_path) as job:
-        job.wait_for("^epoch 1 ")
-        kill(job.process)
-        job.wait_until_gone()
-    assert "torchrun is gone" in job.stderr
+def test_told_after_the_last_question(trained, tmp_path):
+    """Fewer than ten steps are left, so the run ends normally."""
+    job = finished(told_at(tmp_path, 7, LAST * STEP), tmp_path)
+    assert "interrupted" not in job.stdout
+    assert not (tmp_path / "checkpoint.pt.interrupted").exists()
+    assert accuracy(job)
+    assert same_bits(job, trained("02", *EPOCHS))
 
 
-def test_told_on_the_last_step_of_an_epoch(tmp_path):
-    """There is nothing left of this epoch to go on with, so it leaves in the next one."""
-    told = "if self.samples_run >= 12_942: self.told_to_stop.fill_(1)"
-    line = "            self.samples_run += len(targets) * dist.get_world_size()\n"
-    changes = (line, f"{line}            {told}\n"), ("step % 10 == 0 and self._stop", "self._stop")
-    start = command(edited(tmp_path, "04", *changes), "6", "--batch-size=4096", nprocs=1)
-    with Job(start, tmp_path) as job:
-        assert job.wait().returncode == 1
-    assert epochs(job) == [1]
-    assert "interrupted after 4,096 samples" in job.stdout
+# ---------------------------------------------------------------- the sampler
 
 
 def deal(world_size, samples_run, samples=1000):
@@ -126,7 +159,6 @@ def deal(world_size, samples_run, samples=1000):
         sampler.set_epoch(3)
         sampler.samples_run = samples_run
         shards.append(list(sampler))
-        assert len(shards[-1]) == len(sampler)
     assert len({len(shard) for shard in shards}) == 1
     return shards
 
@@ -144,7 +176,7 @@ def test_the_sampler_goes_on_where_it_was(world_size):
 
 @EVERYTHING
 def test_the_sampler_of_4096_ranks():
-    """Nobody needs to start them to see what each would draw."""
+    """Its shards can be checked without starting the ranks."""
     whole = deal(4096, 0, 12_942)
     assert {len(shard) for shard in whole} == {4}
     assert {index for shard in whole for index in shard} == set(range(12_942))
@@ -153,12 +185,10 @@ def test_the_sampler_of_4096_ranks():
 
 @pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 4), (2, 1), (1, 16), (16, 7)])
 def test_the_sampler_in_another_world(before, after):
-    """No sample is run twice or missed, the padding apart."""
-    steps = 20
-    run = [index for shard in deal(before, 0) for index in shard[:steps]]
+    """No sample is missed. At most N-1 of N ranks run one again, and the end is padded."""
+    run = [index for shard in deal(before, 0) for index in shard[:20]]
     left = [index for shard in deal(after, len(run)) for index in shard]
-    assert len(run) == len(set(run)) == steps * before
-    padding = -(1000 - len(run)) % after
-    assert sorted(run + left)[0] == 0
+    assert len(run) == len(set(run)) == 20 * before
     assert set(run + left) == set(range(1000))
-    assert len(run + left) == 1000 + padding
+    again, padding = len(run) % after, -1000 % after
+    assert len(run + left) == 1000 + again + padding
