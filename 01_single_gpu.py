@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 def load_datasets():
     """Scikit-learn's 1797 scans: 1438 to train on, in nine one-pixel shifts, and 359 held out."""
-    scans, labels = load_digits(return_X_y=True)
-    scans = torch.tensor(scans, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
-    labels = torch.tensor(labels)
+    scans, labels = map(torch.tensor, load_digits(return_X_y=True))
+    scans = scans.float().reshape(-1, 1, 8, 8) / 16
     train, test = train_test_split(range(len(scans)), test_size=359, random_state=0)
     padded = nn.functional.pad(scans[train], (1, 1, 1, 1))
     shifted = torch.cat([padded[:, :, y : y + 8, x : x + 8] for y in range(3) for x in range(3)])
@@ -56,7 +55,7 @@ class Trainer:
         return loss.detach() * len(targets)
 
     def _run_epoch(self):
-        torch.manual_seed(self.config["seed"] + self.epochs_run)  # the same numbers after a resume
+        torch.manual_seed(self.config["seed"] + self.epochs_run)  # each epoch has a seed of its own
         self.model.train()
         start = time.perf_counter()
         total = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss and samples

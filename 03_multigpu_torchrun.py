@@ -6,7 +6,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported later, it would keep the process group alive at exit
+import torch.distributed.nn  # imported later, it would keep the process group alive
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
@@ -29,9 +29,8 @@ def ddp_setup():
 
 def load_datasets():
     """Scikit-learn's 1797 scans: 1438 to train on, in nine one-pixel shifts, and 359 held out."""
-    scans, labels = load_digits(return_X_y=True)
-    scans = torch.tensor(scans, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
-    labels = torch.tensor(labels)
+    scans, labels = map(torch.tensor, load_digits(return_X_y=True))
+    scans = scans.float().reshape(-1, 1, 8, 8) / 16
     train, test = train_test_split(range(len(scans)), test_size=359, random_state=0)
     padded = nn.functional.pad(scans[train], (1, 1, 1, 1))
     shifted = torch.cat([padded[:, :, y : y + 8, x : x + 8] for y in range(3) for x in range(3)])
@@ -63,7 +62,7 @@ class Trainer:
         if os.path.exists(self.path):
             self._load_checkpoint()
         self.model = DDP(model)  # backward() averages the gradients over all ranks
-        # The first backward pass settles DDP's order of addition. A resumed run needs the same.
+        # DDP regroups its gradients after one backward(), which changes the rounding: do it now.
         self.model.eval()  # leaves BatchNorm's statistics alone
         source, _ = next(iter(train_data))
         self.model(source.to(device)).sum().backward()
@@ -78,7 +77,7 @@ class Trainer:
         return loss.detach() * len(targets)
 
     def _run_epoch(self):
-        torch.manual_seed(self.config["seed"] + self.epochs_run)  # the same numbers after a resume
+        torch.manual_seed(self.config["seed"] + self.epochs_run)  # each epoch has a seed of its own
         self.train_data.sampler.set_epoch(self.epochs_run)  # or every epoch has the same order
         self.model.train()
         start = time.perf_counter()

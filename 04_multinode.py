@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported later, it would keep the process group alive at exit
+import torch.distributed.nn  # imported later, it would keep the process group alive
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-told_to_stop = torch.zeros(1)  # SIGTERM makes it 1
+told_to_stop = torch.zeros(1)  # 1 after SIGTERM; a tensor, so that all_reduce can sum it
 
 
 def ddp_setup():
@@ -35,9 +35,8 @@ def ddp_setup():
 
 def load_datasets():
     """Scikit-learn's 1797 scans: 1438 to train on, in nine one-pixel shifts, and 359 held out."""
-    scans, labels = load_digits(return_X_y=True)
-    scans = torch.tensor(scans, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
-    labels = torch.tensor(labels)
+    scans, labels = map(torch.tensor, load_digits(return_X_y=True))
+    scans = scans.float().reshape(-1, 1, 8, 8) / 16
     train, test = train_test_split(range(len(scans)), test_size=359, random_state=0)
     padded = nn.functional.pad(scans[train], (1, 1, 1, 1))
     shifted = torch.cat([padded[:, :, y : y + 8, x : x + 8] for y in range(3) for x in range(3)])
@@ -58,7 +57,7 @@ def log(message):
 
 
 class ResumableSampler(DistributedSampler):
-    """A DistributedSampler that skips the samples that the ranks together have already run."""
+    """A DistributedSampler that starts after the epoch's first `samples_run` samples."""
 
     samples_run = 0
 
@@ -80,7 +79,7 @@ class Trainer:
         if os.path.exists(self.path):
             self._load_checkpoint()
         self.model = DDP(model)  # backward() averages the gradients over all ranks
-        # The first backward pass settles DDP's order of addition. A resumed run needs the same.
+        # DDP regroups its gradients after one backward(), which changes the rounding: do it now.
         self.model.eval()  # leaves BatchNorm's statistics alone
         source, _ = next(iter(train_data))
         self.model(source.to(device)).sum().backward()
@@ -101,14 +100,14 @@ class Trainer:
         return votes.item() > 0
 
     def _run_epoch(self):
-        torch.manual_seed(self.config["seed"] + self.epochs_run)  # the same numbers after a resume
+        torch.manual_seed(self.config["seed"] + self.epochs_run)  # each epoch has a seed of its own
         self.train_data.sampler.set_epoch(self.epochs_run)  # or every epoch has the same order
         self.train_data.sampler.samples_run = self.samples_run
         self.model.train()
         start = time.perf_counter()
         total = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss and samples
         for step, (source, targets) in enumerate(self.train_data):
-            if step % 10 == 0 and self._stop_agreed():
+            if step % 10 == 0 and self._stop_agreed():  # asking in each step would cost time
                 self.interrupted = True
                 return
             total[0] += self._run_batch(source, targets)
@@ -162,7 +161,7 @@ class Trainer:
                 self._save_checkpoint()
 
 
-def ignore_sigterm(worker_id):
+def ignore_sigterm(worker_id):  # torchrun sends it to the loader's workers, too
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
