@@ -1,26 +1,25 @@
-"""Where a training step goes, on every rank: data, forward, backward, waiting, optimizer.
+"""Measure where a training step goes on every rank: data, forward, backward, waiting, optimizer.
 
-    torchrun --standalone --nproc-per-node=2 benchmarks/breakdown.py [arguments of 04_multinode.py]
+    torchrun --standalone --nproc-per-node=2 benchmarks/breakdown.py
 
-It runs steps of the real 04_multinode.py under torch.profiler, prints the mean milliseconds of each
-part, draws one step as breakdown.svg, and writes trace-RANK.json, to be opened at ui.perfetto.dev.
-The times are those of the host: on a GPU, which works behind its back, look at the trace instead.
+It runs steps of 04_multinode.py under torch.profiler, prints the mean milliseconds of each part,
+draws one step as breakdown.svg, and writes breakdown.json and trace-RANK.json (open the traces at
+ui.perfetto.dev). The times are those of the host. A GPU runs asynchronously: look at its trace.
 """
 
-import importlib.util
+import argparse
 import json
 import os
 import statistics
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn
 from matplotlib.patches import Patch
-from shared import GREY, drawing, machine
+from shared import GREY, drawing, load, machine, positive_int, prepared, table
 from torch.profiler import ProfilerActivity, profile
 
-SCRIPT = Path(__file__).resolve().parent.parent / "04_multinode.py"
 PARTS = {
     "data": "#2da44e",
     "forward": "#2f81f7",
@@ -29,40 +28,22 @@ PARTS = {
     "optimizer": "#bf8700",
     "other": "#8c959f",
 }
-WARM_UP, STEPS = 20, 50
+WARM_UP, STEPS = 10, 40
 
 
-def load_script():
-    """Import 04_multinode.py, whose name is none that Python could import."""
-    spec = importlib.util.spec_from_file_location("multinode", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def profiled_steps(script, args, rank):
+def profiled_steps(words):
     """Train some steps, and profile more; return the profiler and the gradients' bytes."""
-    train_set, _, model, optimizer = script.load_train_objs(args)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    data = script.prepare_dataloader(train_set, args)
-    trainer = script.Trainer(model, data, optimizer, device, rank, args)
-    batches = iter(data)
-
-    def step():
-        source, targets = next(batches)
-        trainer._run_batch(source.to(device), targets.to(device))
-
-    if len(data) < WARM_UP + STEPS:
-        script.parser.error(
-            f"an epoch has {len(data)} steps, fewer than the {WARM_UP + STEPS} here"
-        )
+    _, _, trainer, _ = prepared("04", words)
+    batches, found = iter(trainer.train_data), len(trainer.train_data)
+    if found < WARM_UP + STEPS:
+        raise SystemExit(f"an epoch has {found} steps, fewer than the {WARM_UP + STEPS} needed")
     for _ in range(WARM_UP):
-        step()
+        trainer._run_batch(*next(batches))
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     with profile(activities=kinds) as profiler:
         for _ in range(STEPS):
-            step()
-    gradients = sum(p.grad.numel() * p.grad.element_size() for p in model.parameters())
+            trainer._run_batch(*next(batches))
+    gradients = sum(p.grad.numel() * p.grad.element_size() for p in trainer.model.parameters())
     return profiler, gradients
 
 
@@ -79,9 +60,9 @@ def spans(events, start):
 def timelines(profiler):
     """Return for each step {part: [(start, end), ...]}, in milliseconds from its beginning.
 
-    The profiler marks fetching, DDP's forward, each function of backward and the optimizer by
-    itself. What lies between the last function of backward and the optimizer is waiting, for the
-    all-reduce that DDP started from within backward.
+    The profiler records the fetching, DDP's forward, each function of backward, and the optimizer.
+    The time between the last function of backward and the optimizer is spent waiting for the
+    all-reduce that DDP started during backward.
     """
     events = profiler.events()
     fetched = spans(events, "enumerate(DataLoader)")
@@ -95,14 +76,14 @@ def timelines(profiler):
         parts = {"data": [data], "forward": [ahead], "backward": [back]}
         parts |= {"waiting": [(back[1], update[0])], "optimizer": [update]}
         own = [span for span in reduced if back[0] <= span[0] < update[0]]
-        parts["all-reduce"] = [(start, min(end, update[0])) for start, end in own]  # marked late
+        parts["all-reduce"] = [(start, min(end, update[0])) for start, end in own]  # ends late
         moved = {k: [(a - data[0], b - data[0]) for a, b in found] for k, found in parts.items()}
         steps.append(moved)
     return steps
 
 
 def durations(step):
-    """Return the milliseconds of each part of a step, and of all-reduce as far as it is hidden."""
+    """Return the milliseconds of each part of a step, and how much of the all-reduce is hidden."""
     found = {name: sum(end - start for start, end in step[name]) for name in step}
     found["other"] = length(step) - sum(found[name] for name in PARTS if name in found)
     ((_, ready),) = step["backward"]
@@ -122,7 +103,7 @@ def means(steps):
 
 
 def draw(steps, path):
-    """Draw a step of each rank: its parts, and below them the all-reduce that runs beside them."""
+    """Draw a step of each rank: its parts, and below them the all-reduce that runs meanwhile."""
     colours = PARTS | {"all-reduce": GREY}
     with drawing(path, "One training step", figsize=(9, 0.9 + 0.8 * len(steps))) as axis:
         for rank, step in enumerate(steps):
@@ -138,39 +119,46 @@ def draw(steps, path):
 
 
 def report(rows):
-    """Print a Markdown table of the mean milliseconds of each rank."""
+    """Return a Markdown table of the mean milliseconds of each rank."""
     names = [*PARTS, "all-reduce", "hidden"]
-    print(f"| ms per step | {' | '.join(names)} | step |")
-    print("|---" * (len(names) + 2) + "|")
+    lines = [("ms per step", *names, "step")]
     for rank, mean in enumerate(rows):
         total = sum(mean[name] for name in PARTS)
-        cells = [f"{mean[name]:.3f}" for name in names] + [f"{total:.3f}"]
-        print(f"| rank {rank} | {' | '.join(cells)} |")
+        lines.append((f"rank {rank}", *(f"{mean[name]:.1f}" for name in names), f"{total:.1f}"))
+    return table(*lines)
+
+
+def parse_args():
+    style = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], **style)
+    parser.add_argument("--batch-size", type=positive_int, default=128, help="per process")
+    parser.add_argument("--width", type=positive_int, default=32, help="of the model; 256 for GPUs")
+    args = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it with: torchrun --standalone --nproc-per-node=2 breakdown.py")
+    return args
 
 
 def main():
-    script = load_script()
-    script.parser.prog, script.parser.description = "breakdown.py", __doc__.splitlines()[0]
-    script.parser.set_defaults(checkpoint_path=os.devnull + ".none")
-    args = script.parse_args()
-    script.ddp_setup(int(os.environ["LOCAL_RANK"]))
+    args = parse_args()
+    load("04").ddp_setup()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    profiler, gradients = profiled_steps(script, args, rank)
+    words = [f"--batch-size={args.batch_size}", f"--width={args.width}"]
+    profiler, gradients = profiled_steps([*words, "--checkpoint-path=.breakdown.pt"])
     profiler.export_chrome_trace(f"trace-{rank}.json")
     steps = timelines(profiler)
     gathered = [None] * world_size if rank == 0 else None
     dist.gather_object(steps, gathered)
     if rank == 0:
         rows = [means(steps) for steps in gathered]
-        report(rows)
-        record = {"machine": machine(), "gradient_bytes": gradients, "milliseconds_by_rank": rows}
+        print(report(rows))
+        record = {"machine": machine(), "options": vars(args), "gradient_bytes": gradients}
+        record["milliseconds_by_rank"] = rows
         Path("breakdown.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
-        usual = sorted(range(STEPS), key=lambda n: length(steps[n]))[STEPS // 2]
-        draw([steps[usual] for steps in gathered], "breakdown.svg")
+        typical = sorted(range(STEPS), key=lambda n: length(steps[n]))[STEPS // 2]
+        draw([steps[typical] for steps in gathered], "breakdown.svg")
     dist.barrier()
     dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":

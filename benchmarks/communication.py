@@ -1,9 +1,9 @@
-"""What talking costs: all_reduce by size of message, and ways to bring results together.
+"""Measure communication: all_reduce by message size, and ways to collect results.
 
     torchrun --standalone --nproc-per-node=4 benchmarks/communication.py
 
-Rank 0 prints the times and writes communication-N.json, N being the world size, from which
-forecast.py fits the latency and the time per byte of this machine.
+Rank 0 prints the times and writes communication-N.json, where N is the world size. forecast.py fits
+this machine's latency and time per byte to them.
 """
 
 import argparse
@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from shared import machine
+import torch.distributed.nn
+from shared import machine, positive_int, table
 from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "slurm"))
@@ -28,7 +29,7 @@ PAYLOADS = [4**n for n in range(2, 11)]  # bytes per rank, 16 B to 1 MiB
 
 
 def connecting_time():
-    """Return the seconds that all ranks take to form one more process group and to meet in it."""
+    """Return the seconds that all ranks take to form another process group and pass a barrier."""
     dist.barrier()
     start = time.perf_counter()
     dist.barrier(dist.new_group())
@@ -36,9 +37,10 @@ def connecting_time():
 
 
 def gather_times(payload, repeats):
-    """Return the median seconds that each way takes to bring a payload of bytes per rank together.
+    """Return the median seconds that each way takes to collect a payload of bytes from each rank.
 
-    To every rank: as objects, as tensors, or only their sum. To rank 0 alone: as objects.
+    all_reduce gives every rank the sum, all_gather and all_gather_object give every rank all
+    payloads, gather_object gives them to rank 0 only.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -69,31 +71,32 @@ def timed(function, repeats):
 
 def tables(reduced, gathered, ranks):
     """Return both results as Markdown."""
-    lines = ["| bytes | all_reduce, ms | bus bandwidth, GB/s |", "|---|---|---|"]
+    rows = [("bytes", "all_reduce, ms", "bus bandwidth, GB/s")]
     for size, seconds in reduced.items():
         speed = bus_bandwidth(size, seconds, ranks)
-        lines.append(f"| {size:,} | {seconds * 1e3:.3f} | {speed:.3f} |")
+        rows.append((f"{size:,}", f"{seconds * 1e3:.3f}", f"{speed:.3f}"))
     ways = list(next(iter(gathered.values())))
-    lines += [
-        "",
-        f"| bytes per rank | {', ms | '.join(ways)}, ms |",
-        "|---" * (len(ways) + 1) + "|",
-    ]
+    collected = [("bytes per rank", *(f"{way}, ms" for way in ways))]
     for size, times in gathered.items():
-        cells = [f"{times[way] * 1e3:.3f}" for way in ways]
-        lines.append(f"| {size:,} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        collected.append((f"{size:,}", *(f"{times[way] * 1e3:.3f}" for way in ways)))
+    return f"{table(*rows)}\n\n{table(*collected)}"
+
+
+def parse_args():
+    style = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], **style)
+    parser.add_argument("--repeats", type=positive_int, default=20, help="per size")
+    parser.add_argument("--largest", type=int, default=2**24, help="message in bytes, at least 16")
+    args = parser.parse_args()
+    if args.largest < PAYLOADS[0]:
+        parser.error(f"--largest must be at least {PAYLOADS[0]}")
+    if "RANK" not in os.environ:
+        parser.error("start it with: torchrun --standalone --nproc-per-node=2 communication.py")
+    return args
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=20, help="per size (default: %(default)s)")
-    parser.add_argument("--largest", type=int, default=2**24, help="message (default: %(default)s)")
-    args = parser.parse_args()
-    if args.repeats < 1 or args.largest < MESSAGES[0]:
-        parser.error("--repeats must be positive, and --largest at least 4")
-    if "RANK" not in os.environ:
-        parser.error("start it with: torchrun --standalone --nproc-per-node=2 communication.py")
+    args = parse_args()
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -108,7 +111,7 @@ def main():
         gathered[size] = gather_times(size, args.repeats)
     if rank == 0:
         print(tables(reduced, gathered, ranks))
-        print(f"\nA process group of {ranks} ranks is formed in {connecting:.3f} s.")
+        print(f"\n{ranks} ranks formed a process group in {connecting:.3f} s.")
         record = {"machine": machine(), "world_size": ranks, "backend": dist.get_backend()}
         record |= {"all_reduce_seconds": reduced, "gather_seconds": gathered}
         record["connecting_seconds"] = connecting
@@ -116,8 +119,6 @@ def main():
         path.write_text(json.dumps(record, indent=1), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":

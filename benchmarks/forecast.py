@@ -1,14 +1,14 @@
-"""How far it will scale: what a measured step and a measured network say of larger worlds.
+"""Forecast how training scales to more ranks, from a measured step and a measured network.
 
     python benchmarks/forecast.py communication-2.json communication-3.json
 
-fits latency and time per byte from what communication.py wrote at two or more world sizes, takes
-the step from what breakdown.py wrote, prints the efficiency of weak scaling to be expected and what
-else grows with the world, and draws forecast.svg. With --held-out communication-4.json it also says
-how far the fitted times are from those measured there.
+Fits latency and time per byte to what communication.py wrote at two or more world sizes, takes the
+step from what breakdown.py wrote, prints the expected efficiency of weak scaling and what else
+grows with the number of ranks, and draws forecast.svg. With --held-out communication-4.json it also
+prints how far the fitted times are from those measured at that world size.
 
-A forecast is a straight line drawn far: it knows of no slower links beyond the nodes measured, and
-of no other jobs. Measure again, with scaling.py, as soon as you have more nodes.
+This is an extrapolation. It knows nothing of slower links beyond the measured nodes, or of other
+jobs. Measure again with scaling.py as soon as you have more nodes.
 """
 
 import argparse
@@ -20,18 +20,18 @@ from pathlib import Path
 
 import numpy as np
 from scipy.optimize import nnls
-from shared import GREY, drawing
+from shared import GREY, drawing, positive_int, table
 from torch.utils.data.distributed import DistributedSampler
 
 WORLDS = (8, 64, 512, 4096)
-SAMPLES = 1_281_167  # as many as ImageNet's training set has
+SAMPLES = 1_281_167  # the size of ImageNet's training set
 
 
 def ring(ranks, size, alpha, beta):
     """Return the seconds of an all-reduce of size bytes around a ring.
 
-    2 (n - 1) messages of size / n follow one another (Patarasuk and Yuan, 2009,
-    https://doi.org/10.1016/j.jpdc.2008.09.002), each of alpha seconds and beta seconds per byte.
+    It takes 2 (n - 1) messages of size / n in sequence (Patarasuk and Yuan, 2009,
+    https://doi.org/10.1016/j.jpdc.2008.09.002). Each takes alpha seconds and beta per byte.
     """
     return 2 * (ranks - 1) * (alpha + size / ranks * beta)
 
@@ -39,7 +39,7 @@ def ring(ranks, size, alpha, beta):
 def tree(ranks, size, alpha, beta):
     """Return the seconds of an all-reduce up and down two binary trees, in small chunks.
 
-    The latency grows with the depth only; each rank sends and receives all bytes once in either
+    The latency grows with the depth only. Each rank sends and receives all bytes once in each
     direction (Sanders, Speck and Träff, 2009, https://doi.org/10.1016/j.parco.2009.09.001).
     """
     return 2 * math.ceil(math.log2(ranks)) * alpha + 2 * size * beta
@@ -48,12 +48,12 @@ def tree(ranks, size, alpha, beta):
 def fit(measured):
     """Return alpha and beta from rows of (ranks, bytes, seconds) of a ring's all-reduce.
 
-    Each row weighs by its relative error, so that small messages count as much as large ones, and
-    neither result is negative (Lawson and Hanson's least squares, from SciPy).
+    The relative errors are minimized, so that small messages count as much as large ones, and
+    neither result is negative (non-negative least squares, from SciPy).
     """
     steps = np.array([[ring(n, size, 1, 0), ring(n, size, 0, 1)] for n, size, _ in measured])
     seconds = np.array([row[2] for row in measured])
-    scale = np.linalg.norm(steps / seconds[:, None], axis=0)  # alpha and beta are of other orders
+    scale = np.linalg.norm(steps / seconds[:, None], axis=0)  # alpha and beta differ by orders
     found, _ = nnls(steps / seconds[:, None] / scale, np.ones(len(measured)))
     return tuple(found / scale)
 
@@ -61,15 +61,15 @@ def fit(measured):
 def waiting(communication, backward, buckets):
     """Return the seconds of communication that a step has to wait for.
 
-    DDP sends a bucket of gradients as soon as these are ready, so that all but the last bucket can
-    travel while backward still computes.
+    DDP sends a bucket of gradients as soon as they are ready, so all but the last bucket can be
+    sent while backward is still computing.
     """
     behind = communication / buckets
     return max(behind, communication - backward * (1 - 1 / buckets))
 
 
 def efficiency(ranks, step, algorithm, network):
-    """Return the share of a step that is not waiting, when all ranks keep their batch.
+    """Return the share of a step that is not spent waiting, if all ranks keep their batch.
 
     step: {"seconds", "backward", "bytes", "buckets"} of one rank; network: (alpha, beta).
     """
@@ -79,9 +79,9 @@ def efficiency(ranks, step, algorithm, network):
 
 
 def variants(step):
-    """Return the same step with what moves the limit."""
+    """Return the step as measured, and with what raises its efficiency."""
     eight = {"seconds": 8 * step["seconds"], "backward": 8 * step["backward"]}
-    sums = {"seconds": 8 * step["seconds"]}  # only the last of eight backwards hides anything
+    sums = {"seconds": 8 * step["seconds"]}  # only the last of eight backward passes overlaps
     return {
         "as it is": step,
         "batch x 8": step | eight,
@@ -90,30 +90,33 @@ def variants(step):
     }
 
 
-def table(step, network):
+def efficiency_table(step, network):
     """Return the forecast as Markdown."""
-    lines = [f"| | all-reduce | {' | '.join(f'{n:,} ranks' for n in WORLDS)} |"]
-    lines.append("|---" * (len(WORLDS) + 2) + "|")
+    rows = [("", "all-reduce", *(f"{n:,} ranks" for n in WORLDS))]
     for name, changed in variants(step).items():
         for algorithm in (ring, tree):
             found = [efficiency(n, changed, algorithm, network) for n in WORLDS]
-            cells = " | ".join(f"{share:.2f}" for share in found)
-            lines.append(f"| {name} | {algorithm.__name__} | {cells} |")
-    return "\n".join(lines)
+            rows.append((name, algorithm.__name__, *(f"{share:.2f}" for share in found)))
+    return table(*rows)
 
 
 def draw(step, network, path):
-    """Draw the efficiency over the number of ranks, for what stands in the table."""
+    """Draw the efficiency over the number of ranks, for each row of the table."""
     worlds = [2**n for n in range(13)]
-    lines = (("#2f81f7", 4), ("#2da44e", 3), ("#8250df", 1.5), ("#d9730d", 1.5))  # some coincide
-    with drawing(path, "Efficiency to be expected", figsize=(8, 4)) as axis:
+    lines = (
+        ("#2f81f7", 4),
+        ("#2da44e", 3),
+        ("#8250df", 1.5),
+        ("#d9730d", 1.5),
+    )  # some lines coincide
+    with drawing(path, "Forecast of the efficiency", figsize=(8, 4)) as axis:
         for (name, changed), (colour, width) in zip(variants(step).items(), lines, strict=True):
             for algorithm, style in ((ring, "-"), (tree, "--")):
                 found = [efficiency(n, changed, algorithm, network) for n in worlds]
                 label = f"{name}, {algorithm.__name__}"
                 axis.plot(worlds, found, style, color=colour, linewidth=width, label=label)
         axis.axhline(0.5, color=GREY, linewidth=0.8)
-        axis.text(1, 0.51, "below, half of the machine waits", color=GREY)
+        axis.text(1, 0.51, "half of the time is spent waiting", color=GREY)
         axis.set_xscale("log", base=2)
         axis.set(xlabel="ranks", ylabel="efficiency", xticks=worlds[::2], ylim=(0, 1.03))
         axis.set_xticklabels([f"{n:,}" for n in worlds[::2]])
@@ -121,7 +124,7 @@ def draw(step, network, path):
 
 
 def sampler_seconds(ranks):
-    """Return the seconds in which DistributedSampler deals one rank its shard of an epoch."""
+    """Return the seconds that DistributedSampler takes to list one rank's samples of an epoch."""
     sampler = DistributedSampler(range(SAMPLES), ranks, rank=0)
     start = time.perf_counter()
     list(sampler)
@@ -129,24 +132,23 @@ def sampler_seconds(ranks):
 
 
 def growth_table(step, batch, records):
-    """Return as Markdown what grows with the world in Python: index lists, and gathered objects.
+    """Return as Markdown what else grows with the number of ranks: index lists, gathered objects.
 
-    Every rank shuffles and slices the list of all samples, while its epoch gets shorter. To gather
-    a MiB from each rank onto every rank takes as long per MiB received as the records say.
+    Every rank shuffles the list of all samples, while its share of them shrinks. The time to gather
+    a MiB from each rank on every rank is extrapolated from the largest payload measured.
     """
     largest = max(map(int, records[-1]["gather_seconds"]))
     times = [
         r["gather_seconds"][str(largest)]["all_gather_object"] / r["world_size"] for r in records
     ]
     per_byte = statistics.median(times) / largest
-    lines = ["| ranks | sampler's list | share of the epoch | all_gather_object of 1 MiB each |"]
-    lines.append("|---|---|---|---|")
+    rows = [("ranks", "sampler's list", "share of the epoch", "all_gather_object of 1 MiB each")]
     for ranks in WORLDS:
         seconds = sampler_seconds(ranks)
         share = seconds / (seconds + SAMPLES / ranks / batch * step["seconds"])
         gathered = f"{ranks * 2**20 * per_byte:,.1f} s, {ranks / 2**10:.2f} GiB on every rank"
-        lines.append(f"| {ranks:,} | {seconds:.2f} s | {share:.1%} | {gathered} |")
-    return "\n".join(lines)
+        rows.append((f"{ranks:,}", f"{seconds:.2f} s", f"{share:.1%}", gathered))
+    return table(*rows)
 
 
 def errors(measured, network):
@@ -161,7 +163,7 @@ def rows_of(record):
 
 
 def read_step(path, bucket_mb):
-    """Return the step of rank 0 that breakdown.py measured, its waiting left out."""
+    """Return the step of rank 0 that breakdown.py measured, without its waiting."""
     record = json.loads(path.read_text(encoding="utf-8"))
     mine, size = record["milliseconds_by_rank"][0], record["gradient_bytes"]
     own = sum(mine[name] for name in ("data", "forward", "backward", "optimizer", "other"))
@@ -176,11 +178,13 @@ def parse_args():
     parser.add_argument("--held-out", type=Path, help="from communication.py with another world")
     step = {"type": Path, "default": "breakdown.json"}
     parser.add_argument("--breakdown", help="from breakdown.py", **step)
-    parser.add_argument("--batch-size", type=int, default=32, help="of breakdown.py, per rank")
+    parser.add_argument(
+        "--batch-size", type=positive_int, default=128, help="of breakdown.py, per rank"
+    )
     parser.add_argument("--bucket-mb", type=float, default=25, help="DDP's bucket_cap_mb")
     args = parser.parse_args()
-    if not args.bucket_mb > 0 or args.batch_size < 1:
-        parser.error("bucket_mb and batch_size must be positive")
+    if not args.bucket_mb > 0:
+        parser.error("--bucket-mb must be positive")
     try:
         args.records = [json.loads(path.read_text(encoding="utf-8")) for path in args.communication]
         args.network = fit([row for record in args.records for row in rows_of(record)])
@@ -201,12 +205,10 @@ def main():
     print(f"latency {latency * 1e6:.1f} us, {1e-9 / byte:.2f} GB/s, fitted to a ring")
     for found in args.errors:
         median = statistics.median(map(abs, found.values()))
-        print(
-            f"all_reduce, forecast of what was held out: {median:.0%} off in the median;", end=" "
-        )
-        print(", ".join(f"{size:,} B {error:+.0%}" for size, error in found.items()))
+        sizes = ", ".join(f"{size:,} B {error:+.0%}" for size, error in found.items())
+        print(f"error for the held-out world size: {median:.0%} in the median; {sizes}")
     draw(args.step, args.network, "forecast.svg")
-    print("", table(args.step, args.network), "", sep="\n")
+    print("", efficiency_table(args.step, args.network), "", sep="\n")
     print(f"An epoch of {SAMPLES:,} samples:\n")
     print(growth_table(args.step, args.batch_size, args.records))
 

@@ -1,14 +1,14 @@
-"""What each line of the scripts buys: real training with it and without it, in turn.
+"""Measure what single lines of the scripts gain or cost: train with and without each, in turn.
 
     python benchmarks/lines.py                                      one process
-    torchrun --standalone --nproc-per-node=2 benchmarks/lines.py    ranks that talk
+    torchrun --standalone --nproc-per-node=2 benchmarks/lines.py    two ranks
 
-Every round takes each pair of variants, in random order, and trains one right after the other on a
-quarter of the samples, as the speed of a machine drifts within seconds; the table shows medians of
-the ratios, and quartiles. The limits are programs that do less: one process is held against a
-bare loop over batches that are in memory already; ranks against copies of step 1 that train in the
-same processes at the same time and never talk, and against such copies that sum up their gradients
-once a step, and do nothing with the sum.
+The speed of a machine drifts within seconds. So each round takes all pairs of variants in random
+order and trains the two of a pair one right after the other, on a third of the samples; the result
+is the median of the ratios with their quartiles. Two baselines show how much is left to gain: for one
+process a bare loop over batches that are already in memory; for several ranks as many copies of
+step 1 in the same processes, which never communicate, and the same copies with one all-reduce of
+the gradients per step whose result is not used.
 """
 
 import argparse
@@ -16,141 +16,119 @@ import contextlib
 import json
 import os
 import random
-import shutil
-import sys
 import tempfile
 import time
 from pathlib import Path
-from types import ModuleType
 
 import torch
 import torch.distributed as dist
-from shared import machine, middle
-from tqdm import tqdm
+import torch.distributed.nn
+from shared import cell, load, machine, middle, positive_int, prepared, table
 
-ROOT = Path(__file__).resolve().parent.parent
 RANKS = int(os.environ.get("WORLD_SIZE", "0"))
-LAST = "05" if RANKS else "01"  # the script whose lines are tried out
-COLLATE, TO = "collate_fn=tuple", ".to(self.device)"
-NHWC, FUSED, DDP = ".to(memory_format=torch.channels_last)", ", fused=True", "DDP(model.to(device)"
+STEP = "05" if RANKS else "01"  # the script whose lines are changed
+PART = 3  # train on every third sample: an epoch is long enough for two votes
+TESTS = 20  # evaluate the test set so many times over
+LOADER = "pin_memory=pin"
+DATASET = "class TensorDataset(TensorDataset):\n    __getitems__ = TensorDataset.__getitem__\n\n\n"
 FORWARD = "loss = nn.functional.cross_entropy(self.model(source), targets, label_smoothing=0.1)"
-BACKWARD, VOTE = "loss.backward()", "step % 10 == 0 and self._stop_agreed()"
+BACKWARD = "loss.backward()"
 SUM = "dist.all_reduce(torch.cat([p.grad.flatten() for p in self.model.parameters()]))"
-TALK = [("import torch\n", "import torch\nimport torch.distributed as dist\n")]
-TALK += [(BACKWARD, f"{BACKWARD}; {SUM}")]
+DDP = "DDP(model"
+ASK = "step % 10 == 0 and self._stop_agreed()"
+VOTE = """        votes = told_to_stop.clone()
+        dist.all_reduce(votes)
+        return votes.item() > 0
+"""
+ASYNCHRONOUS = """        pending = getattr(self, "pending", None)
+        agreed = pending is not None and pending.wait() and self.votes.item() > 0
+        self.votes = told_to_stop.clone()
+        self.pending = dist.all_reduce(self.votes, async_op=True)
+        return agreed
+"""
 
-# What is tried: the name, and what stands in the script in place of what.
+# The variants: a name, and what replaces what in the script.
 ANYWHERE = {
-    "not channels-last": [(NHWC, "")],
-    "AdamW not fused": [(FUSED, "")],
-    "AdamW with foreach": [(FUSED, ", foreach=True")],
-    "samples fetched one by one": [(f", {COLLATE}", ""), ("    __getitems__ =", "    unused =")],
-    "a loader worker": [(COLLATE, f"{COLLATE}, num_workers=1, persistent_workers=True")],
-    "item() in each step": [("loss.detach()", "torch.tensor(loss.item())")],
-    "zero_grad(set_to_none=False)": [("zero_grad()", "zero_grad(set_to_none=False)")],
-    "torch.compile": [("model.to(device)", "torch.compile(model.to(device))")],
+    "not channels-last": [(", memory_format=torch.channels_last", "")],
+    "AdamW not fused": [(", fused=True", "")],
+    "AdamW with foreach": [("fused=True", "foreach=True")],
+    "batches fetched at once": [
+        ("def load_datasets", f"{DATASET}def load_datasets"),
+        (LOADER, f"{LOADER}, collate_fn=tuple"),
+    ],
+    "one loader worker": [(LOADER, f"{LOADER}, num_workers=1, persistent_workers=True")],
     "bf16 autocast": [
         (FORWARD, f"with torch.autocast(source.device.type, torch.bfloat16): {FORWARD}")
     ],
 }
-ON_GPUS = {
-    "pinned memory, non-blocking copies": [
-        (COLLATE, f"{COLLATE}, pin_memory=True"),
-        (TO, ".to(self.device, non_blocking=True)"),
-    ],
-    "TF32": [("style = {", 'torch.set_float32_matmul_precision("high")\nstyle = {')],
-}
 BETWEEN_RANKS = {
-    "gradient_as_bucket_view": [(DDP, f"{DDP}, gradient_as_bucket_view=True")],
-    "static_graph": [(DDP, f"{DDP}, static_graph=True")],
-    "buckets of 0.1 MB": [(DDP, f"{DDP}, bucket_cap_mb=0.1")],
     "find_unused_parameters": [(DDP, f"{DDP}, find_unused_parameters=True")],
-    "a vote in each step": [(VOTE, "self._stop_agreed()")],
-    "no vote": [(VOTE, "False")],
+    "gradient_as_bucket_view": [(DDP, f"{DDP}, gradient_as_bucket_view=True")],
+    "no vote": [(ASK, "False")],
+    "a vote in each step": [(ASK, "self._stop_agreed()")],
+    "an asynchronous vote": [(VOTE, ASYNCHRONOUS)],
 }
-
-
-def load(step, changes=()):
-    """Import a step's script with some of its text changed."""
-    (path,) = ROOT.glob(f"{step}_*.py")
-    text = path.read_text(encoding="utf-8")
-    for old, new in changes:
-        if old not in text:
-            raise SystemExit(f"{path.name} has no {old!r}")
-        text = text.replace(old, new)
-    module = ModuleType(path.stem)
-    exec(compile(text, path, "exec"), module.__dict__)
-    return module
+ON_GPUS = {
+    "pageable memory, blocking copies": [(LOADER, "pin_memory=False"), (", non_blocking=True", "")],
+    "item() in each step": [("loss.detach()", "loss.item()")],
+    "torch.compile": [("build_model(args.width)", "torch.compile(build_model(args.width))")],
+}
+SUMMING = [("import torch\n", "import torch\nimport torch.distributed as dist\n")]
+SUMMING += [(BACKWARD, f"{BACKWARD}; {SUM}")]
 
 
 # ---------------------------------------------------------------- what is timed
 
 
 class Run:
-    """A script or a variant of one, ready to train; each method returns the samples it has run."""
+    """A script or a variant of one, ready to train. Each method returns how many samples it ran."""
 
-    def __init__(self, step, words, changes=(), threads=None, core=None):
-        self.script, self.threads, self.core = load(step, changes), threads, core
-        self.args = self.script.parser.parse_args(words)
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        train_set, self.test_set, model, optimizer = self.script.load_train_objs(self.args)
-        train_set.tensors = tuple(part[::4] for part in train_set.tensors)
-        data = self.script.prepare_dataloader(train_set, self.args)
-        rank = () if step == "01" else (dist.get_rank(),)
-        self.trainer = self.script.Trainer(model, data, optimizer, self.device, *rank, self.args)
-        self.samples, self.epoch = len(data.sampler), 0
+    def __init__(self, step, words, changes=(), threads=None):
+        self.threads = threads
+        self.script, self.args, self.trainer, self.test_set = prepared(step, words, changes, PART)
 
     def train(self):
         threads = torch.get_num_threads()
         torch.set_num_threads(self.threads or threads)
-        self.epoch, self.trainer.samples_run = self.epoch + 1, 0
-        with bound_to(self.core):
-            self.trainer._run_epoch(self.epoch)
+        self.trainer.samples_run = 0
+        self.trainer._run_epoch()
+        self.trainer.epochs_run += 1
         torch.set_num_threads(threads)
-        return self.samples
+        return len(self.trainer.train_data.sampler)
+
+    def train_on_rank_0(self):
+        """Train in one process; the others wait, and leave it their cores."""
+        return self.train() if dist.get_rank() == 0 else 0
 
     def train_bare(self):
-        """Do the steps alone; the first call fetches the batches."""
-        if not self.epoch:
-            data = self.trainer.train_data
-            self.epoch, self.batches = 1, [[x.to(self.device) for x in batch] for batch in data]
-        model, optimizer = self.trainer.model, self.trainer.optimizer
+        """Run the training steps alone; the first call fetches the batches."""
+        trainer = self.trainer
+        if not hasattr(self, "batches"):
+            self.batches = [[x.to(trainer.device) for x in pair] for pair in trainer.train_data]
         for source, targets in self.batches:
-            optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(model(source), targets, label_smoothing=0.1)
+            trainer.optimizer.zero_grad()
+            logits = trainer.model(source)
+            loss = torch.nn.functional.cross_entropy(logits, targets, label_smoothing=0.1)
             loss.backward()
-            optimizer.step()
+            trainer.optimizer.step()
         loss.item()
-        return self.samples
+        return sum(len(targets) for _, targets in self.batches)
 
     def save(self):
-        """Save on rank 0; what is returned compares its time with that of a whole epoch."""
+        """Save on rank 0. The samples returned are those of an epoch, to compare the times."""
         if RANKS and dist.get_rank() > 0:
             return 0
         self.trainer._save_checkpoint()
-        return 4 * self.samples * (RANKS or 1)
+        return len(self.trainer.train_data.sampler) * PART * (RANKS or 1)
 
     def evaluate(self):
-        """Read the held-out digits fifty times over."""
+        """Evaluate on the test set, many times over: together in step 5, each rank in step 1."""
         if len(self.test_set) == 359:
-            many = (part.repeat(50, *[1] * (part.dim() - 1)) for part in self.test_set.tensors)
+            many = (part.repeat(TESTS, *[1] * (part.dim() - 1)) for part in self.test_set.tensors)
             self.test_set.tensors = tuple(many)
         model = getattr(self.trainer.model, "module", self.trainer.model)
-        self.script.evaluate(model, self.test_set, self.device, self.args)
-        model.train()
+        self.script.evaluate(model, self.test_set, self.trainer.device, self.args)
         return len(self.test_set) / (1 if model is self.trainer.model else RANKS)
-
-
-@contextlib.contextmanager
-def bound_to(core):
-    """Keep this thread on one core, if one is given."""
-    if core is None:
-        yield
-        return
-    free = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {core})
-    yield
-    os.sched_setaffinity(0, free)
 
 
 def speed(function):
@@ -166,95 +144,88 @@ def speed(function):
     return total.item()
 
 
-def plan(words):
+def plan(words, baselines_only):
     """Return {name: a function to time} and the pairs of names whose speeds are compared."""
-    own, limit = Run(LAST, words), Run("01", words)
-    runs, pairs = {LAST: own.train, "a save": own.save}, [("a save", LAST)]
+    step, single = Run(STEP, words), Run("01", words)
+    runs, pairs = {STEP: step.train}, []
+    if RANKS:
+        threads = Run("01", words, threads=RANKS)
+        runs |= {"copies of 01": single.train, "copies that sum": Run("01", words, SUMMING).train}
+        runs |= {name: Run(name, words).train for name in ("02", "04")}
+        runs |= {"01 with as many threads": threads.train_on_rank_0}
+        pairs += [("02", "01 with as many threads"), ("copies that sum", "copies of 01")]
+        pairs += [(name, other) for name in ("02", "04") for other in list(runs)[1:3]]
+        if baselines_only:
+            return runs, pairs
+        runs |= {"evaluation by 05": step.evaluate, "evaluation by copies of 01": single.evaluate}
+        pairs += [("evaluation by 05", "evaluation by copies of 01")]
+    else:
+        runs |= {"bare loop": single.train_bare}
+        pairs += [(STEP, "bare loop")]
+    runs |= {"a save": step.save}
     tried = ANYWHERE | (BETWEEN_RANKS if RANKS else {})
     tried |= ON_GPUS if torch.cuda.is_available() else {}
-    if not shutil.which("g++"):
-        del tried["torch.compile"]  # which writes C++, also for the kernels of a GPU
-    variants = {name: Run(LAST, words, changes).train for name, changes in tried.items()}
-    variants["2 threads"] = Run(LAST, words, threads=2).train
-    if RANKS:
-        runs |= {"copies of 01": limit.train, "copies that sum": Run("01", words, TALK).train}
-        runs |= {step: Run(step, words).train for step in ("02", "03", "04")}
-        pairs += [(step, "copies of 01") for step in ("copies that sum", "02", "03", "04", LAST)]
-        pairs += [(step, "copies that sum") for step in ("02", "03", "04", LAST)]
-        runs |= {"evaluation": own.evaluate, "copies' evaluation": limit.evaluate}
-        pairs += [("evaluation", "copies' evaluation")]
-        if hasattr(os, "sched_getaffinity"):  # Linux
-            core = sorted(os.sched_getaffinity(0))[dist.get_rank() % os.cpu_count()]
-            variants["each rank on a core of its own"] = Run(LAST, words, core=core).train
-    else:
-        runs["bare loop"] = limit.train_bare
-        pairs += [(LAST, "bare loop")]
-    return runs | variants, pairs + [(name, LAST) for name in variants]
+    variants = {name: Run(STEP, words, changes).train for name, changes in tried.items()}
+    variants["2 threads per process"] = Run(STEP, words, threads=2).train
+    pairs += [(name, STEP) for name in ("a save", *variants)]
+    pairs += [pair for pair in pairs if pair[0] == "no vote"] * 2  # small: measure it thrice
+    return runs | variants, pairs
 
 
-# ---------------------------------------------------------------- showing
-
-
-def table(ratios):
-    """Return the ratios of each pair as rows, and these as a Markdown table."""
-    rows, lines = [], ["| | against | ratio of speeds |", "|---|---|---|"]
-    for (name, other), found in ratios.items():
-        sign = -1 if name == "a save" else 1  # seconds and not speeds: its share of an epoch
-        rows.append({"name": name, "against": other, **middle([ratio**sign for ratio in found])})
-        form = "| {name} | {against} | {median:.3f} ({low:.3f}-{high:.3f}) |"
-        lines.append(form.format(**rows[-1]))
-    return rows, "\n".join(lines)
+# ---------------------------------------------------------------- measuring
 
 
 def parse_args():
     style = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], **style)
-    parser.add_argument("--batch-size", type=int, default=32, help="per process")
-    parser.add_argument("--width", type=int, default=32, help="of the model; 256 for GPUs")
-    parser.add_argument("--rounds", type=int, default=30, help="of all pairs")
-    args = parser.parse_args()
-    for name, value in vars(args).items():
-        if value < 1:
-            parser.error(f"{name} must be positive, not {value}")
-    return args
+    parser.add_argument("--batch-size", type=positive_int, default=128, help="per process")
+    parser.add_argument("--width", type=positive_int, default=32, help="of the model; 256 for GPUs")
+    parser.add_argument("--seconds", type=positive_int, default=300, help="then end the last round")
+    parser.add_argument("--baselines", action="store_true", help="leave out the changed lines")
+    return parser.parse_args()
 
 
 def measure(args):
     """Time all pairs in turn; return {name: [samples/s]} and {pair: [ratio of each round]}."""
     with tempfile.TemporaryDirectory() as folder:
         words = [f"--batch-size={args.batch_size}", f"--width={args.width}"]
-        runs, pairs = plan([*words, f"--checkpoint-path={folder}/checkpoint.pt"])
+        words += [f"--checkpoint-path={folder}/checkpoint.pt"]
+        runs, pairs = plan(words, args.baselines)
         for function in runs.values():
             speed(function)  # a warm-up
         found, ratios = {name: [] for name in runs}, {pair: [] for pair in pairs}
-        shuffle = random.Random(0).shuffle  # all ranks have to shuffle alike
-        for _ in tqdm(range(args.rounds), disable=RANKS > 0 and dist.get_rank() > 0):
-            shuffle(pairs)
-            for pair in pairs:
-                both = list(pair)
-                shuffle(both)
-                for name in both:
-                    found[name].append(speed(runs[name]))
+        choose = random.Random(0)  # the same order on all ranks
+        end = time.monotonic() + args.seconds
+        while True:
+            for pair in choose.sample(pairs, len(pairs)):
+                for name in choose.sample(pair, 2):
+                    found[name].append(round(speed(runs[name])))
                 ratios[pair].append(found[pair[0]][-1] / found[pair[1]][-1])
-    return found, ratios
+            over = torch.tensor(time.monotonic() > end)
+            if RANKS:
+                dist.broadcast(over, src=0)
+            if over:
+                return found, ratios
 
 
 def main():
     args = parse_args()
     if RANKS:
-        load("04").ddp_setup(int(os.environ["LOCAL_RANK"]))
+        load("04").ddp_setup()
     found, ratios = measure(args)
     if not RANKS or dist.get_rank() == 0:
-        rows, text = table(ratios)
-        print(text)
+        # For a save, a ratio of times: its share of an epoch.
+        ratios = {p: [1 / r if p[0] == "a save" else r for r in own] for p, own in ratios.items()}
+        rows = [{"name": a, "against": b, **middle(own)} for (a, b), own in ratios.items()]
+        cells = [(row["name"], row["against"], cell(row, ".3f")) for row in rows]
+        print(table(("", "against", "ratio of speeds"), *cells))
         record = {"machine": machine(), "options": vars(args), "processes": RANKS or 1}
         record |= {"ratios": rows, "samples_per_second": found}
         path = Path(f"lines-{RANKS or 1}-of-{args.batch_size}.json")
         path.write_text(json.dumps(record, indent=1), encoding="utf-8")
-    sys.stdout.flush()
     if RANKS:
         dist.barrier()
-        os._exit(0)
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""How much faster training gets with more processes: strong and weak scaling of the real scripts.
+"""Measure how much faster more processes train: strong and weak scaling of the real scripts.
 
     python benchmarks/scaling.py            1, 2, 4, ... processes on this machine
     sbatch slurm/scaling.sbatch             1, 2, 4, ... nodes of a cluster
 
-Weak scaling: each process keeps its batch. Strong scaling: all together keep one, so that each gets
-a smaller one. Every repetition runs all sizes once, in random order, and compares them only with
-each other. On one machine each size is also compared with as many copies of step 1 that train side
-by side and never talk: no launcher can do better on those cores.
+Weak scaling keeps the batch per process. Strong scaling keeps the batch of all processes together,
+so each gets a smaller part. Every repetition runs all sizes once, in random order, and compares
+them only with each other. On one machine each size is also compared with as many copies of step 1,
+which run side by side and never communicate: the most that these cores can do.
 """
 
 import argparse
@@ -21,12 +21,10 @@ import tempfile
 from pathlib import Path
 
 import torch
-from shared import GREY, drawing, machine, middle
+from shared import GREY, ROOT, TORCHRUN, cell, drawing, machine, middle, positive_int, table
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
 SINGLE, MULTI = ROOT / "01_single_gpu.py", ROOT / "04_multinode.py"
-TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 NODES = int(os.environ.get("SLURM_NNODES", 0)) if "SCALING_ENDPOINT" in os.environ else 0
 PER_NODE = int(os.environ["SLURM_GPUS_ON_NODE"]) if NODES else 1
 
@@ -35,7 +33,7 @@ PER_NODE = int(os.environ["SLURM_GPUS_ON_NODE"]) if NODES else 1
 
 
 def speed(output):
-    """Return the median samples/s that a script printed, its first epoch, a warm-up, left out."""
+    """Return the median samples/s that a script printed, without the first epoch, the warm-up."""
     found = re.findall(r"^epoch .* ([\d,]+) samples/s$", output, re.MULTILINE)
     if len(found) < 2:
         raise SystemExit(f"a run printed fewer than two epochs:\n{output}")
@@ -43,15 +41,14 @@ def speed(output):
 
 
 def run_together(commands, threads):
-    """Run commands side by side, each in a folder of its own; return their samples/s, summed."""
+    """Run commands side by side; return the sum of their samples/s."""
     env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryDirectory() as folder:
         running = []
         for number, command in enumerate(commands):
-            # Under Slurm all nodes have to see it: the checkpoint is written to the current folder.
-            path = (
-                Path("." if "srun" in command else folder) / f".scaling-{os.getpid()}-{number}.pt"
-            )
+            # Under Slurm all nodes need to see the checkpoint: use the current folder.
+            name = f".scaling-{os.getpid()}-{number}.pt"
+            path = Path("." if "srun" in command else folder) / name
             words = [*command, f"--checkpoint-path={path}"]
             options = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
             running.append((path, subprocess.Popen(words, text=True, **options)))
@@ -66,7 +63,7 @@ def run_together(commands, threads):
 
 
 def launcher(size):
-    """Return the words that start so many processes, on this machine or on nodes of the job."""
+    """Return the words that start this many processes, on this machine or on the job's nodes."""
     if not NODES:
         return [TORCHRUN, "--standalone", f"--nproc-per-node={size}"]
     nodes = size // PER_NODE
@@ -84,7 +81,7 @@ def plan(args, sizes):
     """Return what each repetition measures, as (kind, world size, batch per process)."""
     together = args.batch_size * sizes[-1]
     runs = [("weak", size, args.batch_size) for size in sizes]
-    runs += [("strong", size, together // size) for size in sizes]
+    runs += [("strong", size, together // size) for size in sizes[:-1]]  # the last is also weak
     if not NODES:
         runs += [("copies", size, args.batch_size) for size in sizes]
     return runs
@@ -104,8 +101,8 @@ def measure(kind, size, batch, args):
 def summary(runs):
     """Return a row for each kind and world size: samples/s, and ratios within a repetition.
 
-    "speed_up" is against the smallest size, "efficiency" is that over the growth in processes, and
-    "of_copies" against as many copies of step 1, if these were run.
+    "speed_up" is relative to the smallest size, "efficiency" is the speed-up per process, and
+    "of_copies" is relative to as many copies of step 1, if these were run.
     """
     speeds = {(r["kind"], r["world_size"], r["repetition"]): r["samples_per_second"] for r in runs}
     repetitions = sorted({r["repetition"] for r in runs})
@@ -124,21 +121,18 @@ def summary(runs):
     return sorted(rows, key=lambda row: (row["kind"], row["world_size"]))
 
 
-def table(rows):
+def summary_table(rows):
     """Return the rows as a Markdown table."""
-    lines = ["| scaling | processes | batch each | samples/s | speed-up | efficiency | of copies |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    ratios = ("speed_up", "efficiency", "of_copies")
+    lines = [("scaling", "processes", "batch each", "samples/s", *ratios)]
     for row in rows:
-        cells = [row["kind"], row["world_size"], row["batch"], f"{row['samples_per_second']:,.0f}"]
-        for name in ("speed_up", "efficiency", "of_copies"):
-            ratio = row.get(name)
-            cells.append("{median:.2f} ({low:.2f}-{high:.2f})".format(**ratio) if ratio else "")
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+        cells = (row["kind"], row["world_size"], row["batch"], f"{row['samples_per_second']:,.0f}")
+        lines.append((*cells, *(cell(row[name]) if name in row else "" for name in ratios)))
+    return table(*lines).replace("speed_up", "speed-up").replace("of_copies", "of copies")
 
 
 def plot(rows, path):
-    """Draw speed-up and efficiency against the ideal."""
+    """Draw speed-up and efficiency, and the ideal."""
     sizes = sorted({row["world_size"] for row in rows})
     with drawing(path, "Scaling", ncols=2, figsize=(9, 3.6)) as axes:
         for axis, name in zip(axes, ("speed_up", "efficiency"), strict=True):
@@ -159,19 +153,17 @@ def parse_args():
     style = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], **style)
     processes = NODES * PER_NODE or torch.cuda.device_count() or os.cpu_count()
-    parser.add_argument("--processes", type=int, default=processes, help="largest world size")
-    parser.add_argument("--batch-size", type=int, default=32, help="per process, in weak scaling")
-    parser.add_argument("--width", type=int, default=32, help="of the model; 256 for GPUs")
-    parser.add_argument("--epochs", type=int, default=4, help="per run; the first is a warm-up")
-    parser.add_argument("--repeats", type=int, default=5, help="repetitions")
-    parser.add_argument("--threads", type=int, default=1, help="per process")
+    number = {"type": positive_int}
+    parser.add_argument("--processes", default=processes, help="largest world size", **number)
+    parser.add_argument("--batch-size", default=128, help="per process, in weak scaling", **number)
+    parser.add_argument("--width", default=32, help="of the model; 256 for GPUs", **number)
+    parser.add_argument("--epochs", default=4, help="per run; the first is the warm-up", **number)
+    parser.add_argument("--repeats", default=5, help="repetitions", **number)
+    parser.add_argument("--threads", default=1, help="per process", **number)
     parser.add_argument("--output", type=Path, default="scaling", help="name of .json and .svg")
     args = parser.parse_args()
-    for name in ("processes", "batch_size", "width", "repeats", "threads"):
-        if getattr(args, name) < 1:
-            parser.error(f"{name} must be positive, not {getattr(args, name)}")
     if args.epochs < 2:
-        parser.error(f"epochs must be at least 2, not {args.epochs}: the first is a warm-up")
+        parser.error("--epochs must be at least 2: the first is the warm-up")
     return args
 
 
@@ -181,19 +173,20 @@ def main():
     runs, order = [], plan(args, sizes)
     with tqdm(total=args.repeats * len(order), unit="run") as progress:
         for repetition in range(args.repeats):
-            random.shuffle(order)  # so that no size always has the machine at its warmest
+            random.shuffle(order)  # so that drift favours no size
             for kind, size, batch in order:
                 progress.set_description(f"{kind} {size}")
-                found = measure(kind, size, batch, args)
-                run = {"kind": kind, "world_size": size, "batch": batch, "repetition": repetition}
-                runs.append({**run, "samples_per_second": found})
+                run = {"world_size": size, "batch": batch, "repetition": repetition}
+                run["samples_per_second"] = measure(kind, size, batch, args)
+                both = kind == "weak" and size == sizes[-1]
+                runs += [{"kind": name, **run} for name in ([kind, "strong"] if both else [kind])]
                 progress.update()
     rows = summary(runs)
     options = {name: str(value) for name, value in vars(args).items()}
     record = {"machine": machine(), "options": options, "summary": rows, "runs": runs}
     args.output.with_suffix(".json").write_text(json.dumps(record, indent=1), encoding="utf-8")
     plot(rows, args.output.with_suffix(".svg"))
-    print(table(rows))
+    print(summary_table(rows))
 
 
 if __name__ == "__main__":

@@ -1,24 +1,22 @@
-"""How long step 3 takes to its first step, against the shortest program of the same launcher.
+"""Measure how long step 3 takes to its first step, relative to the shortest program.
 
     python benchmarks/startup.py
 
-Both import the same and are started by torchrun, in turn; both end after one step of training. The
-shortest program wraps a single weight in DDP, and has neither data nor arguments nor checkpoint.
+torchrun starts both in turn, they import the same modules, and both end after one training step.
+The shortest program wraps a single weight in DDP: no data, no arguments, no checkpoint.
 """
 
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-from shared import machine, middle
+from shared import ROOT, TORCHRUN, cell, machine, middle, positive_int
 from tqdm import tqdm
 
-SCRIPT = Path(__file__).resolve().parent.parent / "03_multigpu_torchrun.py"
-TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+SCRIPT = ROOT / "03_multigpu_torchrun.py"
 END, STEP = "os._exit(0)", "        self.optimizer.step()\n"
 SHORTEST = f"""
 dist.init_process_group()
@@ -44,33 +42,33 @@ def programs():
 
 
 def seconds(path, processes):
-    """Return how long a program takes, from its start by torchrun to its end."""
+    """Return how long a program takes, from the start of torchrun to its end."""
     start = time.perf_counter()
     words = [TORCHRUN, "--standalone", f"--nproc-per-node={processes}", path]
     subprocess.run(words, cwd=path.parent, check=True, stderr=subprocess.DEVNULL)
     return time.perf_counter() - start
 
 
-def main():
+def parse_args():
     style = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], **style)
-    parser.add_argument("--processes", type=int, default=2, help="world size")
-    parser.add_argument("--repeats", type=int, default=10, help="starts of each program")
-    args = parser.parse_args()
-    for name, value in vars(args).items():
-        if value < 1:
-            parser.error(f"{name} must be positive, not {value}")
+    parser.add_argument("--processes", type=positive_int, default=2, help="world size")
+    parser.add_argument("--repeats", type=positive_int, default=10, help="starts of each program")
+    return parser.parse_args()
+
+
+def main():
+    args = parse_args()
     with tempfile.TemporaryDirectory() as folder:
         paths = {name: Path(folder, f"{name}.py") for name in programs()}
         for name, text in programs().items():
             paths[name].write_text(text, encoding="utf-8")
-            seconds(paths[name], args.processes)  # a warm-up
         found = {name: [] for name in paths}
         for _ in tqdm(range(args.repeats)):
             for name, path in paths.items():
                 found[name].append(seconds(path, args.processes))
     ratio = middle([a / b for a, b in zip(found["03"], found["shortest"], strict=True)])
-    print("03 takes {median:.3f} ({low:.3f}-{high:.3f}) of the shortest's time".format(**ratio))
+    print(f"step 3 takes {cell(ratio)} times as long to start as the shortest program")
     record = {"machine": machine(), "options": vars(args), "ratio": ratio, "seconds": found}
     Path("startup.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
 
