@@ -45,7 +45,7 @@ GresTypes=gpu
 SlurmdParameters=config_overrides
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=1,bf_interval=1
 ReturnToService=2
-KillWait=2
+KillWait=10
 SlurmdTimeout=15
 NodeName=node[1-{nodes}] CPUs=256 RealMemory=100000 Gres=gpu:{gpus}
 PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE

@@ -51,7 +51,7 @@ def repository(tmp_path):
 class Flight:
     """A preflight job."""
 
-    def __init__(self, cluster, repository, *options, seconds=5):
+    def __init__(self, cluster, repository, *options, seconds=8):
         self.cluster, self.folder = cluster, repository
         batch = "slurm/preflight.sbatch"
         words = ["--gpus-per-node=1", *options, batch, f"--timeout={seconds}"]
@@ -93,6 +93,17 @@ def row(flight, node):
     return re.split(r" {2,}", re.search(rf"^{node} .*$", flight.output, re.MULTILINE)[0])
 
 
+def shape(text):
+    """Return the lines of a text without its numbers and the widths of its columns."""
+    return [" ".join(re.sub(r"\d+(\.\d+)?", "#", line).split()) for line in text.splitlines()]
+
+
+def shown(number):
+    """Return the shape of one of the two outputs that the guide shows."""
+    guide = (FOLDER / "README.md").read_text(encoding="utf-8")
+    return shape(re.findall(r"^```\n(node .*?)```$", guide, re.MULTILINE | re.DOTALL)[number])
+
+
 def test_healthy(cluster, repository):
     before = set(repository.iterdir())
     flight = Flight(cluster, repository, "--gpus-per-node=2", seconds=20)
@@ -105,6 +116,7 @@ def test_healthy(cluster, repository):
     milliseconds, bandwidth = map(float, row(flight, "16384")[1:])
     assert bandwidth == pytest.approx(1.5 * 2**24 / milliseconds / 1e6, abs=0.001)
     assert lines[-1] == HEALTHY
+    assert shape(flight.output) == shown(0)
     (new,) = set(repository.iterdir()) - before
     assert new.name == f"preflight_{flight.job}.out"
 
@@ -216,6 +228,7 @@ def test_folder_not_shared(cluster, repository):
         verdict = flight.ends("FAILED")
     assert verdict == {"node2": "folder: not shared with node1"}, flight.output
     assert row(flight, "node2") == ["node2", "ok", "ok", "no GPU", "ok", "not shared with node1"]
+    assert set(shown(1)) <= set(shape(flight.output))
 
 
 @pytest.mark.everything

@@ -19,7 +19,7 @@ TWO_BY_TWO = ("--nodes=2", "--gpus-per-node=2")
 ON_NODE_1 = ("--nodes=1", "--nodelist=node1")
 
 # In a copy of step 4, all ranks wait in the second epoch while a test looks at them or does harm.
-ASK = "            if step % 10 == 0 and self._stop_agreed():\n"
+ASK = "            if step % 10 == 0 and self._stop_agreed():"
 GATE = f"""\
             if self.epochs_run == 1 and step == 15:
                 Path(f"{{self.path}}.waiting").touch()
@@ -281,7 +281,7 @@ def test_a_save_that_takes_too_long(cluster, clone, gated):
     job = gated(*TWO_BY_TWO)
     cluster.run("scancel", "--signal=TERM", job.number)
     assert job.wait() == "FAILED", job.output
-    assert "forcefully exiting via" in job.output
+    assert "SignalException: Process" in job.output
     assert "interrupted after" not in job.output
     assert Path(f"{job.checkpoint}.new").exists()
 
