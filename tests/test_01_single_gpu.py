@@ -1,10 +1,26 @@
-"""Step 1: it learns, it saves, it refuses bad input, and it knows nothing of other processes."""
+"""Step 1 learns, saves and resumes, and contains nothing about other processes."""
 
 import re
 
 import pytest
 import torch
-from conftest import SCRIPT, accuracy, arguments, command, epochs, load, run, weights
+from conftest import (
+    LONG,
+    SCRIPT,
+    SMALL,
+    accuracy,
+    arguments,
+    build_trainer,
+    command,
+    epochs,
+    error_lines,
+    finished,
+    load,
+    resumed,
+    run,
+    same_bits,
+    weights,
+)
 
 
 def test_learns_with_the_default_arguments(trained):
@@ -16,9 +32,9 @@ def test_learns_with_the_default_arguments(trained):
     assert len(job.stdout.splitlines()) == 5
     assert re.match(r"epoch 1  loss \d\.\d{4}  \d{1,3}(,\d{3})* samples/s\n", job.stdout)
     module = load("01")
-    model = module.DigitReader(32)
+    model = module.build_model(32)
     model.load_state_dict(weights(job))
-    images, labels = module.Digits(train=False).tensors
+    images, labels = module.load_datasets()[1].tensors
     assert (model(images).argmax(dim=1) == labels).sum() == correct
     assert sum(parameter.numel() for parameter in model.parameters()) == 113_162
 
@@ -30,50 +46,38 @@ def test_has_no_distributed_word():
 
 
 def test_data():
-    module = load("01")
-    train, test = module.Digits(train=True), module.Digits(train=False)
+    train, test = load("01").load_datasets()
     assert (len(train), len(test)) == (12_942, 359)
     assert all(359 % divisor for divisor in range(2, 20))
     images, labels = train.tensors
     assert images.shape == (12_942, 1, 8, 8)
     assert (images.min(), images.max()) == (0, 1)
-    nine = images.reshape(1438, 3, 3, 8, 8)
-    padded = torch.nn.functional.pad(nine[:, 1, 1], (1, 1, 1, 1))  # the middle one is the scan
+    nine = images.reshape(3, 3, 1438, 1, 8, 8)
+    padded = torch.nn.functional.pad(nine[1, 1], (1, 1, 1, 1))  # [1, 1] is the unshifted scan
     for down in range(3):
         for right in range(3):
-            assert torch.equal(nine[:, down, right], padded[:, down : down + 8, right : right + 8])
-    assert torch.equal(labels.reshape(1438, 9), labels[::9, None].expand(-1, 9))
+            assert torch.equal(nine[down, right], padded[:, :, down : down + 8, right : right + 8])
+    assert torch.equal(labels.reshape(9, 1438), labels[:1438].expand(9, -1))
     held_out = {image.numpy().tobytes() for image in test.tensors[0]}
-    assert not held_out & {image.numpy().tobytes() for image in nine[:, 1, 1]}
+    assert not held_out & {image.numpy().tobytes() for image in nine[1, 1]}
 
 
-def test_a_batch_is_what_its_samples_are():
-    data = load("01").Digits(train=True)
-    images, labels = data.__getitems__([7, 0, 12_941])
-    for position, index in enumerate((7, 0, 12_941)):
-        assert torch.equal(images[position], data[index][0])
-        assert labels[position] == data[index][1]
-
-
-def trainer(module, path, **changes):
-    args = arguments(path, **{"batch_size": 4096, **changes})
-    train_set, _, model, optimizer = module.load_train_objs(args)
-    data = module.prepare_dataloader(train_set, args)
-    return module.Trainer(model, data, optimizer, torch.device("cpu"), args)
+def trainer(path, **changes):
+    return build_trainer(load("01"), arguments(path, **{"batch_size": 4096, **changes}))
 
 
 def test_the_seed_decides(tmp_path):
-    module, results = load("01"), []
-    for seed in (0, 0, 1):
-        trainer(module, tmp_path / "checkpoint.pt", seed=seed).train()
-        results.append(weights(tmp_path / "checkpoint.pt")["0.weight"])
+    results = []
+    for number, seed in enumerate((0, 0, 1)):
+        trainer(tmp_path / f"{number}.pt", seed=seed).train(1, 1)
+        results.append(weights(tmp_path / f"{number}.pt")["0.weight"])
     assert torch.equal(results[0], results[1])
     assert not torch.equal(results[0], results[2])
 
 
 def test_saves_every_so_many_epochs_and_after_the_last(tmp_path):
-    module, saves = load("01"), []
-    trained = trainer(module, tmp_path / "checkpoint.pt", total_epochs=5, save_every=2)
+    saves = []
+    trained = trainer(tmp_path / "checkpoint.pt")
     save = trained._save_checkpoint
 
     def watched():
@@ -82,22 +86,22 @@ def test_saves_every_so_many_epochs_and_after_the_last(tmp_path):
         saves.append(trained.epochs_run)
 
     trained._save_checkpoint = watched
-    trained.train()
+    trained.train(total_epochs=5, save_every=2)
     assert saves == [2, 4, 5]
 
 
-def test_a_file_that_cannot_be_written(tmp_path, capsys):
-    (tmp_path / "checkpoint.pt").mkdir()
-    with pytest.raises(SystemExit) as stop:
-        trainer(load("01"), tmp_path / "checkpoint.pt").train()
-    assert stop.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"cannot write {tmp_path / 'checkpoint.pt'}" in line
+def test_a_resumed_run_ends_with_the_bits_of_an_undisturbed_one(trained, tmp_path):
+    finished(command("01", "2", *SMALL), tmp_path)
+    job = finished(command("01", *LONG), tmp_path)
+    assert resumed(job) == [2]
+    assert epochs(job) == [3, 4]
+    assert same_bits(job, trained("01", *LONG))
 
 
-def test_a_bad_argument_leaves_the_checkpoint_alone(tmp_path):
+@pytest.mark.parametrize("lr", ["-1", "nan"])
+def test_a_wrong_learning_rate_leaves_the_checkpoint_alone(tmp_path, lr):
     (tmp_path / "checkpoint.pt").write_bytes(b"precious")
-    job = run(command("01", "--lr=-1"), tmp_path)
-    assert job.returncode == 2
-    assert job.stderr.splitlines() == ["01_single_gpu.py: error: lr must be positive, not -1.0"]
+    job = run(command("01", f"--lr={lr}"), tmp_path)
+    assert job.returncode == 1
+    assert error_lines(job) == [f"ValueError: Invalid learning rate: {float(lr)}"]
     assert (tmp_path / "checkpoint.pt").read_bytes() == b"precious"

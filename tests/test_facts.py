@@ -1,6 +1,8 @@
-"""What the README teaches about PyTorch itself, shown on PyTorch itself."""
+"""What the tutorial says about PyTorch, shown on PyTorch alone."""
 
 import re
+import sys
+import zipfile
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 def shards(world_size, epoch, length=12_942, **options):
-    """Return the indices of each rank, dealt as the scripts deal them."""
+    """Return the indices that a DistributedSampler gives each rank."""
     samplers = [
         DistributedSampler(range(length), world_size, rank, **options) for rank in range(world_size)
     ]
@@ -58,13 +60,52 @@ def test_a_prefix_is_removed_safely_and_not_by_a_regular_expression():
     class Inner(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.module = torch.nn.Linear(1, 1)  # a submodule of that very name
+            self.module = torch.nn.Linear(1, 1)  # a submodule named "module"
 
     names = Inner().state_dict().keys()
     wrapped = {f"module.{name}": 0 for name in names}
     consume_prefix_in_state_dict_if_present(wrapped, "module.")
     assert wrapped.keys() == names
     assert {re.sub("module.", "", f"module.{name}") for name in names} != names
+
+
+def test_a_flipped_byte_is_found_by_testzip_and_not_by_torch_load(tmp_path):
+    path, tensor = tmp_path / "tensor.pt", torch.arange(100.0)
+    torch.save({"tensor": tensor}, path)
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+    whole = bytearray(path.read_bytes())
+    whole[whole.index(tensor.numpy().tobytes())] ^= 1
+    path.write_bytes(whole)
+    assert not torch.equal(torch.load(path, weights_only=True)["tensor"], tensor)
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() == "tensor/data/0"
+
+
+LEFT = """
+import os
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+BEFORE
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+AFTER
+dist.destroy_process_group()
+tasks = [f"/proc/self/task/{task}/comm" for task in os.listdir("/proc/self/task")]
+print(sum("gloo" in open(task).read() for task in tasks) > 0)
+"""
+IMPORT = "import torch.distributed.nn"
+WRAP = "DDP(torch.nn.Linear(1, 1))"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "alive"),
+    [("", "", False), ("", IMPORT, True), ("", WRAP, True), (IMPORT, WRAP, False)],
+)
+def test_a_late_import_keeps_the_process_group_alive(tmp_path, before, after, alive):
+    """The group is a default argument of torch.distributed.nn, which the first DDP() imports."""
+    program = LEFT.replace("BEFORE", before).replace("AFTER", after)
+    assert finished([sys.executable, "-c", program], tmp_path).stdout == f"{alive}\n"
 
 
 BEGIN = """
@@ -101,7 +142,7 @@ if rank == 0:
 
 
 def two_ranks(tmp_path, body, *changes):
-    """Run a small program on two ranks."""
+    """Run a short program on two ranks."""
     for old, new in changes:
         body = body.replace(old, new)
     (tmp_path / "program.py").write_text(BEGIN + body + END, encoding="utf-8")
@@ -118,7 +159,7 @@ def test_evaluating_the_wrapper_on_one_rank_can_hang(tmp_path):
 
 @pytest.mark.everything
 def test_a_barrier_is_needed_where_one_rank_reads_what_another_writes(tmp_path):
-    late = ("BEFORE_WRITING", "dist.recv(torch.zeros(1), 1)")  # rank 1 has looked before
+    late = ("BEFORE_WRITING", "dist.recv(torch.zeros(1), 1)")  # rank 1 has looked already
     job = two_ranks(tmp_path, WRITTEN, late, ("BEFORE_READING", ""), ("AFTER_WRITING", ""))
     assert job.stdout == "not there\n"
     (tmp_path / "file").unlink()
