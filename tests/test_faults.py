@@ -97,7 +97,7 @@ def test_rank_0_cannot_save(tmp_path, step):
         while not in_the_way.is_dir():
             with contextlib.suppress(FileExistsError):
                 in_the_way.mkdir()
-        assert job.wait(60).returncode != 0
+        assert job.wait().returncode != 0
         job.wait_until_gone()
     assert any("checkpoint.pt.new" in line for line in error_lines(job)), job
     assert weights(job)
@@ -109,7 +109,7 @@ def test_a_killed_rank_is_named(tmp_path, step):
     with Job(command(step, "99", *SMALL), tmp_path) as job:
         job.wait_for("^epoch 1 ")
         kill(job.workers()[1])
-        assert job.wait(60).returncode == 1
+        assert job.wait().returncode == 1
         job.wait_until_gone()
     assert "Signal 9 (SIGKILL) received by PID" in job.stderr
     assert "forcefully exiting via SIGKILL" not in job.stderr  # the others had ended by then
@@ -217,7 +217,7 @@ def test_ctrl_c(tmp_path, step):
     with Job(command(step, "99", *SMALL), tmp_path) as job:
         job.wait_for("^epoch 2 ")
         os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does
-        assert job.wait(60).returncode != 0
+        assert job.wait().returncode != 0
         job.wait_until_gone()
     assert weights(job)
     assert "accuracy" not in job.stdout

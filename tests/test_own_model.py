@@ -118,7 +118,7 @@ def trainers(job):
     ("step", "loader"),
     [
         ("04", FORK),
-        ("05", SPAWN + PERSISTENT),
+        pytest.param("05", SPAWN + PERSISTENT, marks=EVERYTHING),
         pytest.param("04", NO_WORKERS, marks=EVERYTHING),
         pytest.param("04", SPAWN, marks=EVERYTHING),
         pytest.param("04", FORK + PERSISTENT, marks=EVERYTHING),

@@ -37,7 +37,7 @@ def interrupt(tmp_path, start, after, stop):
         job.wait_for(after)
         time.sleep(0.1)
         stop(job)
-        job.wait(60).wait_until_gone()
+        job.wait().wait_until_gone()
     return interrupted(tmp_path, job)
 
 
