@@ -4,11 +4,13 @@
     torchrun --standalone --nproc-per-node=2 benchmarks/lines.py    two ranks
 
 The speed of a machine drifts within seconds. So each round takes all pairs of variants in random
-order and trains the two of a pair one right after the other, on a third of the samples; the result
-is the median of the ratios with their quartiles. Two baselines show how much is left to gain: for one
-process a bare loop over batches that are already in memory; for several ranks as many copies of
-step 1 in the same processes, which never communicate, and the same copies with one all-reduce of
-the gradients per step whose result is not used.
+order and trains the two of a pair one right after the other, on a third of the samples. The result
+is the median of the ratios with their quartiles.
+
+Two baselines show how much is left to gain: for one process a bare loop over batches that are
+already in memory; for several ranks as many copies of step 1 in the same processes, which never
+communicate, and the same copies with one all-reduce of the gradients per step whose result is not
+used.
 """
 
 import argparse
