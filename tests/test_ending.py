@@ -77,3 +77,33 @@ def test_no_gloo_thread_is_left_after_an_interruption(tmp_path, exits, step):
     assert "exitcode  : 75" in job.stderr
     assert (tmp_path / "checkpoint.pt.interrupted").exists()
     check(threads)
+
+
+FORK = """
+import os, runpy, sys
+
+import sklearn.datasets, sklearn.metrics, torch, torch.distributed, torch.utils.data
+
+assert "torch.distributed.nn" not in sys.modules  # left to the script
+for rank in range(int(os.environ["WORLD_SIZE"])):
+    if os.fork() == 0:
+        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+        sys.argv = sys.argv[1:]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        sys.exit()
+codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(int(os.environ["WORLD_SIZE"]))]
+sys.exit(codes.count(0) != len(codes))
+"""
+
+
+@pytest.mark.parametrize("nprocs", [4, *[pytest.param(16, marks=EVERYTHING)] * 4])
+@pytest.mark.parametrize("step", ["03", "04", "05"])
+def test_healthy_runs_exit_with_0(trained, tmp_path, exits, step, nprocs):
+    """200 exits with --everything; the ranks are forked, which spares each the slow imports."""
+    shutil.copy(trained("02", *ONE).cwd / "checkpoint.pt", tmp_path)
+    env, threads = exits
+    port = str(free_port())
+    env |= {"WORLD_SIZE": str(nprocs), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    job = finished([sys.executable, "-c", FORK, SCRIPT[step], *ONE], tmp_path, env, timeout=300)
+    assert resumed(job) == [1]
+    check(threads, nprocs)
