@@ -1,10 +1,12 @@
 """Healthy runs end well: no thread of gloo is left at exit, atexit runs, and nothing aborts."""
 
 import json
+import shutil
 import signal
+import sys
 
 import pytest
-from conftest import (
+from conftest import SCRIPT, SMALL, Job, command, finished, free_port, resumed
     SMALL,
     Job,
     command,
