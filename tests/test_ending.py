@@ -7,12 +7,6 @@ import sys
 
 import pytest
 from conftest import SCRIPT, SMALL, Job, command, finished, free_port, resumed
-    SMALL,
-    Job,
-    command,
-    finished,
-    resumed,
-)
 
 EVERYTHING = pytest.mark.everything
 STEPS = ["02", "03", "04", "05"]
