@@ -150,7 +150,7 @@ def test_the_top_page_quotes_this_one(benchmark):
 def tried(tmp_path_factory):
     """The folder and the output of all benchmarks, each run once."""
     folder = tmp_path_factory.mktemp("figures")
-    job = finished([sys.executable, BENCHMARKS / "all.py", "--quick"], folder, timeout=600)
+    job = finished([sys.executable, BENCHMARKS / "all.py", "--quick"], folder, timeout=1200)
     return folder, job.stdout
 
 
