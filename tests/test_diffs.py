@@ -205,7 +205,9 @@ def location(test, diff):
         for path in sorted((ROOT / "tests").glob("test_*.py"))
         if f"def {name}(" in path.read_text(encoding="utf-8")
     ]
-    ours = [file for file in files if file.startswith((f"test_{diff.new.name[:2]}_", "test_ladder"))]
+    ours = [
+        file for file in files if file.startswith((f"test_{diff.new.name[:2]}_", "test_ladder"))
+    ]
     assert len(ours or files) == 1, f"{name} is in {files}"
     return f"tests/{(ours or files)[0]}::{test}"
 
