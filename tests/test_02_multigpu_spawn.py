@@ -109,7 +109,7 @@ def test_omp_num_threads_is_honoured(tmp_path):
 
 
 DOUBLE = [  # in float32, AdamW turns rounding errors into whole steps
-    ("dtype=torch.float32", "dtype=torch.float64"),
+    ("scans.float()", "scans.double()"),
     (
         "    torch.manual_seed(args",
         "    torch.set_default_dtype(torch.float64)\n    torch.manual_seed(args",
