@@ -10,7 +10,7 @@ BEGIN = """\
 Five scripts take a PyTorch training from one GPU to many nodes. This notebook explains what changes
 from each script to the next, and runs all of them on this machine: on its GPUs or, without any, in
 several processes on its CPU. Open it from a clone of the repository, in the folder `diffs`, with
-the packages of `requirements-dev.txt` installed. All cells together take about a minute on two
+the packages of `requirements-dev.txt` installed. All cells together take one to two minutes on two
 cores."""
 
 SETUP = """\
