@@ -115,7 +115,7 @@ class Job:
                     found[int(env["RANK"])] = process
         return found
 
-    def wait(self, timeout=120):
+    def wait(self, timeout=300):
         """Wait for the command to exit; after the timeout, fail and show its output."""
         try:
             self.returncode = self.process.wait(timeout)
@@ -123,7 +123,7 @@ class Job:
             pytest.fail(f"still running after {timeout} s: {self}")
         return self
 
-    def wait_for(self, what, timeout=120):
+    def wait_for(self, what, timeout=300):
         """Wait until `what()` is true or, for a string, until stdout matches that pattern."""
         ready = what if callable(what) else lambda: re.search(what, self.stdout, re.MULTILINE)
         end = time.monotonic() + timeout
@@ -135,7 +135,7 @@ class Job:
             time.sleep(0.005)
         return result
 
-    def wait_until_gone(self, timeout=60):
+    def wait_until_gone(self, timeout=120):
         """Wait until no process of this job is left."""
         end = time.monotonic() + timeout
         while left := self.processes():
@@ -168,14 +168,14 @@ def command(step, *args, nprocs=2, torchrun=()):
     return [TORCHRUN, "--standalone", f"--nproc-per-node={nprocs}", *torchrun, path, *args]
 
 
-def run(command, cwd, env=None, timeout=120):
+def run(command, cwd, env=None, timeout=300):
     """Run a command until it exits, and check that it leaves no process behind."""
     with Job(command, cwd, env) as job:
         job.wait(timeout).wait_until_gone()
     return job
 
 
-def finished(command, cwd, env=None, timeout=120):
+def finished(command, cwd, env=None, timeout=300):
     """Run a command and check that it succeeds."""
     job = run(command, cwd, env, timeout)
     assert job.returncode == 0, job

@@ -197,3 +197,16 @@ def test_kill_9_leaves_no_loader_worker(own, tmp_path, method):
         job.wait()
         job.wait_until_gone()
     assert loader_workers >= 4
+
+
+@EVERYTHING
+def test_all_ranks_evaluate_with_the_statistics_of_rank_0(own, tmp_path):
+    path = own(tmp_path, "05", NO_WORKERS, args=("1", *ARGS[1:]))
+    script = tmp_path / SCRIPT["05"].name
+    text = script.read_text(encoding="utf-8")
+    line = "    counts = torch.tensor("
+    assert text.count(line) == 1
+    show = "    print(f'mean {model[1].running_mean.tolist()}\\n', end='', flush=True)\n"
+    script.write_text(text.replace(line, show + line), encoding="utf-8")
+    first, second = re.findall("^mean (.*)$", finished(path, tmp_path).stdout, re.MULTILINE)
+    assert first == second
