@@ -57,7 +57,7 @@ def run_together(commands, threads):
             output, errors = process.communicate()
             path.unlink(missing_ok=True)
             if process.returncode:
-                raise SystemExit(f"{' '.join(process.args)}\n{output}{errors}")
+                raise SystemExit(f"{' '.join(map(str, process.args))}\n{output}{errors}")
             total += speed(output)
     return total
 
@@ -67,7 +67,14 @@ def launcher(size):
     if not NODES:
         return [TORCHRUN, "--standalone", f"--nproc-per-node={size}"]
     nodes = size // PER_NODE
-    words = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--kill-on-bad-exit=1", TORCHRUN]
+    words = [
+        "srun",
+        "--relative=0",
+        f"--nodes={nodes}",
+        f"--ntasks={nodes}",
+        "--kill-on-bad-exit=1",
+        TORCHRUN,
+    ]
     words += [f"--nnodes={nodes}", f"--nproc-per-node={PER_NODE}", "--rdzv-backend=c10d"]
     return [*words, f"--rdzv-endpoint={os.environ['SCALING_ENDPOINT']}"]
 
