@@ -35,7 +35,7 @@ COMMANDS = (  # the number of ranks, if torchrun starts it, and the command
     (3, "communication.py"),
     (4, "communication.py"),
     (None, "forecast.py communication-2.json communication-3.json --held-out=communication-4.json"),
-    (None, "scaling.py --repeats=2 --epochs=3"),
+    (None, "scaling.py --processes=4 --repeats=2 --epochs=3"),
 )
 QUICK = {
     "lines.py": "--seconds=1 --width=4",
