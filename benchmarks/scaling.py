@@ -10,6 +10,7 @@ which run side by side and never communicate: the most that these cores can do.
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -26,6 +27,7 @@ from tqdm import tqdm
 
 SINGLE, MULTI = ROOT / "01_single_gpu.py", ROOT / "04_multinode.py"
 NODES = int(os.environ.get("SLURM_NNODES", 0)) if "SCALING_ENDPOINT" in os.environ else 0
+RUNS = itertools.count()
 PER_NODE = int(os.environ["SLURM_GPUS_ON_NODE"]) if NODES else 1
 
 
@@ -76,7 +78,8 @@ def launcher(size):
         TORCHRUN,
     ]
     words += [f"--nnodes={nodes}", f"--nproc-per-node={PER_NODE}", "--rdzv-backend=c10d"]
-    return [*words, f"--rdzv-endpoint={os.environ['SCALING_ENDPOINT']}"]
+    host, port = os.environ["SCALING_ENDPOINT"].split(":")
+    return [*words, f"--rdzv-endpoint={host}:{int(port) + next(RUNS)}"]  # not the last run's port
 
 
 def sizes_up_to(limit):
