@@ -192,8 +192,7 @@ def evaluate(model, test_set, device, args):
         targets, predictions = zip(*chain(*gathered))
         print(classification_report(targets, predictions, zero_division=0))
         print(confusion_matrix(targets, predictions))
-        correct, total = counts.tolist()
-        print(f"accuracy {correct / total:.2%} ({correct}/{total})")
+        print(f"accuracy {counts[0] / counts[1]:.2%} ({counts[0]}/{counts[1]})")
 
 
 def positive_int(text):
@@ -231,6 +230,7 @@ def main(args):
     if not trainer.interrupted:
         evaluate(trainer.model.module, test_set, device, args)
     dist.barrier()  # wait until every rank has finished with the group
+    del trainer.model  # DDP holds the group too: freed after it, it could hang in gloo's threads
     dist.destroy_process_group()
     if trainer.interrupted:
         raise SystemExit(os.EX_TEMPFAIL)

@@ -141,7 +141,7 @@ def lives(job):
 @EVERYTHING
 def test_twenty_kills_in_one_run(trained, tmp_path):
     """At random moments, each within half a second of the first epoch since the last restart."""
-    args, nprocs, moments = ("60", *SMALL), 4, random.Random(4)
+    args, nprocs, moments = ("60", *SMALL), 2, random.Random(4)
     start = command("04", *args, nprocs=nprocs, torchrun=("--max-restarts=20",))
     with Job(start, tmp_path) as job:
         for life in range(20):
