@@ -80,12 +80,10 @@ def test_no_gloo_thread_is_left_after_an_interruption(tmp_path, exits, step):
 def test_the_group_ends_with_destroy_process_group(tmp_path, step):
     """DDP, freed after the group, would wait for gloo's threads and hold the lock they may need."""
     end = "    dist.destroy_process_group()\n"
-    names = (
-        "[open(f'/proc/self/task/{task}/comm').read() for task in os.listdir('/proc/self/task')]"
-    )
-    show = (
-        f"    print(f'left {{sum(\"gloo\" in name for name in {names})}}\\n', end='', flush=True)\n"
-    )
+    show = """
+    tasks = [open(f"/proc/self/task/{t}/comm").read() for t in os.listdir("/proc/self/task")]
+    print(f"left {sum('gloo' in task for task in tasks)}\\n", end="", flush=True)
+"""
     job = finished(command(edited(tmp_path, step, (end, end + show)), *ONE), tmp_path)
     assert re.findall(r"^left (\d+)$", job.stdout, re.MULTILINE) == ["0", "0"]
 
