@@ -173,7 +173,7 @@ def main(args):
     if dist.get_rank() == 0:
         evaluate(trainer.model.module, test_set, device, args)
     dist.barrier()  # wait until every rank has finished with the group
-    del trainer.model  # DDP holds the group too: freed after it, it could hang in gloo's threads
+    del trainer.model  # free DDP before its process group: the other order can hang
     dist.destroy_process_group()
 
 

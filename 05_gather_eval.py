@@ -230,7 +230,7 @@ def main(args):
     if not trainer.interrupted:
         evaluate(trainer.model.module, test_set, device, args)
     dist.barrier()  # wait until every rank has finished with the group
-    del trainer.model  # DDP holds the group too: freed after it, it could hang in gloo's threads
+    del trainer.model  # free DDP before its process group: the other order can hang
     dist.destroy_process_group()
     if trainer.interrupted:
         raise SystemExit(os.EX_TEMPFAIL)
