@@ -57,7 +57,7 @@ def wait_for_epoch(jobs, number):
 def world_size(job):
     """Return the world size of the worker of a node, or None if it has no worker now."""
     for worker in job.workers().values():
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error, KeyError):  # an exiting process has no environment
             return int(worker.environ()["WORLD_SIZE"])
     return None
 
