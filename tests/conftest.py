@@ -132,7 +132,7 @@ class Job:
                 if result := ready():
                     break
                 pytest.fail(f"{what!r} did not happen: {self}")
-            time.sleep(0.005)
+            time.sleep(0.02)
         return result
 
     def wait_until_gone(self, timeout=120):

@@ -42,21 +42,14 @@ def test_the_same_bits_on_every_step(trained, step, nprocs):
     assert losses(job) == losses(first)
 
 
-@EVERYTHING
-@pytest.mark.parametrize("nprocs", [1, 3])
-def test_the_same_bits_at_other_world_sizes(trained, nprocs):
-    first, *rest = [trained(step, "1", *SMALL, nprocs=nprocs) for step in DISTRIBUTED]
-    assert all(same_bits(first, other) for other in rest)
-
-
-@pytest.mark.parametrize("nprocs", [2, pytest.param(4, marks=EVERYTHING)])
+@pytest.mark.parametrize("nprocs", [3, pytest.param(1, marks=EVERYTHING)])
 def test_each_step_continues_the_checkpoint_of_the_one_before(trained, tmp_path, nprocs):
-    """One epoch on each, and the end has the bits of an undisturbed run."""
-    for number, step in enumerate(["02", *DISTRIBUTED]):
+    """One epoch on each, and the end has the bits of an undisturbed run of step 2."""
+    for number, step in enumerate(DISTRIBUTED):
         job = finished(command(step, str(number + 1), *SMALL, nprocs=nprocs), tmp_path)
         assert resumed(job) == ([number] if number else [])
         assert epochs(job) == [number + 1]
-    assert same_bits(job, trained("02", "5", *SMALL, nprocs=nprocs))
+    assert same_bits(job, trained("02", *LONG, nprocs=nprocs))
 
 
 @EVERYTHING

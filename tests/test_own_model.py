@@ -120,9 +120,7 @@ def trainers(job):
         ("04", FORK),
         pytest.param("05", SPAWN + PERSISTENT, marks=EVERYTHING),
         pytest.param("04", NO_WORKERS, marks=EVERYTHING),
-        pytest.param("04", SPAWN, marks=EVERYTHING),
         pytest.param("04", FORK + PERSISTENT, marks=EVERYTHING),
-        pytest.param("05", FORK, marks=EVERYTHING),
     ],
 )
 def test_told_to_stop_in_mid_epoch(own, undisturbed, tmp_path, step, loader):

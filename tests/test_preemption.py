@@ -66,7 +66,6 @@ def resume(tmp_path, start, *earlier):
     ("step", "nprocs", "whom"),
     [
         ("04", 2, "the agent, twice"),
-        pytest.param("04", 2, "the agent", marks=EVERYTHING),
         pytest.param("04", 2, "the first worker", marks=EVERYTHING),
         pytest.param("04", 2, "all", marks=EVERYTHING),
         pytest.param("04", 4, "the last worker", marks=EVERYTHING),
