@@ -1,0 +1,99 @@
+"""Show where each rank of a training is: its node, its process and the line that it runs.
+
+    python slurm/where.py JOB    # a Slurm job, on all of its nodes
+    python slurm/where.py        # what torchrun has started on this machine
+
+An arrow marks the ranks that are not where most ranks are. If they hang, the others wait for them
+in a collective. Look twice: in a healthy training the ranks move on. This needs Linux, and py-spy
+in the environment of the training (pip install py-spy).
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from itertools import groupby
+from pathlib import Path
+
+LIBRARY = re.compile(r"/lib(64)?/python3|^<")  # Python's and pip's; all other code is yours
+COLUMNS = ("rank", "node", "pid", "your line", "inside")
+
+
+def processes():
+    """Return parent and environment of the Python processes that have a rank, by process ID."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            program = os.path.basename(os.readlink(folder / "exe"))
+            text = (folder / "environ").read_text(errors="replace")
+            parent = re.search(r"^PPid:\s+(\d+)", (folder / "status").read_text(), re.M)[1]
+        except OSError:  # another user's, or it has just ended
+            continue
+        env = dict(item.split("=", 1) for item in text.split("\0") if "=" in item)
+        if "RANK" in env and program.startswith("python"):
+            found[int(folder.name)] = int(parent), env
+    return found
+
+
+def look(pid):
+    """Return the line of your own code that a process runs, and the library's line inside it."""
+    command = ["py-spy", "dump", "--json", "--pid", str(pid)]
+    spy = subprocess.run(command, check=False, capture_output=True, text=True)
+    threads = json.loads(spy.stdout or "[]")
+    frames = next((t["frames"] for t in threads if t["os_thread_id"] == pid), None)
+    if not frames:
+        return " ".join(spy.stderr.split()) or "not in Python yet", ""
+    own = next((f for f in frames if not LIBRARY.search(f["filename"])), frames[0])
+    lines = (f"{Path(f['filename']).name}:{f['line']} {f['name']}" for f in (own, frames[0]))
+    return next(lines), next(lines) if own is not frames[0] else ""
+
+
+def ranks_here():
+    """Return a row for each rank on this machine or, inside a Slurm job, of that job."""
+    found, job, rows = processes(), os.environ.get("SLURM_JOB_ID"), []
+    for pid, (parent, env) in found.items():
+        if parent not in found and job in (None, env.get("SLURM_JOB_ID")):  # no loader's worker
+            cells = [int(env["RANK"]), socket.gethostname(), pid, *look(pid)]
+            rows.append({**dict(zip(COLUMNS, cells)), "training": env.get("MASTER_PORT", "")})
+    return rows
+
+
+def ranks_of(job):
+    """Return the rows of all nodes of a Slurm job; srun runs this file once on each node."""
+    command = ["srun", f"--jobid={job}", "--overlap", sys.executable, __file__, "--json"]
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def table(rows):
+    """Return the lines of a table. Of two places with equally many ranks, one may be waiting."""
+    places = [(row["your line"], row["inside"]) for row in rows]
+    waits = re.compile("distributed|backward").search
+    most = max(places, key=lambda place: (places.count(place), bool(waits(place[1]))))
+    cells = [COLUMNS, *([str(row[name]) for name in COLUMNS] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    arrows = ["", *("" if place == most else "<--" for place in places)]
+    padded = ("  ".join(map(str.ljust, line, widths)) for line in cells)
+    return [f"{line}  {arrow}".rstrip() for line, arrow in zip(padded, arrows)]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("job", nargs="?", help="of Slurm; without it, look at this machine")
+    parser.add_argument("--json", action="store_true", help="one line per rank, and no table")
+    args = parser.parse_args()
+    if not shutil.which("py-spy"):
+        sys.exit("py-spy is missing: pip install py-spy")
+    rows = ranks_of(args.job) if args.job else ranks_here()
+    rows.sort(key=lambda row: (row["training"], row["rank"]))
+    if args.json:
+        print("".join(json.dumps(row) + "\n" for row in rows), end="")
+    elif not rows:
+        sys.exit("no rank was found")
+    else:
+        for _, training in groupby(rows, key=lambda row: row["training"]):
+            print(*table(list(training)), sep="\n")
