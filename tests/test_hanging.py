@@ -1,0 +1,321 @@
+"""A rank that hangs or is busy: how to find it, and what it costs when the others have to stop.
+
+The commands are those of slurm/README.md, and what they print is shown there.
+"""
+
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import test_slurm
+from cluster import missing
+from conftest import (
+    LONG,
+    ROOT,
+    SMALL,
+    TORCHRUN,
+    Job,
+    command,
+    edited,
+    epochs,
+    finished,
+    kill,
+    resumed,
+    run,
+    same_bits,
+    weights,
+)
+from test_readme import shape
+
+EVERYTHING = pytest.mark.everything
+ON_A_CLUSTER = pytest.mark.skipif(bool(missing()), reason=str(missing()))
+PAGE = (ROOT / "slurm" / "README.md").read_text(encoding="utf-8")
+ON_PATH = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+BY_FORCE = "forcefully exiting via"  # torchrun, before it kills a worker
+
+cluster, clone = test_slurm.cluster, test_slurm.clone
+submit, gated = test_slurm.submit, test_slurm.gated
+
+
+def on_the_page(pattern):
+    """Return the groups of a pattern that is found on the page."""
+    return re.search(pattern, PAGE, re.MULTILINE).groups()
+
+
+# ---------------------------------------------------------------- time to save
+
+REPLACE = "        os.replace("
+
+
+@EVERYTHING
+@ON_A_CLUSTER
+def test_a_save_of_45_seconds(cluster, clone, gated, trained):
+    """Longer than torchrun waits by default, and shorter than the batch file lets it wait."""
+    slow = f"        time.sleep(45 * self.interrupted)\n{REPLACE}"
+    test_slurm.edit(clone / "04_multinode.py", REPLACE, slow)
+    job = gated("--nodes=2", "--gpus-per-node=1")
+    cluster.run("scancel", "--signal=TERM", job.number)
+    job.wait_for(lambda: "interrupted after 2,560 samples of the epoch" in job.output)
+    job.open_the_gate()
+    job.completed()
+    assert BY_FORCE not in job.output
+    assert "resuming from 04_multinode.pt after epoch 1" in job.output
+    assert job.show("Restarts") == "1"
+    assert job.epochs() == [1, 2, 3, 4]
+    assert same_bits(job.checkpoint, trained("02", *LONG))
+
+
+@EVERYTHING
+def test_a_save_longer_than_the_timeout(tmp_path):
+    """The others wait for rank 0 in their next collective, which has a timeout."""
+    short = ("timedelta(minutes=5)", "timedelta(seconds=10)")
+    slow = (REPLACE, f"        time.sleep(15)\n{REPLACE}")
+    job = run(command(edited(tmp_path, "04", short, slow), *LONG), tmp_path)
+    assert job.returncode == 1
+    assert "Timed out waiting 10000ms" in job.stderr
+    assert epochs(job) == [1]
+    assert weights(job)  # the save was completed
+
+
+# In the second of three lives, rank 0 saves and rank 2 loads a sample when rank 1 is killed.
+SECOND = 'os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"'
+NOT_RANK_0 = "        if dist.get_rank() != 0:  # all ranks hold"
+BUSY = (
+    (NOT_RANK_0, f'        if {SECOND}:\n            Path("saving").touch()\n{NOT_RANK_0}'),
+    (
+        REPLACE,
+        f"""\
+        if {SECOND}:
+            while not os.path.exists("killed"):
+                time.sleep(0.01)
+            time.sleep(10)
+{REPLACE}""",
+    ),
+    ("    return TensorDataset(shifted,", "    return SlowData(shifted,"),
+    (
+        "def load_datasets():\n",
+        f"""\
+class SlowData(TensorDataset):
+    def __getitem__(self, index):
+        if {SECOND} and dist.get_rank() == 2 and os.path.exists("saving"):
+            Path("loading").touch()
+            time.sleep(3600)
+        return super().__getitem__(index)
+
+
+def load_datasets():
+""",
+    ),
+)
+
+
+@EVERYTHING
+def test_a_busy_rank_delays_the_restart(tmp_path):
+    """First a worker dies while the others wait for it, then while the others are busy.
+
+    torchrun gives them 30 s to end. TORCH_ELASTIC_SHUTDOWN_TIMEOUT, 1 s here, has no part in it.
+    """
+    options = {"nprocs": 3, "torchrun": ("--max-restarts=2",)}
+    start = command(edited(tmp_path, "04", *BUSY), "12", *SMALL, **options)
+    with Job(start, tmp_path, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}) as job:
+        job.wait_for("^epoch 1 ")
+        kill(job.workers()[1])
+        job.wait_for(lambda: resumed(job))
+        assert BY_FORCE not in job.stderr
+        job.wait_for((tmp_path / "loading").exists)
+        loads = job.workers()[2].pid
+        kill(job.workers()[1])
+        (tmp_path / "killed").touch()
+        assert job.wait().returncode == 0, job
+        job.wait_until_gone()
+    assert re.findall(rf"process (\d+) .*{BY_FORCE}", job.stderr) == [str(loads)]
+    before, after = resumed(job)
+    assert after == before + 1  # the save of 10 s was completed
+    assert epochs(job)[-1] == 12
+
+
+# ---------------------------------------------------------------- what each rank prints
+
+PRINTS = {"--tee=3": (0, 1), "--redirects=3": (), "--tee=3 --local-ranks-filter=0": (0,)}
+
+
+def logs(folder):
+    """Return the log files that torchrun has written, by name."""
+    paths = folder.glob("logs/*/*/*/std*.log")
+    return {str(path.relative_to(folder / "logs")): path.read_text("utf-8") for path in paths}
+
+
+def test_the_output_of_each_rank(tmp_path):
+    start, shown = on_the_page(r"^\$ (torchrun .*)\n((?:.*\n)*?)```$")
+    assert re.findall(r"^\| `(--(?:tee|redirects).*?)` \|", PAGE, re.MULTILINE) == [*PRINTS]
+    for options, ranks in PRINTS.items():
+        folder = tmp_path / options.replace(" ", "")
+        folder.mkdir()
+        job = finished(["bash", "-c", start.replace("--tee=3", options)], folder, ON_PATH)
+        assert sorted(job.stdout.splitlines()) == [shown.splitlines()[rank] for rank in ranks]
+        written = {re.sub("^[^/]+/", "", name): text for name, text in logs(folder).items()}
+        assert written == {
+            f"attempt_0/{rank}/{name}.log": text
+            for rank in (0, 1)
+            for name, text in (("stdout", f"I am rank {rank}\n"), ("stderr", ""))
+        }
+
+
+# ---------------------------------------------------------------- where each rank is
+
+STUCK = (  # the last rank waits for a sample that never comes, in the second epoch
+    ("    return TensorDataset(shifted,", "    return StuckData(shifted,"),
+    (
+        "def load_datasets():\n",
+        """\
+class StuckData(TensorDataset):
+    def __getitem__(self, index):
+        if dist.get_rank() == dist.get_world_size() - 1 and list(Path().glob("*.pt")):
+            time.sleep(3600)
+        return super().__getitem__(index)
+
+
+def load_datasets():
+""",
+    ),
+)
+LOCKED = (  # rank 1 waits for a lock that it holds itself, in the second epoch
+    ("told_to_stop = ", 'lock = __import__("threading").Lock()\ntold_to_stop = '),
+    (
+        "        self.optimizer.zero_grad()\n",
+        """\
+        if dist.get_rank() == 1 and self.epochs_run == 1:
+            lock.acquire()
+            lock.acquire()  # here
+        self.optimizer.zero_grad()
+""",
+    ),
+)
+
+
+def may_trace():
+    """Return whether the system lets py-spy look at processes that it did not start."""
+    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+    return os.geteuid() == 0 or not scope.exists() or scope.read_text() == "0\n"
+
+
+def look_until(there, ask):
+    """Ask until the answer matches, as the other ranks may still be on their way; return it."""
+    end = time.monotonic() + 120
+    while not re.search(there, answer := ask(), re.MULTILINE):
+        assert time.monotonic() < end, answer
+    return answer
+
+
+@pytest.mark.skipif(not may_trace(), reason="py-spy needs: sudo sysctl kernel.yama.ptrace_scope=0")
+def test_a_rank_hangs_on_this_machine(tmp_path):
+    """Found in the table, which shows other trainings as well, by py-spy, and by SIGABRT."""
+    script = edited(tmp_path, "04", *LOCKED)
+    line = script.read_text("utf-8").split("# here")[0].count("\n") + 1
+    with Job(command(script, *LONG), tmp_path) as job:
+        job.wait_for("^epoch 1 ")
+        first, second = (job.workers()[rank].pid for rank in (0, 1))
+        waits = rf"^0 +\S+ +{first} .* _engine_run_backward$"
+        hangs = rf"^1 +\S+ +{second} +04_multinode.py:{line} Trainer._run_batch +<--$"
+        where = [sys.executable, ROOT / "slurm" / "where.py"]
+        look_until(rf"{waits}\n{hangs}", lambda: finished(where, tmp_path, ON_PATH).stdout)
+        dumped = finished(["bash", "-c", f"py-spy dump --pid {second}"], tmp_path, ON_PATH).stdout
+        assert f"    Trainer._run_batch (04_multinode.py:{line})\n" in dumped
+        kill(job.workers()[1], signal.SIGABRT)
+        job.wait().wait_until_gone()
+    assert "Fatal Python error: Aborted" in job.stderr
+    assert f'04_multinode.py", line {line} in _run_batch\n' in job.stderr
+
+
+@EVERYTHING
+@ON_A_CLUSTER
+def test_a_rank_hangs_on_a_cluster(cluster, clone, submit, monkeypatch):
+    """With the page's settings for the output of each rank, and its commands to find the rank."""
+    monkeypatch.delitem(cluster.environment, "PYTHONUNBUFFERED", raising=False)
+    (settings,) = on_the_page(r"^((?:export .*\n)+)sbatch ")
+    for name, value in re.findall(r"(\w+)='?([^'\s]+(?: (?='))?)", settings):
+        monkeypatch.setitem(cluster.environment, name, value)
+    for old, new in STUCK:
+        test_slurm.edit(clone / "04_multinode.py", old, new)
+    job = submit("04", *LONG, options=test_slurm.TWO_BY_TWO)
+    job.wait_for(lambda: "\n[rank0] epoch 1  " in job.output)  # not only when the job ends
+
+    def on_the_login_node(words):
+        words = f"source .venv/bin/activate; {words}"
+        return cluster.run("bash", "-c", words, cwd=clone)
+
+    where, shown = on_the_page(r"^\$ (python .*where.py) \d+\n((?:.*\n)*?)```$")
+    found = look_until(" <--$", lambda: on_the_login_node(f"{where} {job.number}"))
+    assert shape(found) == shape(shown)
+    rank, node, pid = re.search(r"^(\d+) +(\w+) +(\d+) .*<--$", found, re.MULTILINE).groups()
+    assert rank == "3"
+
+    (dump,) = on_the_page(r"^(srun .* py-spy dump .*)$")
+    words = {"--jobid": job.number, "--nodelist": node}
+    for name, value in words.items():
+        dump = re.sub(rf"{name}=\w+", f"{name}={value}", dump)
+    dump = re.sub(r"--pid \d+", f"--pid {pid}", dump)
+    assert "    StuckData.__getitem__ (04_multinode.py:" in on_the_login_node(dump)
+
+    (abort,) = on_the_page(r"^(srun .* pkill .*)$")
+    on_the_login_node(re.sub(r"--jobid=\d+", f"--jobid={job.number}", abort))
+    assert job.wait() == "FAILED"
+    for number in range(4):
+        assert f"[rank{number}] Fatal Python error: Aborted" in job.output
+    assert re.search(r"^\[rank3\] .*04_multinode.py\", line \d+ in __getitem__$", job.output, re.M)
+    folders = {name.partition("/")[0] for name in logs(clone)}
+    assert len(folders) == 2  # one per node
+    assert all(re.fullmatch(rf"{job.number}_\w{{8}}", name) for name in folders)
+
+
+# ---------------------------------------------------------------- different collectives
+
+DETAIL = """
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+rank, numbers = dist.get_rank(), torch.ones(3)
+
+
+def attempt(group, call):
+    try:
+        call(group)
+    except RuntimeError as error:
+        print(f"rank {rank}: {error}")
+
+
+differ = dist.new_group()
+if rank == 0:
+    attempt(differ, lambda group: dist.all_reduce(numbers, group=group))
+else:
+    attempt(differ, lambda group: dist.broadcast(numbers, 0, group=group))
+late = dist.new_group(timeout=timedelta(seconds=3))
+if rank == 0:
+    attempt(late, lambda group: dist.all_reduce(numbers, group=group))
+dist.barrier()
+print(f"rank {rank} builds DDP")
+DDP(nn.Linear(2, 2))
+"""
+
+
+@EVERYTHING
+def test_what_debug_detail_finds(tmp_path):
+    """If DDP no longer crashes, correct the page."""
+    script = tmp_path / "collectives.py"
+    script.write_text(DETAIL, encoding="utf-8")
+    start = [TORCHRUN, "--standalone", "--nproc-per-node=2", script]
+    job = run(start, tmp_path, {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    for quoted in re.findall(r"`((?:Detected mismatch|Ranks 1 failed).*?)`", PAGE):
+        assert quoted in job.stdout
+    assert "builds DDP" in job.stdout
+    assert re.search(r"Signal 11 \(SIGSEGV\) received by PID", job.stderr)
