@@ -1,7 +1,9 @@
 """The batch files, submitted to a real Slurm cluster whose nodes really fail."""
 
 import contextlib
+import random
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -27,6 +29,14 @@ GATE = f"""\
                     time.sleep(0.01)
 {ASK}"""
 STOPPED = "interrupted after 5,120 samples of the epoch"  # 20 steps of 4 processes with 64 each
+
+# Instead of a step: a script that says what it finds.
+LOOK = """\
+import os, sys
+size = os.environ.get("WORLD_SIZE") or sys.argv[1]
+found = [size, os.environ["OMP_NUM_THREADS"], os.environ["CUDA_VISIBLE_DEVICES"]]
+os.write(1, f"finds {' '.join(found)}\\n".encode())
+"""
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
@@ -130,6 +140,23 @@ def gated(clone, submit):
     return lambda *options, step="04": submit(step, *LONG, options=options).wait_at_the_gate()
 
 
+@pytest.fixture
+def looking(cluster, clone, submit, monkeypatch):
+    """Submit a step in a copy that only looks; return what each process found.
+
+    That is: the number of processes, the threads of each, and the GPUs that it sees.
+    """
+    monkeypatch.delitem(cluster.environment, "OMP_NUM_THREADS")
+    for path in SCRIPTS:
+        (clone / path.name).write_text(LOOK, encoding="utf-8")
+
+    def look(step, *options):
+        output = submit(step, options=options).completed().output
+        return sorted(re.findall(r"^finds (.*)$", output, re.MULTILINE))
+
+    return look
+
+
 def values(cluster, node, variable):
     """Return the values that a variable has in the environments of a node's processes."""
     found = f"grep -azhE ^{variable}= /proc/[0-9]*/environ 2> /dev/null | tr '\\0' '\\n'"
@@ -166,19 +193,26 @@ def ranks(cluster):
     return sorted(found, key=min)
 
 
-@EVERYTHING
-def test_srun_alone(cluster, clone, gated, trained):
-    """The second launcher of step 4's file, in a copy outside of slurm/."""
+@pytest.fixture
+def alone(clone):
+    """A copy of step 4's file with its second launcher, and outside of slurm/."""
     text = (clone / BATCH["04"]).read_text(encoding="utf-8")
     comment = re.search(r"^# launch=.*\n(#     .*\n)+", text, re.MULTILINE)[0]
     text = text.replace(comment, re.sub("^# ", "", comment, flags=re.MULTILINE))
     (clone / "alone.sbatch").write_text(text, encoding="utf-8")
-    job = gated(*TWO_BY_TWO, step="alone.sbatch")
+    return "alone.sbatch"
+
+
+@EVERYTHING
+def test_srun_alone(cluster, alone, gated, trained):
+    job = gated(*TWO_BY_TWO, step=alone)
     assert ranks(cluster) == [{0, 1}, {2, 3}]
     assert not values(cluster, 1, "TORCHELASTIC_RUN_ID")
+    cluster.run("scancel", "--signal=TERM", job.number)
+    job.wait_for(lambda: STOPPED in job.output)
     job.open_the_gate()
     job.completed()
-    assert same_bits(job.checkpoint, trained("02", *LONG, nprocs=4))
+    went_on(job, trained("02", *LONG, nprocs=4))
 
 
 @EVERYTHING
@@ -204,22 +238,9 @@ def test_by_hand(cluster, clone, trained):
 
 
 @EVERYTHING
-def test_threads_follow_the_cpus_of_the_job(cluster, clone, submit, monkeypatch):
-    monkeypatch.delitem(cluster.environment, "OMP_NUM_THREADS")
-    look = """os.write(1, f"threads {os.environ['OMP_NUM_THREADS']}\\n".encode())\n"""
-    jobs = {}
-    for step, options, threads in (
-        ("01", (), 18),
-        ("02", ("--cpus-per-task=6",), 3),
-        ("04", (*ON_NODE_1, "--gpus-per-node=2", "--cpus-per-task=4"), 2),
-    ):
-        path = clone / SCRIPT[step].name
-        head, _, _ = path.read_text(encoding="utf-8").partition('if __name__ == "__main__":\n')
-        path.write_text(f"{head}{look}", encoding="utf-8")
-        jobs[submit(step, options=options)] = threads
-    for job, threads in jobs.items():
-        job.completed()
-        assert set(re.findall(r"^threads (\d+)$", job.output, re.MULTILINE)) == {str(threads)}
+def test_threads_follow_the_cpus_of_the_job(looking):
+    assert looking("02", "--cpus-per-task=6") == ["--nprocs=2 3 0,1"]
+    assert looking("04", *ON_NODE_1, "--gpus-per-node=2", "--cpus-per-task=4") == ["2 2 0,1"] * 2
 
 
 @EVERYTHING
@@ -442,9 +463,9 @@ def test_a_port_that_is_taken(cluster, submit):
     assert f"port {port} of node1 is already in use" in job.output
 
 
-def by_hand(cluster, folder, launch):
-    """Submit one command on two nodes with two GPUs each; return the job's state and its output."""
-    options = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=2", "--output=out"]
+def by_hand(cluster, folder, launch, gpus="--gpus-per-node=2"):
+    """Submit one command on two nodes; return the job's state and its output."""
+    options = ["--nodes=2", "--ntasks-per-node=1", gpus, "--output=out"]
     line = f"export PATH={Path(sys.executable).parent}:$PATH; {launch}"
     job = cluster.sbatch(*options, f"--wrap={line}", cwd=folder)
     return cluster.wait(job), (folder / "out").read_text(encoding="utf-8")
@@ -477,6 +498,126 @@ def test_one_job_of_two_nodes_is_two_of_one(cluster, tmp_path):
     assert output.count("epoch 1 ") == output.count("accuracy") == 2
 
 
+# ---------------------------------------------------------------- what differs between clusters
+
+
+@EVERYTHING
+@pytest.mark.parametrize(
+    ("step", "options", "found"),
+    [
+        ("02", ["--exclusive"], ["--nprocs=4 9 0,1,2,3"]),
+        ("04", ["--exclusive", *ON_NODE_1, "--gpus-per-node=2"], ["4 18 0,1,2,3"] * 4),
+        ("04", [*ON_NODE_1, "--gpus-per-node=2", "--gpus-per-task=2"], ["2 36 0,1"] * 2),
+        ("alone.sbatch", ["--exclusive", "--gpus-per-node=2"], ["8 18 0,1,2,3"] * 8),
+        ("alone.sbatch", ["--gres=gpu:2"], ["4 36 0,1"] * 4),
+    ],
+)
+@pytest.mark.usefixtures("alone")
+def test_ways_to_ask_for_gpus(looking, step, options, found):
+    """As many processes on each node as there are GPUs, and each process sees all of them."""
+    assert looking(step, *options) == found
+
+
+@EVERYTHING
+def test_gpus_bound_to_tasks(cluster, clone, alone, looking):
+    bound = ["--gpus-per-task=1", "--gpus-per-node=2"]
+    submit = shlex.join(["sbatch", *bound, BATCH["04"]])
+    said = cluster.run("bash", "-c", f"{submit} 2>&1 || true", cwd=clone)
+    assert "requested number of tasks per node differ from --ntasks-per-node" in said
+    found = looking(alone, "--ntasks-per-node=2", "--cpus-per-task=18", *bound)
+    assert found == ["4 9 0", "4 9 0", "4 9 1", "4 9 1"]
+
+
+@EVERYTHING
+def test_nodes_with_different_numbers_of_gpus(cluster, clone, submit, tmp_path_factory):
+    """Slurm deals three GPUs to two nodes; the last command starts a process for each of them."""
+    edit(clone / BATCH["04"], "--gpus-per-node=4", "--gpus=3")
+    job = submit("04")
+    assert job.wait() == "FAILED"
+    assert "world size 4 on node[1-2]" in job.output
+    refused = "Invalid generic resource (gres) specification"
+    assert f"srun: error: Unable to create step for job {job.number}: {refused}" in job.output
+    (clone / "look.py").write_text(LOOK, encoding="utf-8")
+    launch = "srun bash -c 'torchrun --nproc-per-node=$SLURM_GPUS_ON_NODE --nnodes=2"
+    launch = f"{launch} --rdzv-backend=c10d --rdzv-endpoint=node1:29400 {clone}/look.py'"
+    folder = tmp_path_factory.mktemp("by_hand")
+    state, output = by_hand(cluster, folder, launch, gpus="--gpus=3")
+    assert state == "COMPLETED", output
+    found = sorted(re.findall("^finds (.*)$", output, re.MULTILINE))
+    assert found == ["3 1 0", "3 1 0,1", "3 1 0,1"]
+
+
+class Strict(Cluster):
+    """A cluster that kills jobs which take more memory than they asked for."""
+
+    def _write_files(self):
+        super()._write_files()
+        first = random.randrange(10**5, 10**7)  # names the control groups
+        text = f"TaskPlugin=task/cgroup\nFirstJobId={first}\n"
+        edit(self.folder / "slurm.conf", "TaskPlugin=task/none\n", text)
+        edit(self.folder / "slurm.conf", "=CR_Core\n", "=CR_Core_Memory\n")
+        path = self.folder / "cgroup"
+        text = f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={path}\nConstrainRAMSpace=yes\n"
+        (self.folder / "cgroup.conf").write_text(text, encoding="utf-8")
+        (path / "memory").mkdir(parents=True)
+        mount = f"    mount -t cgroup -o memory none {path}/memory\n"
+        edit(self.folder / "node.sh", "    hostname", f"{mount}    hostname")
+
+
+def memory_groups():
+    """Return whether the kernel offers the memory controller of cgroup v1."""
+    lines = Path("/proc/cgroups").read_text(encoding="utf-8").splitlines()
+    return any(line.split()[0] == "memory" and line.split()[1] != "0" for line in lines)
+
+
+@EVERYTHING
+@pytest.mark.skipif(not memory_groups(), reason="needs the memory controller of cgroup v1")
+def test_out_of_memory(clone, tmp_path_factory):
+    """What Slurm, torchrun and the kernel say when a rank takes 2 GB more than the others."""
+    train = "    trainer.train("
+    take = "    taken = torch.ones(2**29) if dist.get_rank() == 1 else None\n"
+    edit(clone / "04_multinode.py", train, f"{take}{train}")
+    options = [*ON_NODE_1, "--gpus-per-node=2"]
+    with Strict(tmp_path_factory.mktemp("strict"), nodes=1, environment=environment()) as strict:
+        job = Submitted(strict, clone, BATCH["04"], "1", *SMALL, options=[*options, "--mem=1G"])
+        strict.wait(job.number, "OUT_OF_MEMORY", "FAILED", "COMPLETED")
+        kernel = strict.run("dmesg")
+        assert f"error: Detected 1 oom-kill event(s) in StepId={job.number}.0" in job.output
+        assert "srun: error: node1: task 0: Out Of Memory" in job.output
+        assert "Signal 9 (SIGKILL) received by PID" in job.output
+        assert f"/job_{job.number}/" in kernel
+        assert "Memory cgroup out of memory: Killed process" in kernel
+        more = [*options, "--mem-per-gpu=3G"]
+        job = Submitted(strict, clone, BATCH["04"], "1", *SMALL, options=more).completed()
+        assert "accuracy" in job.output
+
+
+@EVERYTHING
+def test_in_a_container(cluster, clone, gated, trained, monkeypatch):
+    """Charliecloud takes any folder as an image; this one has nothing but what is bound into it."""
+    monkeypatch.setitem(cluster.environment, "USER", "root")  # ch-run asks for it
+    image = clone / "image"
+    bound = ["/usr", sys.base_prefix, sys.prefix, str(clone)]
+    for name in ["/dev", "/etc", "/proc", "/sys", "/tmp", *bound]:
+        (image / name[1:]).mkdir(parents=True, exist_ok=True)
+    for name in ("bin", "lib", "lib64"):
+        (image / name).symlink_to(f"usr/{name}")
+    for name in ("group", "hosts", "passwd", "resolv.conf"):  # ch-run puts the node's there
+        (image / "etc" / name).touch()
+    options = [f"--bind={name}" for name in bound]
+    words = shlex.join(["ch-run", *options, f"--cd={clone}", str(image), "--"])
+    line = "# in_container=(apptainer exec --nv image.sif)"
+    edit(clone / BATCH["04"], line, f"in_container=({words})")
+    job = gated("--nodes=2", "--gres=gpu:2")
+    assert ranks(cluster) == [{0, 1}, {2, 3}]
+    roots = "for found in $(grep -alz ^RANK= */environ); do ls ${found%environ}root/etc; done"
+    inside = cluster.run("bash", "-c", roots, node=1, cwd="/proc").split()
+    assert set(inside) == {"group", "hosts", "passwd", "resolv.conf"}
+    job.open_the_gate()
+    job.completed()
+    assert same_bits(job.checkpoint, trained("02", *LONG, nprocs=4))
+
+
 # ---------------------------------------------------------------- each line is read
 
 
@@ -490,3 +631,12 @@ def test_every_line_is_read(cluster, path):
     understood = set(re.findall(r"^sbatch: ([a-z-]+) +: ", read, re.MULTILINE)) - {"verbose"}
     written = {re.fullmatch(r"#SBATCH --([a-z-]+)(=\S+)?", line)[1] for line in lines}
     assert understood == written | {"test-only"}
+
+
+def test_the_lines_to_edit_are_the_same():
+    """scaling.sbatch has no container: its program starts srun itself."""
+    for path in FILES:
+        if path.stem != "scaling":
+            part = re.search(r"^# EDIT: .*?\n\n", path.read_text(encoding="utf-8"), re.M | re.S)[0]
+            assert part.count("in_container=(") == 2
+            assert part == re.search(r"^# EDIT: .*?\n\n", FILES[0].read_text(), re.M | re.S)[0]
