@@ -7,6 +7,7 @@ the tasks time all_reduce: over all ranks, and between pairs of nodes.
 
 import argparse
 import contextlib
+import fcntl
 import json
 import os
 import queue
@@ -19,9 +20,11 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-COLUMNS = ("names", "port", "GPU", "clock", "folder")
+COLUMNS = ("names", "network", "port", "GPU", "clock", "folder")
+TO_THE_FIRST = ("network", "port", "folder")  # what the other nodes share with the first node
 FINE = ("no GPU", "ok", "-")  # cells without a fault; "-" was not checked
 SIZES = (2**10, 2**20, 2**24)  # bytes
+SIOCGIFADDR = 0x8915  # from linux/sockios.h: the IPv4 address of an interface
 TURNS = 7  # how often each node is paired with another; enough for all pairs of 8 nodes
 
 
@@ -80,6 +83,30 @@ def check_names(nodes):
     return "ok"
 
 
+def gloo_address():
+    """Return the interface that gloo uses on this host, and its address.
+
+    It is that of GLOO_SOCKET_IFNAME or else of the host name, or else the loopback interface.
+    """
+    own = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                answer = fcntl.ioctl(query, SIOCGIFADDR, name.encode().ljust(40, b"\0"))
+                own[name] = socket.inet_ntoa(answer[20:24])
+    if wanted := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
+        if wanted not in own:
+            raise Fault(f"no address for GLOO_SOCKET_IFNAME={wanted}")
+        return wanted, own[wanted]
+    with contextlib.suppress(OSError):  # the host name has no address
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        for family, *_, (address, *_) in found:
+            with contextlib.suppress(OSError), socket.socket(family) as probe:
+                probe.bind((address, 0))  # fails if it is the address of another host
+                return next((name for name in own if own[name] == address), ""), address
+    return "lo", own["lo"]
+
+
 def check_folder(folder, node, first, seconds):
     """Write a file where the checkpoints go, and wait until the first node's file appears."""
     folder.mkdir(exist_ok=True)
@@ -135,23 +162,28 @@ class Task:
         self.tasks, self.node = int(environ["SLURM_NTASKS"]), environ["SLURMD_NODENAME"]
         life = environ.get("SLURM_RESTART_COUNT", 0)  # a requeued job keeps its ID
         self.folder = Path(f".preflight-{environ['SLURM_JOB_ID']}.{life}")
-        self.link = self.offset = self.port_fault = None
+        self.link = self.offset = self.port_fault = self.network = None
+        self.server, self.server_known = None, threading.Event()  # task 0's, at gloo's address
 
-    def check_port(self):
-        """Connect to task 0 at the port that training uses, and compare clocks."""
-        if self.port_fault:
-            raise Fault(self.port_fault)
+    def connect(self):
+        """Connect to task 0 at the port that training uses."""
         first, end = self.nodes[0], time.monotonic() + self.seconds
         while True:
             try:
                 left = max(0.1, end - time.monotonic())
                 link = socket.create_connection((first, self.port), left)
-                break
+                link.settimeout(max(1, end - time.monotonic()))
+                return link
             except OSError as error:  # task 0 may not have started yet
                 if time.monotonic() > end - 0.2:
                     raise Fault(f"{first}:{self.port}: {error.strerror or error}") from error
                 time.sleep(0.2)
-        link.settimeout(max(1, end - time.monotonic()))
+
+    def check_port(self):
+        """Connect to task 0, and compare clocks."""
+        if self.port_fault:
+            raise Fault(self.port_fault)
+        first, link = self.nodes[0], self.connect()
         self.lines = link.makefile("r", encoding="utf-8")
         try:
             self.offset = ask_clock(link, self.lines)
@@ -162,17 +194,46 @@ class Task:
         self.link = link
         return "ok"
 
+    def check_network(self):
+        """Connect from the address that gloo uses here to the one that it uses on the first node.
+
+        Gloo connects each node to each other one, at ports that the kernel chooses.
+        """
+        try:
+            name, own = gloo_address()
+            self.network = f"{name} {own}".strip()
+            if len(self.nodes) > 1 and own.startswith("127."):
+                raise Fault(f"{self.network} is a loopback address")
+            if self.rank == 0:
+                family = socket.AF_INET6 if ":" in own else socket.AF_INET
+                backlog = len(self.nodes)  # it accepts none, so all have to wait in line
+                self.server = socket.create_server((own, 0), family=family, backlog=backlog)
+                return "ok"
+        finally:
+            self.server_known.set()
+        try:
+            with self.connect() as link, link.makefile("r", encoding="utf-8") as lines:
+                link.sendall(b"network\n")
+                there = tuple(json.loads(lines.readline()))
+        except (Fault, OSError, ValueError, TypeError):
+            return "-"  # the port, or the first node's network, is at fault
+        try:
+            socket.create_connection(there[:2], self.seconds / 3, (own, 0)).close()
+        except OSError as error:
+            raise Fault(f"{self.network} cannot reach {there[0]}") from error
+        return "ok"
+
     def run(self):
         """Check, report and, if task 0 says so, measure; return the exit code."""
         per_node, first = self.tasks // len(self.nodes), self.nodes[0]
         checks = {"port": self.check_port, "GPU": lambda: check_gpu(self.local_rank, per_node)}
         if self.local_rank == 0:
             folder = self.folder, self.node, first, self.seconds
-            checks |= {"names": lambda: check_names(self.nodes)}
+            checks |= {"names": lambda: check_names(self.nodes), "network": self.check_network}
             checks |= {"folder": lambda: check_folder(*folder)}
         cells = at_once(checks, 1.5 * self.seconds)
         bad = self.complain(cells)
-        answer = self.report(cells=cells, offset=self.offset)
+        answer = self.report(cells=cells, offset=self.offset, network=self.network)
         if answer and answer["go"]:
             measure = {"all_reduce": lambda: self.measure(answer["store"], answer["ranks"])}
             result = at_once(measure, 2 * self.seconds)
@@ -324,7 +385,7 @@ def node_faults(rows, first):
     bad = {}
     for column in COLUMNS:
         faults = {node: row[column] for node, row in rows.items() if row[column] not in FINE}
-        if column in ("port", "folder") and (first in faults or 1 < len(faults) == len(rows) - 1):
+        if column in TO_THE_FIRST and (first in faults or 1 < len(faults) == len(rows) - 1):
             faults = {first: faults.get(first) or "out of reach of all other nodes"}
         for node, cell in faults.items():
             reason = cell if "did not report" in cell else f"{column}: {cell}"
@@ -366,6 +427,10 @@ class Collector:
             for line in link.makefile("r", encoding="utf-8"):
                 if line == "clock\n":
                     link.sendall(f"{time.time()}\n".encode())
+                elif line == "network\n":
+                    self.task.server_known.wait(self.task.seconds / 3)
+                    server = self.task.server
+                    link.sendall(f"{json.dumps(server and server.getsockname())}\n".encode())
                 else:
                     report = json.loads(line)
                     self.links.append(link)
@@ -398,8 +463,12 @@ class Collector:
         """Print the tables and the verdict; return the exit code."""
         reports = self.gather(2 * self.task.seconds).values()
         rows = node_rows(reports, self.nodes, self.task.tasks)
+        faults = node_faults(rows, self.nodes[0])
+        for report in reports:
+            if report["network"] and rows[report["node"]]["network"] == "ok":
+                rows[report["node"]]["network"] = report["network"]
         print_table(("node", *COLUMNS), *((node, *rows[node].values()) for node in self.nodes))
-        bad = node_faults(rows, self.nodes[0]) or self.measure(reports)
+        bad = faults or self.measure(reports)
         for node, reasons in bad.items():
             print(f"preflight: {node}: {'; '.join(reasons)}")
         if not bad:

@@ -13,8 +13,10 @@ import threading
 import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from cluster import NETWORK, Cluster, missing
 from conftest import ROOT
 
@@ -93,6 +95,11 @@ def row(flight, node):
     return re.split(r" {2,}", re.search(rf"^{node} .*$", flight.output, re.MULTILINE)[0])
 
 
+def good_row(number):
+    """Return the cells of a healthy node."""
+    return [f"node{number}", "ok", f"eth0 {NETWORK}.{number}", "ok", "no GPU", "ok", "ok"]
+
+
 def shape(text):
     """Return the lines of a text without its numbers and the widths of its columns."""
     return [" ".join(re.sub(r"\d+(\.\d+)?", "#", line).split()) for line in text.splitlines()]
@@ -109,9 +116,9 @@ def test_healthy(cluster, repository):
     flight = Flight(cluster, repository, "--gpus-per-node=2", seconds=20)
     assert flight.ends("COMPLETED") == {}
     lines = flight.output.splitlines()
-    assert lines[0].split() == ["node", "names", "port", "GPU", "clock", "folder"]
-    assert row(flight, "node1") == ["node1", "ok", "ok", "no GPU", "ok", "ok"]
-    assert row(flight, "node2") == ["node2", "ok", "ok", "no GPU", "ok", "ok"]
+    assert lines[0].split() == ["node", "names", "network", "port", "GPU", "clock", "folder"]
+    assert row(flight, "node1") == good_row(1)
+    assert row(flight, "node2") == good_row(2)
     assert "all_reduce over world size 4, gloo; GB/s is the bus bandwidth" in lines
     milliseconds, bandwidth = map(float, row(flight, "16384")[1:])
     assert bandwidth == pytest.approx(1.5 * 2**24 / milliseconds / 1e6, abs=0.001)
@@ -137,8 +144,14 @@ def test_other_allocations(cluster, repository, shape):
     ("hosts", "reasons"),
     [
         ("{0}.2 node2\n", r"names: no address for node1; port: node1:\d+: .+"),
-        ("{0}.1 node1\n127.0.1.1 node2\n", r"names: node2 is 127.0.1.1, a loopback address"),
-        ("{0}.1 node1\n{0}.1 node2\n", rf"names: node2 is {NETWORK}.1, but that is node1"),
+        (
+            "{0}.1 node1\n127.0.1.1 node2\n",
+            "names: node2 is 127.0.1.1, a loopback address; network: 127.0.1.1 is a loopback .+",
+        ),
+        (  # gloo cannot use the address of another host, so it uses that of lo
+            "{0}.1 node1\n{0}.1 node2\n",
+            rf"names: node2 is {NETWORK}.1, but that is node1; network: lo 127.0.0.1 is a .+",
+        ),
     ],
     ids=["missing", "loopback", "wrong"],
 )
@@ -151,7 +164,7 @@ def test_name(cluster, repository, tmp_path, hosts, reasons):
     assert verdict.keys() == {"node2"}, flight.output
     assert re.fullmatch(reasons, verdict["node2"])
     assert f"node2: task 1: {verdict['node2'].split(';')[0]}\n" in flight.output
-    assert row(flight, "node1") == ["node1", "ok", "ok", "no GPU", "ok", "ok"]
+    assert row(flight, "node1") == good_row(1)
     assert "all_reduce" not in flight.output
 
 
@@ -167,7 +180,42 @@ def test_debians_hosts_file(cluster, repository, tmp_path):
         flight = Flight(cluster, repository)
         verdict = flight.ends("FAILED")
     reason = "names: {} is 127.0.1.1, a loopback address"
-    assert verdict == {node: reason.format(node) for node in ("node1", "node2")}, flight.output
+    assert verdict.keys() == {"node1", "node2"}, flight.output
+    for node, reasons in verdict.items():
+        assert reasons.split("; ")[0] == reason.format(node)
+
+
+SECOND_NETWORK = """\
+ip link add eth1 type veth peer name nowhere
+ip address add 10.99.0.{}/24 dev eth1
+ip link set eth1 up
+ip link set nowhere up"""
+
+
+@pytest.fixture
+def dead_network(cluster):
+    """A second interface on two nodes, which is up, but whose cable leads nowhere."""
+    for node in (1, 2):
+        cluster.run("bash", "-ec", SECOND_NETWORK.format(node), node=node)
+    yield
+    for node in (1, 2):
+        cluster.run("ip", "link", "delete", "eth1", node=node)
+
+
+@pytest.mark.everything
+@pytest.mark.usefixtures("dead_network")
+def test_the_wrong_network(cluster, repository):
+    """Also, the right one of two is found without help."""
+    wrong = Flight(cluster, repository, "--export=ALL,GLOO_SOCKET_IFNAME=eth1")
+    verdict = wrong.ends("FAILED")
+    reason = "eth1 10.99.0.2 cannot reach 10.99.0.1"
+    assert verdict == {"node2": f"network: {reason}"}, wrong.output
+    assert row(wrong, "node1")[2] == "eth1 10.99.0.1"
+    assert row(wrong, "node2")[2] == reason
+    assert "all_reduce" not in wrong.output
+    right = Flight(cluster, repository, seconds=20)
+    assert right.ends("COMPLETED") == {}
+    assert row(right, "node2") == good_row(2)
 
 
 @pytest.mark.everything
@@ -227,7 +275,7 @@ def test_folder_not_shared(cluster, repository):
         flight = Flight(cluster, repository)
         verdict = flight.ends("FAILED")
     assert verdict == {"node2": "folder: not shared with node1"}, flight.output
-    assert row(flight, "node2") == ["node2", "ok", "ok", "no GPU", "ok", "not shared with node1"]
+    assert row(flight, "node2") == [*good_row(2)[:-1], "not shared with node1"]
     assert set(shown(1)) <= set(shape(flight.output))
 
 
@@ -411,6 +459,31 @@ def test_a_check_that_hangs():
     assert cells == {**expected, "four": "No such file or directory"}
 
 
+@pytest.mark.parametrize("interface", [None, "lo"])
+def test_gloo_address(monkeypatch, interface):
+    """It is the one that gloo listens on."""
+    if interface:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+
+    def listening():
+        connections = psutil.Process().net_connections("tcp")
+        return {each.laddr for each in connections if each.status == psutil.CONN_LISTEN}
+
+    before = listening()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    ((address, _),) = listening() - before
+    dist.destroy_process_group()
+    name, expected = preflight.gloo_address()
+    assert expected == address
+    assert name == (interface or name)
+
+
+def test_no_such_interface(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    with pytest.raises(preflight.Fault, match=r"no address for GLOO_SOCKET_IFNAME=ib0"):
+        preflight.gloo_address()
+
+
 def test_an_address_without_a_name(monkeypatch):
     """Clusters without reverse lookup can train all the same."""
     monkeypatch.setattr(socket, "gethostname", lambda: "node1")
@@ -456,7 +529,7 @@ def test_verdict():
     assert len(faults([])) == 3
 
 
-@pytest.mark.parametrize("column", ["port", "folder"])
+@pytest.mark.parametrize("column", ["network", "port", "folder"])
 def test_what_all_others_miss_is_the_fault_of_the_first(column):
     bad = {column: "refused"}
     assert faults(reports(node2=bad)) == {"node2": [f"{column}: refused"]}
