@@ -1,0 +1,165 @@
+"""Pretends to have the GPUs that CUDA_VISIBLE_DEVICES names, and records how a script uses them.
+
+Tensors on "cuda" lie on the CPU, and gloo stands in for NCCL. What would fail on a GPU fails here:
+an operation on tensors of two devices, a CPU tensor in a group without a backend for it, a GPU that
+does not exist. Each process writes its calls to a file of its own in the folder GPU_SHIM_RECORD, in
+the order in which it made them first.
+"""
+
+import json
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.overrides import TorchFunctionMode
+
+GPUS = len(os.environ["CUDA_VISIBLE_DEVICES"].split(","))
+CPU = torch.device("cpu")
+MIX_DEVICES = {Tensor.copy_, Tensor.data.__set__, torch._has_compatible_shallow_copy_type}
+calls = []
+current = 0  # the GPU that "cuda" means
+contexts = set()  # the GPUs on which this process would occupy memory
+storages = {}  # of the tensors on a GPU: storage -> (weak reference, GPU)
+backends = {}  # of the process group: device type -> backend
+
+
+def record(*call):
+    if call in calls or "GPU_SHIM_RECORD" not in os.environ:
+        return
+    calls.append(call)
+    os.makedirs(os.environ["GPU_SHIM_RECORD"], exist_ok=True)
+    path = os.path.join(os.environ["GPU_SHIM_RECORD"], str(os.getpid()))
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(calls, file, default=str)
+
+
+# ---------------------------------------------------------------- devices
+
+
+def set_device(device):
+    global current  # noqa: PLW0603
+    index = device if isinstance(device, int) else torch.device(device).index
+    record("set_device", index)
+    if index >= GPUS:  # PyTorch's words, which go on with advice on debugging
+        error = getattr(torch, "AcceleratorError", RuntimeError)
+        raise error(
+            "CUDA error: invalid device ordinal\n"
+            "GPU device may be out of range, do you have enough GPUs?\n"
+        )
+    current = index
+    contexts.add(index)
+
+
+def device_of(tensor):
+    return storages.get(tensor.untyped_storage()._cdata, (None, CPU))[1]
+
+
+def tensors_in(values):
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+
+
+def named_device(value):
+    """Return the device that an argument names, or None."""
+    if isinstance(value, str) and value.startswith(("cuda", "cpu")):
+        value = torch.device(value)
+    if not isinstance(value, torch.device) or value.type == "cpu":
+        return value if isinstance(value, torch.device) else None
+    return torch.device("cuda", current if value.index is None else value.index)
+
+
+def place(tensors, gpu):
+    record("allocate", gpu)
+    contexts.add(gpu.index)
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        storages[storage._cdata] = StorageWeakRef(storage), gpu
+
+
+class FakeGPUs(TorchFunctionMode):
+    """Sees each call of a PyTorch function, before it is run on the CPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in (torch.device, torch._C._nn._parse_to):
+            return func(*args, **kwargs)
+        if func == Tensor.device.__get__:
+            return device_of(args[0])
+        if func == Tensor.is_cuda.__get__:
+            return device_of(args[0]) != CPU
+        if func is Tensor.pin_memory:
+            record("pin_memory", torch.device("cuda", current))
+            return args[0]
+        if func in (Tensor.cpu, Tensor.cuda):
+            func, args = Tensor.to, (args[0], func.__name__)
+        inputs = list(tensors_in((*args, *kwargs.values())))
+        devices = {device_of(tensor) for tensor in inputs if tensor.dim()}
+        target = next(filter(None, map(named_device, (*args, kwargs.get("device")))), None)
+        if target:
+            args = [CPU if named_device(value) else value for value in args]
+            kwargs = {key: CPU if named_device(value) else value for key, value in kwargs.items()}
+            if func is Tensor.to and target != device_of(inputs[0]):
+                kwargs["copy"] = True
+        elif len(devices) > 1 and func not in MIX_DEVICES:
+            raise RuntimeError(f"Expected all tensors to be on the same device\n{func}")
+        result = func(*args, **kwargs)
+        target = target or next((d for d in map(device_of, inputs) if d != CPU), CPU)
+        if target != CPU and func not in MIX_DEVICES:
+            place(tensors_in([result]), target)
+        return result
+
+
+torch.cuda.is_available = torch.accelerator.is_available = lambda: True
+torch.cuda.device_count = lambda: GPUS
+torch.cuda.current_device = lambda: current
+torch.cuda.set_device = set_device
+torch.accelerator.current_accelerator = lambda check_available=False: None
+torch._C._cuda_hasPrimaryContext = contexts.__contains__
+FakeGPUs().__enter__()
+
+
+# ---------------------------------------------------------------- collectives
+
+join, wrap = dist.init_process_group, DDP.__init__
+
+
+def init_process_group(backend, *args, **kwargs):
+    rank = kwargs.get("rank", os.environ.get("RANK"))  # step 2 has no local rank
+    ranks = int(rank), int(os.environ.get("LOCAL_RANK", rank))
+    record("init_process_group", backend, *ranks)
+    backends.update(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map())
+    return join("gloo", *args, **kwargs)
+
+
+def wrap_model(self, module, *args, **kwargs):
+    for device in {device_of(tensor).type for tensor in module.state_dict().values()}:
+        record("DDP", device)  # its gradients are all-reduced where they are
+    return wrap(self, module, *args, **kwargs)
+
+
+def watched(name, collective):
+    def call(*args, **kwargs):
+        types = {device_of(tensor).type for tensor in tensors_in((*args, *kwargs.values()))}
+        for device in types or {c10d._get_object_coll_device()}:  # a barrier has no tensor
+            record(name, device)
+            if device not in backends:
+                raise RuntimeError(f"No backend type associated with device type {device}")
+        with torch._C.DisableTorchFunction():
+            return collective(*args, **kwargs)
+
+    return call
+
+
+dist.init_process_group = init_process_group
+DDP.__init__ = wrap_model
+c10d._get_object_coll_device = lambda group=None: "cpu" if "cpu" in backends else "cuda"
+for name in ("all_reduce", "all_gather", "gather", "broadcast", "barrier"):
+    setattr(c10d, name, watched(name, getattr(c10d, name)))
+    setattr(dist, name, getattr(c10d, name))

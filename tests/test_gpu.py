@@ -1,0 +1,247 @@
+"""The scripts on GPUs, over NCCL; and without a GPU, under a shim that runs their GPU branches."""
+
+import json
+import os
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import (
+    ROOT,
+    SCRIPT,
+    SMALL,
+    TORCHRUN,
+    Job,
+    accuracy,
+    command,
+    edited,
+    epochs,
+    finished,
+    free_port,
+    resumed,
+    run,
+    same_bits,
+)
+from test_05_gather_eval import check_report
+
+SHORT = ("2", *SMALL)
+LINE = "            total[0] += self._run_batch(source, targets)\n"
+EVERYTHING = pytest.mark.everything
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+needs_a_gpu = pytest.mark.skipif(not GPUS, reason="torch.cuda.is_available() is False")
+
+# conftest.environment hides the GPUs from the other tests. The rest of this is what the same bits
+# need on GPUs besides deterministic algorithms: workspaces of fixed size for cuBLAS, float32 that
+# is not rounded to TF32, and NCCL without NVLink SHARP, whose order of additions varies.
+ON_GPUS = {
+    "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES"),
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NVIDIA_TF32_OVERRIDE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+}
+SHIM = {
+    "CUDA_VISIBLE_DEVICES": "0,1",
+    "PYTHONPATH": str(ROOT / "tests" / "gpu_shim"),
+    "GPU_SHIM_RECORD": ".calls",  # in the folder in which a script runs
+}
+
+WORLD_SIZES = range(1, max(GPUS, 1) + 1)  # every one that this machine allows
+
+
+def case(nprocs, *step):
+    """Return parameters of a test: so many real GPUs or, for 0, two GPUs of the shim."""
+    name, mark = (f"nccl-{nprocs}", needs_a_gpu) if nprocs else ("shim", EVERYTHING)
+    machine = SimpleNamespace(nprocs=nprocs or 2, env=ON_GPUS if nprocs else SHIM)
+    return pytest.param(machine, *step, id="-".join([name, *step]), marks=mark)
+
+
+CASES = [case(nprocs) for nprocs in (*WORLD_SIZES, 0)]
+on_gpus = pytest.mark.parametrize("machine", CASES, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
+def machine(request):
+    """The number of processes, and the environment in which they find as many GPUs."""
+    return request.param
+
+
+# ---------------------------------------------------------------- what the shim recorded
+
+
+def calls(job):
+    """Return the calls that the shim recorded, of each process of a job. Real GPUs record none."""
+    files = sorted((job.cwd / ".calls").glob("*"))
+    return [json.loads(path.read_text(encoding="utf-8")) for path in files]
+
+
+VOTE = {("all_reduce", "cpu")}
+OBJECTS = {("all_gather", "cpu"), ("gather", "cpu")}
+ON_THE_CPU = {"02": set(), "03": set(), "04": VOTE, "05": VOTE | OBJECTS}
+
+
+def check_calls(job, step):
+    """Check the order of the first calls, the GPU of each process, and what travels how."""
+    for first, second, *rest in calls(job):
+        name, backend, _, local_rank = second
+        assert first == ["set_device", local_rank]
+        assert (name, backend) == ("init_process_group", "cpu:gloo,cuda:nccl")
+        gpu = f"cuda:{local_rank}"
+        needed = {("allocate", gpu), ("pin_memory", gpu), ("DDP", "cuda"), ("all_reduce", "cuda")}
+        assert {*map(tuple, rest)} - {("barrier", "cpu")} == needed | ON_THE_CPU[step]
+
+
+# ---------------------------------------------------------------- the scripts on GPUs
+
+
+def no_warning(job):
+    return not re.search("warning", job.stderr, re.IGNORECASE)
+
+
+def deterministic(folder, step, *changes):
+    """Copy a step, with deterministic algorithms. Each rank also says which GPUs it occupies."""
+    folder.mkdir()
+    seed = "    torch.manual_seed(args.seed)\n"
+    settings = "    torch.use_deterministic_algorithms(True)\n"
+    settings += "    torch.backends.cudnn.benchmark = False\n"
+    end = "    dist.barrier()"
+    gpus = "[n for n in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(n)]"
+    say = f"    print(f'rank {{dist.get_rank()}} occupies {{{gpus}}}\\n', end='', flush=True)\n"
+    return edited(folder, step, (seed, settings + seed), (end, say + end), *changes)
+
+
+def each_rank_occupies_its_own_gpu(job, nprocs):
+    said = re.findall(r"^rank (\d+) occupies (\[.*\])$", job.stdout, re.MULTILINE)
+    return sorted(said) == sorted((str(rank), f"[{rank}]") for rank in range(nprocs))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(machine, tmp_path_factory):
+    """Run step 2, with deterministic algorithms."""
+    folder = tmp_path_factory.mktemp("step02")
+    path = deterministic(folder / ".script", "02")
+    job = finished(command(path, *SHORT, nprocs=machine.nprocs), folder, machine.env)
+    assert each_rank_occupies_its_own_gpu(job, machine.nprocs), job
+    assert no_warning(job), job
+    check_calls(job, "02")
+    return job
+
+
+LEARNS = [case(nprocs, step) for nprocs in WORLD_SIZES for step in ON_THE_CPU]
+
+
+@pytest.mark.parametrize(("machine", "step"), [*LEARNS, case(0, "05")], indirect=["machine"])
+def test_learns(machine, tmp_path, step):
+    batch = f"--batch-size={256 // machine.nprocs}"  # the effective batch is the same everywhere
+    job = finished(command(step, batch, nprocs=machine.nprocs), tmp_path, machine.env)
+    assert accuracy(job)[0] >= 98
+    assert epochs(job) == [1, 2, 3, 4]
+    assert job.stdout.count("accuracy ") == 1 + (step == "05")  # the class report has one too
+    assert [path.name for path in tmp_path.glob("[!.]*")] == ["checkpoint.pt"]
+    assert no_warning(job), job
+    check_calls(job, step)
+    if step == "05":
+        check_report(job)
+
+
+@on_gpus
+def test_killed_and_restarted(machine, undisturbed, tmp_path):
+    first_life = 'os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"'
+    here = f"(self.epochs_run, dist.get_rank()) == (1, {machine.nprocs - 1})"
+    killed = f"""            if {first_life} and {here} and total[1] > 0:
+                os.kill(os.getpid(), 9)
+"""
+    path = deterministic(tmp_path / "script", "03", (LINE, killed + LINE))
+    start = command(path, *SHORT, nprocs=machine.nprocs, torchrun=("--max-restarts=1",))
+    job = finished(start, tmp_path, machine.env)
+    assert resumed(job) == [1]
+    assert epochs(job) == [1, 2]
+    assert each_rank_occupies_its_own_gpu(job, machine.nprocs), job
+    assert same_bits(job, undisturbed)
+    check_calls(job, "03")
+
+
+@on_gpus
+def test_told_to_stop_and_resumed_in_mid_epoch(machine, undisturbed, tmp_path):
+    step = 64 * machine.nprocs  # samples
+    here = "(self.epochs_run, self.samples_run, dist.get_rank())"
+    told = f"""            if {here} == (1, {3 * step}, {machine.nprocs - 1}):
+                signal.raise_signal(signal.SIGTERM)
+"""
+    path = deterministic(tmp_path / "script", "04", (LINE, told + LINE))
+    start = command(path, *SHORT, nprocs=machine.nprocs)
+    first = run(start, tmp_path, machine.env)
+    assert (tmp_path / "checkpoint.pt.interrupted").exists(), first
+    checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert checkpoint["EPOCHS_RUN"] == 1
+    assert checkpoint["SAMPLES_RUN"] == 10 * step  # the ranks ask each other at every tenth
+    second = finished(start, tmp_path, machine.env)
+    assert epochs(first) + epochs(second) == [1, 2]
+    assert each_rank_occupies_its_own_gpu(second, machine.nprocs), second
+    assert no_warning(second), second
+    assert same_bits(second, undisturbed)
+    check_calls(second, "04")
+
+
+# ---------------------------------------------------------------- what needs no GPU
+
+
+@EVERYTHING
+def test_each_node_uses_its_gpus_from_0_on(tmp_path):
+    """Two agents of two processes each, as on two nodes."""
+    words = [TORCHRUN, "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+    words += [f"--rdzv-endpoint=localhost:{free_port()}", SCRIPT["04"], "1", *SMALL]
+    words += [f"--checkpoint-path={tmp_path / 'checkpoint.pt'}"]
+    folders = [tmp_path / "node0", tmp_path / "node1"]
+    for folder in folders:
+        folder.mkdir()
+    with Job(words, folders[0], SHIM) as zero, Job(words, folders[1], SHIM) as one:
+        assert [zero.wait().returncode, one.wait().returncode] == [0, 0], (zero, one)
+    for job in (zero, one):
+        check_calls(job, "04")
+        assert sorted(first for first, *_ in calls(job)) == [["set_device", 0], ["set_device", 1]]
+    ranks = [rank for job in (zero, one) for _, (_, _, rank, _), *_ in calls(job)]
+    assert sorted(ranks) == [0, 1, 2, 3]
+
+
+@EVERYTHING
+def test_more_processes_than_gpus(tmp_path):
+    """PyTorch's error, whose words the shim repeats, ends the output and the report of torchrun."""
+    job = run(command("03", nprocs=2), tmp_path, SHIM | {"CUDA_VISIBLE_DEVICES": "0"})
+    assert job.returncode == 1
+    lines = [line.strip() for line in job.stderr.splitlines()]
+    error, advice = [line for line in lines if line.strip("=")][-2:]
+    assert error.endswith("Error: CUDA error: invalid device ordinal")
+    assert advice == "GPU device may be out of range, do you have enough GPUs?"
+
+
+def test_the_shim_fails_where_a_gpu_would(tmp_path):
+    program = """
+import torch
+import torch.distributed as dist
+
+def fails(call, *args):
+    try:
+        call(*args)
+    except RuntimeError as error:
+        print(str(error).splitlines()[0])
+
+cpu, gpu = torch.ones(2), torch.ones(2, device="cuda")
+fails(torch.add, cpu, gpu)
+fails(torch.cuda.set_device, 2)
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(gpu)
+fails(dist.all_reduce, gpu.cpu())
+fails(dist.all_reduce, cpu)
+print(gpu.tolist(), cpu.device, cpu.to(gpu.device).device, (gpu * 2).to(dtype=int).device)
+dist.destroy_process_group()
+"""
+    job = finished([sys.executable, "-c", program], tmp_path, SHIM)
+    assert job.stdout.splitlines() == [
+        "Expected all tensors to be on the same device",
+        "CUDA error: invalid device ordinal",
+        "No backend type associated with device type cpu",
+        "No backend type associated with device type cpu",
+        "[1.0, 1.0] cpu cuda:0 cuda:0",
+    ]
