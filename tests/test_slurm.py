@@ -519,13 +519,24 @@ def test_ways_to_ask_for_gpus(looking, step, options, found):
 
 
 @EVERYTHING
-def test_gpus_bound_to_tasks(cluster, clone, alone, looking):
-    bound = ["--gpus-per-task=1", "--gpus-per-node=2"]
-    submit = shlex.join(["sbatch", *bound, BATCH["04"]])
-    said = cluster.run("bash", "-c", f"{submit} 2>&1 || true", cwd=clone)
-    assert "requested number of tasks per node differ from --ntasks-per-node" in said
-    found = looking(alone, "--ntasks-per-node=2", "--cpus-per-task=18", *bound)
-    assert found == ["4 9 0", "4 9 0", "4 9 1", "4 9 1"]
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--gpus-per-node=5", "Requested node configuration is not available"),
+        ("--mem=200G", "Memory specification can not be satisfied"),
+        ("--gpus-per-task=1", "requested number of tasks per node differ from --ntasks-per-node"),
+    ],
+)
+def test_refused_by_sbatch(cluster, clone, option, said):
+    submit = f"sbatch --gpus-per-node=2 {option} {BATCH['04']} 2>&1 || true"
+    assert said in cluster.run("bash", "-c", submit, cwd=clone)
+
+
+@EVERYTHING
+def test_gpus_bound_to_tasks(alone, looking):
+    """With one task for each process, that process sees its own GPU only."""
+    bound = ["--gpus-per-task=1", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=18"]
+    assert looking(alone, *bound) == ["4 9 0", "4 9 0", "4 9 1", "4 9 1"]
 
 
 @EVERYTHING
@@ -616,6 +627,23 @@ def test_in_a_container(cluster, clone, gated, trained, monkeypatch):
     job.open_the_gate()
     job.completed()
     assert same_bits(job.checkpoint, trained("02", *LONG, nprocs=4))
+
+
+@EVERYTHING
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [
+        ("# in_container=(apptainer", "error: execve(): apptainer: No such file or directory"),
+        ("# in_container=(--", "srun: unrecognized option '--container-image=./image.sqsh'"),
+    ],
+    ids=["Apptainer", "Pyxis"],
+)
+def test_a_container_that_is_not_installed(clone, submit, start, said):
+    """Also shows that srun gets the words of these lines in the right place."""
+    edit(clone / BATCH["04"], start, start[2:])
+    job = submit("04", options=ON_NODE_1)
+    assert job.wait() == "FAILED"
+    assert said in job.output
 
 
 # ---------------------------------------------------------------- each line is read
