@@ -1,0 +1,289 @@
+"""Step 4 on machines with several networks, without Slurm, and among strangers."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from cluster import missing
+from conftest import LONG, ROOT, SCRIPT, SMALL, Job, edited, epochs, resumed, same_bits
+
+EVERYTHING = pytest.mark.everything
+GUIDE = (ROOT / "slurm" / "README.md").read_text(encoding="utf-8")
+LIVE, DEAD = "10.88.0", "10.99.0"  # the networks of eth0 and of eth1, whose cable leads nowhere
+
+# Each machine is a network namespace, and a bridge connects them. They end with the last process.
+MACHINES = f"""\
+set -e
+mount -t tmpfs none /run
+ip link add bridge0 type bridge
+ip link set bridge0 up
+for number in 1 2 3; do
+    ip netns add node$number
+    ip link add cable$number type veth peer name eth0 netns node$number
+    ip link set cable$number master bridge0 up
+    inside="ip -n node$number"
+    $inside link add eth1 type veth peer name nowhere
+    for interface in lo eth0 eth1 nowhere; do $inside link set $interface up; done
+    $inside address add {LIVE}.$number/24 dev eth0
+    $inside address add {DEAD}.$number/24 dev eth1
+done
+echo ready
+exec sleep infinity
+"""
+
+
+class Machines:
+    """Three machines; a test chooses the addresses that their names have."""
+
+    def __init__(self, holder):
+        self.holder, self.hosts = holder, holder.cwd / "hosts"
+
+    def names(self, networks):
+        """Write the hosts file: for each kind of host name, the network of its addresses."""
+        lines = ["127.0.0.1 localhost"]
+        for name, network in networks.items():
+            lines += [f"{network}.{number} {name.format(number)}" for number in (1, 2, 3)]
+        self.hosts.write_text("\n".join([*lines, ""]), encoding="utf-8")
+
+    def inside(self, number, *words):
+        """Return the command that runs a command in a machine's network."""
+        pid = self.holder.process.pid
+        return [
+            "nsenter",
+            "--net",
+            "--mount",
+            f"-t{pid}",
+            "ip",
+            "netns",
+            "exec",
+            f"node{number}",
+            *words,
+        ]
+
+    def terminal(self, number, command, folder, **env):
+        """Type a command on a machine."""
+        lines = [
+            f"mount --bind {self.hosts} /etc/hosts && hostname node{number} && cd {folder} || exit",
+            f"export PATH={Path(sys.executable).parent}:$PATH",
+            command,
+        ]
+        words = self.inside(number, "unshare", "--uts", "--mount", "bash", "-c", "\n".join(lines))
+        return Job(words, folder, env)
+
+    def listening(self, number):
+        """Return the port and the address of each socket that listens on a machine."""
+        shown = subprocess.check_output(self.inside(number, "ss", "-Hltn"), text=True)
+        places = [line.split()[3].rsplit(":", 1) for line in shown.splitlines()]
+        return {int(port): address for address, port in places}
+
+
+@pytest.fixture(scope="module")
+def holder(tmp_path_factory):
+    if reason := missing():
+        pytest.skip(reason)
+    command = ["unshare", "--net", "--mount", "bash", "-c", MACHINES]
+    with Job(command, tmp_path_factory.mktemp("machines")) as holder:
+        holder.wait_for("ready")
+        yield holder
+
+
+@pytest.fixture
+def machines(holder):
+    machines = Machines(holder)
+    machines.names({"node{}": LIVE})
+    return machines
+
+
+def section(title):
+    return re.search(rf"^## {title}\n(.*?)(?=^## )", GUIDE, re.MULTILINE | re.DOTALL)[1]
+
+
+# ---------------------------------------------------------------- two machines, two terminals
+
+
+@EVERYTHING
+def test_two_terminals(machines, tmp_path, trained):
+    """The commands of the guide, in a folder on each machine; the second time, they resume."""
+    typed = dict(re.findall(r"^node(\d)\$ (torchrun .*)$", section("Without Slurm"), re.MULTILINE))
+    folders = {number: tmp_path / f"node{number}" for number in typed}
+    for folder in folders.values():
+        folder.mkdir()
+        shutil.copy(SCRIPT["04"], folder)
+
+    def train(*args):
+        jobs = [
+            machines.terminal(number, f"{command} {' '.join(args)}", folders[number])
+            for number, command in typed.items()
+        ]
+        with jobs[0], jobs[1]:
+            for job in jobs:
+                assert job.wait().returncode == 0, job
+                job.wait_until_gone()
+        return jobs
+
+    one, two = train("2", *SMALL)
+    assert (epochs(one), two.stdout) == ([1, 2], "")
+    assert not (folders["2"] / "checkpoint.pt").exists()
+    shutil.copy(folders["1"] / "checkpoint.pt", folders["2"])
+    one, two = train(*LONG)
+    assert (resumed(one), epochs(one), two.stdout) == ([2], [3, 4], "")
+    assert same_bits(one, trained("02", *LONG))
+
+
+# ---------------------------------------------------------------- several networks
+
+
+@pytest.fixture
+def launch(machines, tmp_path):
+    """Run the guide's command for host names of another network, as `srun` does on each node."""
+    machines.names({"node{}": DEAD, "node{}i": LIVE})
+    path = edited(tmp_path, "04", ("minutes=5", "seconds=int(os.environ['LIMIT'])"))
+    block = re.search(
+        r"^(export .*)\nsrun bash -c '(torchrun (?:.*\n)+?.*)'$", section("Networks"), re.M
+    )
+    command = f"{block[1].replace('ib0', 'eth0')}\n{block[2]} 1 {' '.join(SMALL)}"
+    assert path.name in command
+
+    def launch(change=("", ""), limit=60):
+        assert change[0] in command
+        changed = command.replace(*change) if change[0] else command
+        if limit < 60:
+            changed = changed.replace("--rdzv-conf=", f"--rdzv-conf=read_timeout={limit},")
+        return [
+            machines.terminal(n, changed, tmp_path, SLURM_NODEID=str(n - 1), LIMIT=str(limit))
+            for n in (1, 2)
+        ]
+
+    return launch
+
+
+@EVERYTHING
+def test_names_of_another_network(launch):
+    one, two = launch()
+    with one, two:
+        for job in (one, two):
+            assert job.wait().returncode == 0, job
+    assert epochs(one) == [1]
+
+
+UNREACHED = r"The client socket has timed out after 3000ms while trying to connect to \({}, {}\)\."
+
+
+@EVERYTHING
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("node1i", "node1"), UNREACHED.format("node1", 29400)),
+        (("is_host=$((SLURM_NODEID == 0))", "join_timeout=600"), UNREACHED.format("node1i", 29400)),
+        (('--local-addr="$(hostname)i"', ""), UNREACHED.format("node1", r"\d+")),
+    ],
+    ids=["endpoint", "is_host", "local_addr"],
+)
+def test_what_the_names_of_another_network_need(launch, change, message):
+    """Only the second node is looked at: the first one waits for it."""
+    one, two = launch(change, limit=3)
+    with one, two:
+        assert two.wait().returncode == 1
+    assert re.search(message, two.stderr), two
+
+
+@EVERYTHING
+def test_the_wrong_interface(launch):
+    one, two = launch(("GLOO_SOCKET_IFNAME=eth0", "GLOO_SOCKET_IFNAME=eth1"), limit=3)
+    with one, two:
+        for job in (one, two):
+            assert job.wait().returncode == 1, job
+    error = "RuntimeError: Gloo connectFullMesh failed with .+"
+    assert re.search(rf"^{error}No route to host, remote=\[{DEAD}.1\]", two.stderr, re.M), two
+    assert re.search(rf"^{error} Connect timeout", one.stderr, re.M), one
+
+
+def test_no_such_interface(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    with pytest.raises(RuntimeError, match=r"Unable to find address for: ib0"):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert not dist.is_initialized()
+
+
+# ---------------------------------------------------------------- strangers
+
+JUNK = """\
+import os, socket, sys, time
+links = []
+for place in sys.argv[1:]:
+    host, port = place.split(":")
+    for junk in (b"", bytes(1000), b"GET / HTTP/1.1\\r\\n\\r\\n", os.urandom(2**20)):
+        links.append(socket.create_connection((host, int(port)), 10))
+        try:
+            links[-1].sendall(junk)
+        except OSError:
+            pass  # closed by the other end, or its buffer is full
+print("sent", flush=True)
+time.sleep(600)
+"""
+KEYS = """\
+from datetime import timedelta
+from torch.distributed import TCPStore
+store = TCPStore("node1", 29400, is_master=False, timeout=timedelta(seconds=30))
+store.set("from a stranger", "anything")
+print(store.get("from a stranger").decode())
+print(store.get("torch.rendezvous.none.0/MASTER_ADDR").decode())
+"""
+GATE = """\
+        while self.epochs_run == 1 and not os.path.exists("go"):
+            time.sleep(0.01)
+        self.model.train()
+"""
+
+
+@EVERYTHING
+def test_a_stranger_connects(machines, tmp_path, trained):
+    """Junk on each port, before and during a training, which goes on; and keys set and read."""
+    short = ("minutes=5", "seconds=20")
+    path = edited(tmp_path, "04", short, ("        self.model.train()\n", GATE))
+    for name, text in (("junk.py", JUNK), ("keys.py", KEYS)):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    train = "torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d"
+    train += f" --rdzv-endpoint=node1:29400 {path.name} {' '.join(LONG)}"
+    with (
+        machines.terminal(1, train, tmp_path) as one,
+        machines.terminal(2, f"until [ -e join ]; do sleep 0.1; done; {train}", tmp_path) as two,
+    ):
+        one.wait_for(lambda: 29400 in machines.listening(1))
+        with machines.terminal(3, "python junk.py node1:29400", tmp_path) as early:
+            early.wait_for("^sent$")
+            (tmp_path / "join").touch()
+            one.wait_for("^epoch 1 ")
+            places = {n: machines.listening(n) for n in (1, 2)}
+            assert {"*", f"{LIVE}.1"} == set(places[1].values())  # stores; and gloo, of its own
+            assert {f"{LIVE}.2"} == set(places[2].values())
+            everywhere = " ".join(f"node{n}:{port}" for n in places for port in places[n])
+            with machines.terminal(3, f"python junk.py {everywhere}", tmp_path) as late:
+                late.wait_for("^sent$")
+                with machines.terminal(3, "python keys.py", tmp_path) as keys:
+                    assert keys.wait().stdout == "anything\nnode1\n", keys
+                (tmp_path / "go").touch()
+                for job in (one, two):
+                    assert job.wait(120).returncode == 0, job
+                    job.wait_until_gone()
+    assert same_bits(one, trained("02", *LONG))
+
+
+class Order:
+    """An object that makes whoever unpickles it create a folder."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+def test_gather_object_runs_what_it_receives(process_group, tmp_path):
+    dist.gather_object(Order(str(tmp_path / "made")), [None])
+    assert (tmp_path / "made").is_dir()
