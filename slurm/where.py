@@ -46,7 +46,7 @@ def look(pid):
     threads = json.loads(spy.stdout or "[]")
     frames = next((t["frames"] for t in threads if t["os_thread_id"] == pid), None)
     if not frames:
-        return " ".join(spy.stderr.split()) or "not in Python yet", ""
+        return spy.stderr.partition("\n")[0] or "not in Python yet", ""
     own = next((f for f in frames if not LIBRARY.search(f["filename"])), frames[0])
     lines = (f"{Path(f['filename']).name}:{f['line']} {f['name']}" for f in (own, frames[0]))
     return next(lines), next(lines) if own is not frames[0] else ""

@@ -5,8 +5,11 @@ The commands are those of slurm/README.md, and what they print is shown there.
 
 import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -229,6 +232,18 @@ def test_a_rank_hangs_on_this_machine(tmp_path):
         job.wait().wait_until_gone()
     assert "Fatal Python error: Aborted" in job.stderr
     assert f'04_multinode.py", line {line} in _run_batch\n' in job.stderr
+
+
+@EVERYTHING
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, as only root can")
+def test_py_spy_is_refused():
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        spy = shutil.copy(Path(sys.executable).with_name("py-spy"), folder)
+        command = [spy, "dump", "--pid", str(os.getpid())]
+        asked = subprocess.run(command, check=False, user=65534, stderr=subprocess.PIPE, text=True)
+    (said,) = on_the_page("^Otherwise it prints `(.*?)`")
+    assert asked.stderr.startswith(said)
 
 
 @EVERYTHING
