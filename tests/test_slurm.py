@@ -530,6 +530,8 @@ def test_ways_to_ask_for_gpus(looking, step, options, found):
 def test_refused_by_sbatch(cluster, clone, option, said):
     submit = f"sbatch --gpus-per-node=2 {option} {BATCH['04']} 2>&1 || true"
     assert said in cluster.run("bash", "-c", submit, cwd=clone)
+    there = cluster.run("sinfo", "-h", "-o", "%P %G %c %m")
+    assert there.split() == ["gpu*", "gpu:4", "256", "100000"]
 
 
 @EVERYTHING
