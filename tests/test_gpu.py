@@ -84,9 +84,9 @@ ON_THE_CPU = {"02": set(), "03": set(), "04": VOTE, "05": VOTE | OBJECTS}
 def check_calls(job, step):
     """Check the order of the first calls, the GPU of each process, and what travels how."""
     for first, second, *rest in calls(job):
-        name, backend, _, local_rank = second
-        assert first == ["set_device", local_rank]
-        assert (name, backend) == ("init_process_group", "cpu:gloo,cuda:nccl")
+        assert (first[0], second[0]) == ("set_device", "init_process_group")
+        backend, _, local_rank = second[1:]
+        assert (first[1], backend) == (local_rank, "cpu:gloo,cuda:nccl")
         gpu = f"cuda:{local_rank}"
         needed = {("allocate", gpu), ("pin_memory", gpu), ("DDP", "cuda"), ("all_reduce", "cuda")}
         assert {*map(tuple, rest)} - {("barrier", "cpu")} == needed | ON_THE_CPU[step]
