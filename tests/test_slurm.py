@@ -1,13 +1,14 @@
 """The batch files, submitted to a real Slurm cluster whose nodes really fail."""
 
 import contextlib
-import random
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -560,31 +561,33 @@ def test_nodes_with_different_numbers_of_gpus(cluster, clone, submit, tmp_path_f
     assert found == ["3 1 0", "3 1 0,1", "3 1 0,1"]
 
 
+MEMORY = Path("/sys/fs/cgroup/memory")  # where a kernel has version 1 of control groups
+
+
 class Strict(Cluster):
-    """A cluster that kills jobs which take more memory than they asked for."""
+    """A cluster of one node that kills jobs which take more memory than they asked for."""
 
     def _write_files(self):
         super()._write_files()
-        first = random.randrange(10**5, 10**7)  # names the control groups
-        text = f"TaskPlugin=task/cgroup\nFirstJobId={first}\n"
-        edit(self.folder / "slurm.conf", "TaskPlugin=task/none\n", text)
-        edit(self.folder / "slurm.conf", "=CR_Core\n", "=CR_Core_Memory\n")
-        path = self.folder / "cgroup"
-        text = f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={path}\nConstrainRAMSpace=yes\n"
-        (self.folder / "cgroup.conf").write_text(text, encoding="utf-8")
-        (path / "memory").mkdir(parents=True)
-        mount = f"    mount -t cgroup -o memory none {path}/memory\n"
-        edit(self.folder / "node.sh", "    hostname", f"{mount}    hostname")
+        self.group = MEMORY / uuid.uuid4().hex
+        self.group.mkdir()
+        inside = self.folder / "cgroup" / "memory"
+        inside.mkdir(parents=True)
+        mount = f"hostname login\nmount --bind {self.group} {inside}\n"
+        edit(self.folder / "controller.sh", "hostname login\n", mount)
+        edit(self.folder / "slurm.conf", "task/none", "task/cgroup")
+        edit(self.folder / "slurm.conf", "CR_Core", "CR_Core_Memory")
+        limit = f"CgroupMountpoint={inside.parent}\nConstrainRAMSpace=yes\n"
+        edit(self.folder / "cgroup.conf", "cgroup/v1\n", f"cgroup/v1\n{limit}")
 
-
-def memory_groups():
-    """Return whether the kernel offers the memory controller of cgroup v1."""
-    lines = Path("/proc/cgroups").read_text(encoding="utf-8").splitlines()
-    return any(line.split()[0] == "memory" and line.split()[1] != "0" for line in lines)
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        for folder, _, _ in os.walk(self.group, topdown=False):
+            os.rmdir(folder)
 
 
 @EVERYTHING
-@pytest.mark.skipif(not memory_groups(), reason="needs the memory controller of cgroup v1")
+@pytest.mark.skipif(not MEMORY.exists(), reason="needs version 1 of control groups")
 def test_out_of_memory(clone, tmp_path_factory):
     """What Slurm, torchrun and the kernel say when a rank takes 2 GB more than the others."""
     train = "    trainer.train("
@@ -593,12 +596,12 @@ def test_out_of_memory(clone, tmp_path_factory):
     options = [*ON_NODE_1, "--gpus-per-node=2"]
     with Strict(tmp_path_factory.mktemp("strict"), nodes=1, environment=environment()) as strict:
         job = Submitted(strict, clone, BATCH["04"], "1", *SMALL, options=[*options, "--mem=1G"])
-        strict.wait(job.number, "OUT_OF_MEMORY", "FAILED", "COMPLETED")
+        job.wait("FAILED", "OUT_OF_MEMORY", "COMPLETED")
         kernel = strict.run("dmesg")
         assert f"error: Detected 1 oom-kill event(s) in StepId={job.number}.0" in job.output
         assert "srun: error: node1: task 0: Out Of Memory" in job.output
         assert "Signal 9 (SIGKILL) received by PID" in job.output
-        assert f"/job_{job.number}/" in kernel
+        assert f"/{strict.group.name}/" in kernel
         assert "Memory cgroup out of memory: Killed process" in kernel
         more = [*options, "--mem-per-gpu=3G"]
         job = Submitted(strict, clone, BATCH["04"], "1", *SMALL, options=more).completed()
@@ -606,11 +609,12 @@ def test_out_of_memory(clone, tmp_path_factory):
 
 
 @EVERYTHING
+@pytest.mark.skipif(not shutil.which("ch-run"), reason="apt-get install charliecloud-runtime")
 def test_in_a_container(cluster, clone, gated, trained, monkeypatch):
     """Charliecloud takes any folder as an image; this one has nothing but what is bound into it."""
     monkeypatch.setitem(cluster.environment, "USER", "root")  # ch-run asks for it
     image = clone / "image"
-    bound = ["/usr", sys.base_prefix, sys.prefix, str(clone)]
+    bound = sorted({"/usr", sys.base_prefix, sys.prefix, str(clone)})
     for name in ["/dev", "/etc", "/proc", "/sys", "/tmp", *bound]:
         (image / name[1:]).mkdir(parents=True, exist_ok=True)
     for name in ("bin", "lib", "lib64"):
