@@ -216,10 +216,9 @@ class Cluster:
     def cut_the_power(self, number):
         """Kill all processes of a node at once; the others do not hear that it is gone."""
         network = f"ip -n node{number} link set eth0 down"
-        kill = (
-            f"kill -KILL {self._node(number)} && while {self._is_on(number)}; do sleep 0.05; done"
-        )
-        self.run("timeout", "10", "bash", "-c", f"{network}; {kill}")
+        wait = f"while {self._is_on(number)}; do sleep 0.05; done"
+        kill = f"{network} && kill -KILL {self._node(number)} && {wait}"
+        self.run("timeout", "10", "bash", "-c", kill)
 
     def switch_on(self, number):
         """Start a node again that lost its power."""
@@ -358,6 +357,7 @@ def main():
         sys.exit(reason)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
+    os.umask(0o022)  # the user has to read slurm.conf
     user = pwd.getpwuid(int(os.environ.get("SUDO_UID", "0")))
     with temporary_folder() as folder, Cluster(folder, args.nodes, args.gpus) as cluster:
         open_shell(cluster, user)
