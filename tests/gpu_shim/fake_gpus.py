@@ -121,6 +121,7 @@ torch.cuda.device_count = lambda: GPUS
 torch.cuda.current_device = lambda: current
 torch.cuda.set_device = set_device
 torch.accelerator.current_accelerator = lambda check_available=False: None
+torch.cuda.is_current_stream_capturing = lambda: False  # PyTorch 2.6 asks before each step
 torch._C._cuda_hasPrimaryContext = contexts.__contains__
 FakeGPUs().__enter__()
 
