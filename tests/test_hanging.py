@@ -122,7 +122,7 @@ def test_a_busy_rank_delays_the_restart(tmp_path):
 
     torchrun gives them 30 s to end. TORCH_ELASTIC_SHUTDOWN_TIMEOUT, 1 s here, has no part in it.
     """
-    options = {"nprocs": 3, "torchrun": ("--max-restarts=2",)}
+    options = {"nprocs": 3, "torchrun": ("--max-restarts=2", "--log-dir=logs")}
     start = command(edited(tmp_path, "04", *BUSY), "12", *SMALL, **options)
     with Job(start, tmp_path, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}) as job:
         job.wait_for("^epoch 1 ")
@@ -139,6 +139,7 @@ def test_a_busy_rank_delays_the_restart(tmp_path):
     before, after = resumed(job)
     assert after == before + 1  # the save of 10 s was completed
     assert epochs(job)[-1] == 12
+    assert sorted(p.name for p in tmp_path.glob("logs/*/*")) == [f"attempt_{n}" for n in range(3)]
 
 
 # ---------------------------------------------------------------- what each rank prints
@@ -298,7 +299,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-dist.init_process_group("gloo")
+dist.init_process_group("gloo", timeout=timedelta(minutes=1))
 rank, numbers = dist.get_rank(), torch.ones(3)
 
 
@@ -309,7 +310,7 @@ def attempt(group, call):
         print(f"rank {rank}: {error}")
 
 
-differ = dist.new_group()
+differ = dist.new_group(timeout=timedelta(seconds=30))
 if rank == 0:
     attempt(differ, lambda group: dist.all_reduce(numbers, group=group))
 else:
