@@ -129,7 +129,9 @@ def test_the_ranks_stop_at_the_same_step(trained, tmp_path, step, saved):
     with Job(start, tmp_path) as job:
         job.wait().wait_until_gone()
     interrupted(tmp_path, job)
-    assert re.findall(r"exitcode +: (\d+)", job.stderr) == ["75", "75"]
+    codes = re.findall(r"exitcode +: (-?\d+)", job.stderr)
+    assert "75" in codes
+    assert set(codes) <= {"75", "-15"}  # torchrun may signal a rank that is already exiting
     checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert (checkpoint["EPOCHS_RUN"], checkpoint["SAMPLES_RUN"]) == saved
     assert same_bits(resume(tmp_path, start, job), trained("02", *EPOCHS))
