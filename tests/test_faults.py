@@ -119,7 +119,7 @@ def test_a_killed_rank_is_named(tmp_path, step):
         assert job.wait().returncode == 1
         job.wait_until_gone()
     assert "Signal 9 (SIGKILL) received by PID" in job.stderr
-    assert "forcefully exiting via SIGKILL" not in job.stderr  # the others had ended by then
+    assert "forcefully exiting via" not in job.stderr  # the others had ended by then
     assert not (tmp_path / "checkpoint.pt.interrupted").exists()
 
 
