@@ -68,6 +68,9 @@ class Terminal:
         return self
 
     def __exit__(self, *error):
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=30)
         self.process.kill()
         self.process.wait()
         self.close()
@@ -86,7 +89,7 @@ class Terminal:
                 return False
         return True
 
-    def wait_for(self, ready, timeout=180):
+    def wait_for(self, ready, timeout=300):
         """Read until `ready()` is true of the screen."""
         end = time.monotonic() + timeout
         while not ready(self.screen):
