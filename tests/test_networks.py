@@ -86,7 +86,8 @@ class Machines:
 def holder(tmp_path_factory):
     if reason := missing():
         pytest.skip(reason)
-    command = ["unshare", "--net", "--mount", "bash", "-c", MACHINES]
+    ends_with_us = ["setpriv", "--pdeathsig", "KILL"]
+    command = [*ends_with_us, "unshare", "--net", "--mount", "bash", "-c", MACHINES]
     with Job(command, tmp_path_factory.mktemp("machines")) as holder:
         holder.wait_for("ready")
         yield holder
