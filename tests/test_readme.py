@@ -1,4 +1,4 @@
-"""What the READMEs show is what their commands print, numbers apart; what they name exists."""
+"""What the READMEs show is what their commands print; what they name exists."""
 
 import os
 import re
@@ -20,6 +20,11 @@ def shape(text):
     return [re.sub(r" +", " ", line).strip() for line in lines]
 
 
+def results(text):
+    """Return the losses and the accuracy in an output."""
+    return [float(number) for number in re.findall(r"(?:loss|accuracy) ([\d.]+)", text)]
+
+
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
     """A folder with the scripts in it, where the README's commands follow one another."""
@@ -35,6 +40,7 @@ def test_the_command_prints_what_is_shown(clone, command, output):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     job = finished(["bash", "-c", command], clone, {"PATH": path}, timeout=300)
     assert shape(job.stdout) == shape(output)
+    assert results(job.stdout) == pytest.approx(results(output), rel=0.03)  # CPUs round differently
 
 
 def test_every_step_is_shown():
