@@ -121,6 +121,7 @@ def test_local_rank_picks_the_gpu_before_the_group_is_joined(monkeypatch):
     assert timedelta(seconds=10) < options["timeout"] <= timedelta(minutes=10)
 
 
+@pytest.mark.everything
 def test_a_node_that_falls_silent_is_an_error_and_not_a_hang(tmp_path):
     """A stopped process keeps its connections open, as a lost node does."""
     path = edited(tmp_path, "04", ("timedelta(minutes=5)", "timedelta(seconds=8)"))

@@ -42,7 +42,8 @@ def test_the_same_bits_on_every_step(trained, step, nprocs):
     assert losses(job) == losses(first)
 
 
-@pytest.mark.parametrize("nprocs", [3, pytest.param(1, marks=EVERYTHING)])
+@EVERYTHING
+@pytest.mark.parametrize("nprocs", [1, 3])
 def test_each_step_continues_the_checkpoint_of_the_one_before(trained, tmp_path, nprocs):
     """One epoch on each, and the end has the bits of an undisturbed run of step 2."""
     for number, step in enumerate(DISTRIBUTED):

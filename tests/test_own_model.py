@@ -162,7 +162,8 @@ def test_a_resume_in_mid_epoch_draws_other_random_numbers(own, undisturbed, tmp_
 # ---------------------------------------------------------------- killed
 
 
-@pytest.mark.parametrize("step", ["03", *(pytest.param(n, marks=EVERYTHING) for n in ("04", "05"))])
+@EVERYTHING
+@pytest.mark.parametrize("step", ["03", "04", "05"])
 def test_kill_9_and_restart(own, undisturbed, tmp_path, step):
     """With BatchNorm, dropout, and data that loader workers augment at random."""
     start = own(tmp_path, step, FORK, random=True, torchrun=("--max-restarts=1",))
@@ -184,7 +185,8 @@ def test_started_again(own, undisturbed, tmp_path, step):
     assert same_bits(job, undisturbed(step, FORK, random=True))
 
 
-@pytest.mark.parametrize("method", [FORK, pytest.param(SPAWN, marks=EVERYTHING)])
+@EVERYTHING
+@pytest.mark.parametrize("method", [FORK, SPAWN])
 def test_kill_9_leaves_no_loader_worker(own, tmp_path, method):
     """Each one notices within seconds that its parent is gone."""
     with Job(own(tmp_path, "04", method + PERSISTENT), tmp_path) as job:
