@@ -2,14 +2,11 @@
 
 import contextlib
 import os
-import random
-import re
 import signal
 import socket
 import socketserver
 import subprocess
 import sys
-import time
 from threading import Thread
 
 import pytest
@@ -136,31 +133,6 @@ def test_workers_of_a_dead_agent_train_on(trained, tmp_path):
     assert epochs(job) == list(range(1, 9))
     assert accuracy(job)
     assert same_bits(job, trained("02", *args))
-
-
-# ---------------------------------------------------------------- killed again and again
-
-
-def lives(job):
-    """Return what the job printed, one part for each start."""
-    return re.split(r"^resuming from .*\n", job.stdout, flags=re.MULTILINE)
-
-
-@EVERYTHING
-def test_ten_kills_in_one_run(trained, tmp_path):
-    """At random moments, each within half a second of the first epoch since the last restart."""
-    args, nprocs, moments = ("30", *SMALL), 2, random.Random(4)
-    start = command("04", *args, nprocs=nprocs, torchrun=("--max-restarts=10",))
-    with Job(start, tmp_path) as job:
-        for life in range(10):
-            job.wait_for(lambda n=life: len(lives(job)) == n + 1 and "epoch " in lives(job)[n])
-            time.sleep(moments.uniform(0, 0.5))
-            kill(job.workers()[life % nprocs])
-        assert job.wait(300).returncode == 0, job
-        job.wait_until_gone()
-    assert len(lives(job)) == 11
-    assert sorted(set(epochs(job))) == list(range(1, 31))
-    assert same_bits(job, trained("02", *args, nprocs=nprocs))
 
 
 # ---------------------------------------------------------------- the rendezvous cannot be reached
