@@ -13,12 +13,13 @@ EVERYTHING = pytest.mark.everything
 STEPS = ["02", "03", "04", "05"]
 ONE = ("1", *SMALL)
 SITE = """  # Python runs a sitecustomize.py that it finds on PYTHONPATH before any script
-import atexit, json, multiprocessing, os, sys
+import atexit, json, multiprocessing, os, sys, time
 
 
 def report():
     # Called after all other atexit functions, because it is registered before them.
     if "RANK" in os.environ or multiprocessing.parent_process():  # not torchrun, not 02's parent
+        time.sleep(1)  # Linux lists a thread for a moment after it has ended
         tasks = os.listdir("/proc/self/task")
         names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in tasks]
         with open(f"{os.environ['DDP_LADDER_EXITS']}/{os.getpid()}", "w") as file:
@@ -63,6 +64,7 @@ def test_no_gloo_thread_is_left(tmp_path, exits, step):
     env, threads = exits
     end = "    dist.destroy_process_group()\n"
     show = """
+    time.sleep(1)  # Linux lists a thread for a moment after it has ended
     tasks = [open(f"/proc/self/task/{t}/comm").read() for t in os.listdir("/proc/self/task")]
     print(f"left {sum('gloo' in task for task in tasks)}\\n", end="", flush=True)
 """

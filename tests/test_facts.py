@@ -84,6 +84,8 @@ def test_a_flipped_byte_is_found_by_testzip_and_not_by_torch_load(tmp_path):
 
 LEFT = """
 import os
+import time
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -91,6 +93,7 @@ BEFORE
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 AFTER
 dist.destroy_process_group()
+time.sleep(1)  # Linux lists a thread for a moment after it has ended
 tasks = [f"/proc/self/task/{task}/comm" for task in os.listdir("/proc/self/task")]
 print(sum("gloo" in open(task).read() for task in tasks) > 0)
 """
