@@ -24,8 +24,8 @@ SCRIPT = {path.name[:2]: path for path in SCRIPTS}
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 SMALL = ("--batch-size=64", "--width=4")  # trains in a second, for tests of anything but learning
 LONG = ("4", *SMALL)  # enough epochs to interrupt
-# In the ids of tests that need GPUs, or version 1 of control groups, and may be skipped even with
-# --everything.
+# Parts of the ids of tests that may be skipped even with --everything: they need GPUs, or version 1
+# of control groups.
 EXPECTED_SKIPS = ("[nccl-", "test_out_of_memory")
 
 
