@@ -171,14 +171,17 @@ def test_the_output_of_each_rank(tmp_path):
 
 # ---------------------------------------------------------------- where each rank is
 
-STUCK = (  # the last rank waits for a sample that never comes, in the second epoch
+STUCK = (  # the last of 4 ranks waits for a sample that never comes, in step 3 of the second epoch
     ("    return TensorDataset(shifted,", "    return StuckData(shifted,"),
     (
         "def load_datasets():\n",
         """\
 class StuckData(TensorDataset):
+    loaded = 0
+
     def __getitem__(self, index):
-        if dist.get_rank() == dist.get_world_size() - 1 and list(Path().glob("*.pt")):
+        self.loaded += 1
+        if dist.get_rank() == dist.get_world_size() - 1 and self.loaded > 3500:
             time.sleep(3600)
         return super().__getitem__(index)
 
@@ -207,10 +210,10 @@ def may_trace():
     return os.geteuid() == 0 or not scope.exists() or scope.read_text() == "0\n"
 
 
-def look_until(there, ask):
-    """Ask until the answer matches, as the other ranks may still be on their way; return it."""
+def look_until(right, ask):
+    """Ask until the answer is right, as the other ranks may still be on their way; return it."""
     end = time.monotonic() + 120
-    while not re.search(there, answer := ask(), re.MULTILINE):
+    while not right(answer := ask()):
         assert time.monotonic() < end, answer
     return answer
 
@@ -226,7 +229,8 @@ def test_a_rank_hangs_on_this_machine(tmp_path):
         waits = rf"^0 +\S+ +{first} .* _engine_run_backward$"
         hangs = rf"^1 +\S+ +{second} +04_multinode.py:{line} Trainer._run_batch +<--$"
         where = [sys.executable, ROOT / "slurm" / "where.py"]
-        look_until(rf"{waits}\n{hangs}", lambda: finished(where, tmp_path, ON_PATH).stdout)
+        both = re.compile(rf"{waits}\n{hangs}", re.MULTILINE).search
+        look_until(both, lambda: finished(where, tmp_path, ON_PATH).stdout)
         dumped = finished(["bash", "-c", f"py-spy dump --pid {second}"], tmp_path, ON_PATH).stdout
         assert f"    Trainer._run_batch (04_multinode.py:{line})\n" in dumped
         kill(job.workers()[1], signal.SIGABRT)
@@ -265,8 +269,11 @@ def test_a_rank_hangs_on_a_cluster(cluster, clone, submit, monkeypatch):
         return cluster.run("bash", "-c", words, cwd=clone)
 
     where, shown = on_the_page(r"^\$ (python .*where.py) \d+\n((?:.*\n)*?)```$")
-    found = look_until(" <--$", lambda: on_the_login_node(f"{where} {job.number}"))
-    assert shape(found) == shape(shown)
+
+    def as_shown(found):
+        return shape(found) == shape(shown)
+
+    found = look_until(as_shown, lambda: on_the_login_node(f"{where} {job.number}"))
     rank, node, pid = re.search(r"^(\d+) +(\w+) +(\d+) .*<--$", found, re.MULTILINE).groups()
     assert rank == "3"
 
