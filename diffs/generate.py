@@ -11,6 +11,7 @@ try:
     from hunks import Problem, explained
     from notebook import notebook, run
     from page import page
+    from patches import KINDS, patches, symptoms
 except ModuleNotFoundError as error:
     sys.exit(f"generate.py: {error}: pip install -r requirements-dev.txt")
 
@@ -42,6 +43,38 @@ code --diff 02_multigpu_spawn.py 03_multigpu_torchrun.py
 """
 
 
+def table(rows):
+    """Return the table of symptoms, as Markdown."""
+    lines = ["## Symptoms\n", "| what you see | cause | remedy | more |", "|---|---|---|---|"]
+    for *row, patch in rows:
+        page = "../recipes/README.md" if patch.kind == "recipes" else ""
+        lines.append(f"| {' | '.join(row)} | [{patch.name}]({page}#{patch.slug}) |")
+    return "\n".join([*lines, ""])
+
+
+def contents(patches):
+    """Return the list of the recipes, as Markdown."""
+    return "".join(f"- [{patch.title}](#{patch.slug})\n" for patch in patches)
+
+
+def collection(kind, collections):
+    """Return the README.md of one kind of patches."""
+    parts = [f"# {KINDS[kind].title}\n", "<!-- Written by generate.py: edit the patches. -->\n"]
+    parts += [f"{KINDS[kind].story}\n[`index.html`](../index.html) shows all side by side.\n"]
+    recipes = kind == "recipes"
+    parts += [contents(collections[kind]) if recipes else table(symptoms(collections))]
+    return "\n".join([*parts, *map(entry, collections[kind])])
+
+
+def entry(patch):
+    """Return a patch with its note and the command that runs it, as Markdown."""
+    file = f"[`{patch.name}.diff`]({patch.name}.diff)"
+    old = f"[`{patch.old}`](../../{patch.old})"
+    heading = f'<a id="{patch.slug}"></a>\n\n## {patch.title}\n\nPatch: {file}, on {old}\n'
+    command = f"```bash\n{patch.command}\n```\n"
+    return "\n".join([heading, f"{patch.markdown}\n", command, f"```diff\n{patch.diff.text}```\n"])
+
+
 def walkthrough(diffs):
     """Return README.md: each step's story, and its hunks with their notes."""
     parts = [BEGIN]
@@ -60,7 +93,11 @@ def generate(root=HERE.parent):
     folder = root / "diffs"
     files = {folder / f"{diff.slug.replace('-', '_')}.diff": diff.text for diff in diffs}
     files[folder / "README.md"] = walkthrough(diffs)
-    files[folder / "index.html"] = page(root, diffs)
+    collections = {kind: patches(root, kind) for kind in KINDS}
+    for kind, members in collections.items():
+        files |= {folder / patch.path: patch.text for patch in members}
+        files[folder / kind / "README.md"] = collection(kind, collections)
+    files[folder / "index.html"] = page(root, diffs, collections)
     path = folder / "walkthrough.ipynb"
     files[path] = notebook(path, diffs)
     return files

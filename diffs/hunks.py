@@ -86,9 +86,13 @@ def ladder(root):
     return sorted(root.glob("0[1-9]_*.py"))
 
 
-def compare(old, new):
-    """Return the diff between two files, as `diff -u` writes it but without dates."""
-    old_lines, new_lines = (path.read_text(encoding="utf-8").splitlines() for path in (old, new))
+def compare(old, new, text=None):
+    """Return the diff between two files, as `diff -u` writes it but without dates.
+
+    The text is that of the new file, if it is not on the disk.
+    """
+    old_lines = old.read_text(encoding="utf-8").splitlines()
+    new_lines = (text or new.read_text(encoding="utf-8")).splitlines()
     hunks = []
     for group in difflib.SequenceMatcher(None, old_lines, new_lines).get_grouped_opcodes(CONTEXT):
         lines = []

@@ -22,5 +22,15 @@ unfold.addEventListener("click", () => {
   for (const fold of folds) fold.open = open;
 });
 unfold.hidden = false;
+
+const search = document.getElementById("search");
+search.addEventListener("input", () => {
+  const words = search.value.toLowerCase().split(/\s+/);
+  for (const found of document.querySelectorAll("#pitfalls tbody tr, #pitfalls article")) {
+    const text = found.textContent.toLowerCase();
+    found.hidden = !words.every((word) => text.includes(word));
+  }
+});
+search.parentElement.hidden = false;
 addEventListener("hashchange", show);
 show();

@@ -9,6 +9,7 @@ from hunks import compare, ladder
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markdown_it import MarkdownIt
 from markupsafe import Markup, escape
+from patches import KINDS, symptoms
 from pygments.lexers import PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, Operator, String
 
@@ -246,7 +247,16 @@ def directly(root, diffs):
     return shown
 
 
-def page(root, diffs):
+def tab(kind, patches):
+    """Return what the template shows for the patches of one kind."""
+    shown = []
+    for patch in patches:
+        sides = Sides(patch.diff)
+        shown.append({"patch": patch, "hunks": [stretches(h, sides) for h in patch.diff.hunks]})
+    return {"slug": kind, "title": KINDS[kind].title, "story": KINDS[kind].story, "patches": shown}
+
+
+def page(root, diffs, collections):
     """Return the page as HTML."""
     env = Environment(
         loader=FileSystemLoader(HERE),
@@ -257,5 +267,8 @@ def page(root, diffs):
         keep_trailing_newline=True,
     )
     env.filters["markdown"] = markdown(root)
+    env.filters["inline"] = lambda text: Markup(MarkdownIt("commonmark").renderInline(text))
     template = env.get_template("page.html.j2")
-    return template.render(steps=[*map(view, diffs), directly(root, diffs)])
+    steps = [*map(view, diffs), directly(root, diffs)]
+    tabs = [tab(*item) for item in collections.items()]
+    return template.render(steps=steps, tabs=tabs, symptoms=symptoms(collections))

@@ -13,6 +13,7 @@ import uuid
 from pathlib import Path
 from types import SimpleNamespace
 
+import patches
 import psutil
 import pytest
 import torch
@@ -200,15 +201,58 @@ def trained(tmp_path_factory):
     return train
 
 
+@pytest.fixture(scope="session")
+def trained_with(tmp_path_factory):
+    """Run an edited step to completion; the same edits and arguments run only once per session."""
+    done = {}
+
+    def train(step, changes, args):
+        key = step, changes, args
+        if key not in done:
+            cwd = tmp_path_factory.mktemp(f"step{step}")
+            done[key] = finished(command(edited(cwd, step, *changes), *args), cwd)
+        return done[key]
+
+    return train
+
+
+@pytest.fixture
+def both(trained_with, tmp_path):
+    """Run the script that a pitfall breaks and the step itself, with the same changes to both."""
+
+    def run_both(name, *changes, args=("1", *SMALL), step="05"):
+        broken = patched(tmp_path, f"pitfalls/{name}", *changes)
+        return finished(command(broken, *args), tmp_path), trained_with(step, changes, args)
+
+    return run_both
+
+
 def edited(tmp_path, step, *changes):
     """Write a copy of a step with some of its text replaced, each piece found exactly once."""
-    text = SCRIPT[step].read_text(encoding="utf-8")
+    return write(tmp_path / SCRIPT[step].name, SCRIPT[step].read_text(encoding="utf-8"), changes)
+
+
+def patched(tmp_path, name, *changes):
+    """Write a recipe or pitfall, like "recipes/fsdp2", under the name of the step that it patches.
+
+    More of its text is replaced as in `edited`.
+    """
+    patch = patches.read(ROOT, ROOT / "diffs" / f"{name}.diff")
+    return write(tmp_path / patch.diff.old.name, patch.result, changes)
+
+
+def write(path, text, changes):
     for old, new in changes:
-        assert text.count(old) == 1, f"{old!r} is {text.count(old)} times in {SCRIPT[step].name}"
+        assert text.count(old) == 1, f"{old!r} is {text.count(old)} times in {path.name}"
         text = text.replace(old, new)
-    path = tmp_path / SCRIPT[step].name
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def on_screen(name):
+    """Return what the symptoms of a recipe or pitfall quote from the screen."""
+    rows = patches.read(ROOT, ROOT / "diffs" / f"{name}.diff").rows
+    return [text for symptom, *_ in rows for text in re.findall(r"`([^`]+)`", symptom)]
 
 
 def free_port():

@@ -30,6 +30,7 @@ def test_learns_with_the_default_arguments(trained):
     assert len(job.stdout.splitlines()) == 5
 
 
+@pytest.mark.everything
 def test_two_copies_at_the_same_time(trained, tmp_path):
     with Job(command("02", "99", *SMALL), tmp_path) as job:
         job.wait_for("^epoch 1 ")

@@ -57,6 +57,7 @@ def test_kill_9_with_4_processes(trained, tmp_path):
     assert accuracy(job) == accuracy(trained("02", *LONG, nprocs=4))
 
 
+@pytest.mark.everything
 def test_kill_9_repeats_what_was_not_saved(trained, tmp_path):
     job = kill_one(tmp_path, 2, 0, "^epoch 6 ", ("8", "5", *SMALL))
     assert resumed(job) == [5]

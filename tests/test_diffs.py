@@ -7,14 +7,11 @@ import subprocess
 import sys
 from itertools import pairwise
 
+import hunks
 import nbformat
 import pytest
 from conftest import ROOT, SCRIPTS
 from nbclient import NotebookClient
-
-sys.path.insert(0, str(ROOT / "diffs"))
-
-import hunks
 
 STEPS = list(pairwise(SCRIPTS))
 TERMS = [  # in the order in which the notes define them

@@ -192,7 +192,7 @@ def test_rank_0_cannot_be_reached_without_torchrun(tmp_path, host):
 # ---------------------------------------------------------------- Ctrl-C
 
 
-@pytest.mark.parametrize("step", quick_for("02", "04", of=SCRIPT))
+@pytest.mark.parametrize("step", quick_for("04", of=SCRIPT))
 def test_ctrl_c(tmp_path, step):
     with Job(command(step, "99", *SMALL), tmp_path) as job:
         job.wait_for("^epoch 2 ")

@@ -62,6 +62,7 @@ def test_without_the_first_pass_a_resume_ends_with_other_bits(trained, tmp_path)
     assert not same_bits(tmp_path / "checkpoint.pt", trained("02", *LONG, nprocs=4))
 
 
+@EVERYTHING
 def test_step_2_continues_the_checkpoint_of_step_1(trained, tmp_path):
     shutil.copy(trained("01", *LONG).cwd / "checkpoint.pt", tmp_path)
     job = finished(command("02", "5", *SMALL), tmp_path)

@@ -2,17 +2,13 @@
 
 import re
 import shutil
-import sys
 from urllib.parse import unquote
 
+import hunks
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from conftest import ROOT, SCRIPTS
 from playwright.sync_api import expect, sync_playwright
-
-sys.path.insert(0, str(ROOT / "diffs"))
-
-import hunks
 
 BROWSER = shutil.which("chromium")
 PAGE = ROOT / "diffs" / "index.html"
