@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import hunks
 import nbformat
+import patches
 import pytest
 from conftest import ROOT, SCRIPTS
 from nbclient import NotebookClient
@@ -38,7 +39,7 @@ def generate(root, *words):
 
 def copy_to(folder):
     """Copy what the generator and the scripts' tests read."""
-    for name in ("diffs", "tests"):
+    for name in ("diffs", "slurm", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in (*SCRIPTS, ROOT / "pyproject.toml"):
         shutil.copy(path, folder)
@@ -160,6 +161,72 @@ def test_git_apply_does_too(copy, old, new):
     assert (copy / new.name).read_bytes() == new.read_bytes()
 
 
+# ---------------------------------------------------------------- recipes and pitfalls
+
+PATCHES = [patch for kind in patches.KINDS for patch in patches.patches(ROOT, kind)]
+
+
+@pytest.mark.skipif(not shutil.which("patch"), reason="needs the program: apt-get install patch")
+def test_the_command_beside_a_patch_writes_the_patched_script(copy):
+    for patch in PATCHES:
+        command, start = patch.command.split(" &&\n")
+        said = subprocess.run(command.split(), cwd=copy, check=True, capture_output=True, text=True)
+        assert not re.search("fuzz|offset", said.stdout), patch.path
+        assert (copy / patch.new).read_text(encoding="utf-8") == patch.result
+        assert start.split()[-1] == patch.new == f"{patch.name}{patch.diff.old.suffix}"
+
+
+def test_a_recipe_is_as_tidy_as_a_step(tmp_path):
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for patch in PATCHES:
+        if patch.kind == "recipes":
+            (tmp_path / patch.new).write_text(patch.result, encoding="utf-8")
+    for words in (["check"], ["format", "--check"]):
+        start = [sys.executable, "-m", "ruff", *words, "--no-cache", tmp_path]
+        result = subprocess.run(start, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stdout
+
+
+def test_a_patch_follows_the_lines_of_its_script(copy):
+    for path in copy.glob("0[1-9]_*.py"):
+        edit(path, "\n\ndef build_model(", "\n\n# The network:\n\n\ndef build_model(")
+    assert generate(copy).returncode == 0
+    for patch in PATCHES:
+        moved = patches.read(copy, copy / "diffs" / patch.path)
+        assert "# The network:" in moved.result or not patch.old.startswith("0")
+        assert moved.text == (copy / "diffs" / patch.path).read_text(encoding="utf-8")
+    assert generate(copy, "--check").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (".sampler.set_epoch(", ".set_epoch(", "no longer applies to 05_gather_eval.py: @@ -"),
+        ("Read more: ", "", "not in the form of the others"),
+        ("Remedy: ", "", "has no symptom"),
+        ("`test_no_set_epoch`", "test", "names no tests"),
+        ("--- 05_gather_eval.py", "--- 06.py", "there is no 06.py to patch"),
+        ("     def _run_epoch", "+\n" * 13 + "     def _run_epoch", "14 lines, 12 are allowed"),
+    ],
+)
+def test_errors_in_a_patch_are_reported_in_one_line(copy, old, new, said):
+    edit(copy / "diffs" / "pitfalls" / "no_set_epoch.diff", old, new)
+    result = generate(copy)
+    assert (result.returncode, result.stdout) == (1, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("generate.py: pitfalls/no_set_epoch.diff: ")
+    assert said in line
+
+
+@pytest.mark.parametrize("kind", patches.KINDS)
+def test_their_links_lead_somewhere(kind):
+    text = (ROOT / "diffs" / kind / "README.md").read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!https:)([^)#]*)(?:#[^)]+)?\)", text):
+        assert (ROOT / "diffs" / kind / target).exists(), target
+    for target in re.findall(r"\]\(#([^)]+)\)", text):
+        assert f'<a id="{target}"></a>' in text
+
+
 # ---------------------------------------------------------------- the walk-through
 
 
@@ -216,6 +283,7 @@ def test_the_tests_that_the_notes_name_exist():
         for hunk in diff.hunks
         for test in hunk.note.tests
     ]
+    wanted += [location(test, patch.diff) for patch in PATCHES for test in patch.tests]
     start = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
     result = subprocess.run(
         [*start, *wanted], cwd=ROOT, capture_output=True, text=True, check=False

@@ -5,6 +5,7 @@ import shutil
 from urllib.parse import unquote
 
 import hunks
+import patches
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from conftest import ROOT, SCRIPTS
@@ -14,6 +15,7 @@ BROWSER = shutil.which("chromium")
 PAGE = ROOT / "diffs" / "index.html"
 DIFFS = hunks.explained(ROOT)
 ALL = [(diff, hunk) for diff in DIFFS for hunk in diff.hunks]
+TABS = [*(diff.slug for diff in DIFFS), *patches.KINDS]
 QUIET = ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
 SIZES = {"phone": (390, 844), "wide": (1600, 1000)}
 
@@ -97,6 +99,38 @@ def test_unchanged_lines_unfold_by_mouse_and_by_keyboard(visit):
     expect(line).to_be_hidden()
 
 
+def test_all_recipes_and_pitfalls_are_shown(visit):
+    page = visit()
+    for kind in patches.KINDS:
+        page.get_by_role("navigation").get_by_role("link", name=kind.capitalize()).click()
+        members = patches.patches(ROOT, kind)
+        shown = page.locator("article:visible")
+        expect(shown).to_have_count(len(members))
+        for patch in members:
+            article = page.locator(f"#{patch.slug}")
+            changed = [f"-{line}" for line in article.locator("del").all_text_contents()]
+            changed += [f"+{line}" for line in article.locator("ins").all_text_contents()]
+            wanted = [line for hunk in patch.diff.hunks for line in hunk.changed]
+            assert sorted(changed) == sorted(wanted)
+            for text in (patch.command.splitlines()[0], *patch.tests):
+                assert text in article.locator(".note").inner_text()
+
+
+def test_symptoms_are_looked_up(visit):
+    """The table is searched, and so are the pitfalls themselves."""
+    page = visit("#pitfalls")
+    rows, articles = page.locator("tbody tr:visible"), page.locator("article:visible")
+    before = rows.count(), articles.count()
+    page.get_by_role("searchbox").fill("SET_EPOCH same order")
+    expect(page.get_by_role("row", name="every epoch trains on")).to_be_visible()
+    assert rows.count() < before[0] and articles.count() < before[1]
+    page.get_by_role("row", name="every epoch trains on").get_by_role("link").click()
+    expect(page.locator("#pitfall-no-set-epoch")).to_be_in_viewport()
+    page.get_by_role("searchbox").fill("")
+    expect(rows).to_have_count(before[0])
+    expect(articles).to_have_count(before[1])
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_each_hunk_has_a_permanent_link(visit, size):
     page = visit(size=size)
@@ -136,13 +170,12 @@ def test_on_a_phone_new_lines_are_below_old_ones(visit):
 
 @pytest.mark.parametrize(("scheme", "size"), [("light", "wide"), ("dark", "phone")])
 @pytest.mark.parametrize(
-    "diff",
-    [DIFFS[0], *(pytest.param(diff, marks=pytest.mark.everything) for diff in DIFFS[1:])],
-    ids=lambda diff: diff.slug,
+    "tab",
+    [TABS[0], *(pytest.param(tab, marks=pytest.mark.everything) for tab in TABS[1:])],
 )
-def test_it_is_accessible(visit, scheme, size, diff):
+def test_it_is_accessible(visit, scheme, size, tab):
     """Check contrast, landmarks and names with axe, while everything is unfolded."""
-    page = visit(f"#{diff.slug}", size, color_scheme=scheme)
+    page = visit(f"#{tab}", size, color_scheme=scheme)
     page.evaluate("document.querySelectorAll('details').forEach(fold => { fold.open = true })")
     assert page.evaluate("document.documentElement.scrollWidth") == SIZES[size][0]
     found = Axe().run(page)
