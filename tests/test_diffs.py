@@ -218,15 +218,6 @@ def test_errors_in_a_patch_are_reported_in_one_line(copy, old, new, said):
     assert said in line
 
 
-@pytest.mark.parametrize("kind", patches.KINDS)
-def test_their_links_lead_somewhere(kind):
-    text = (ROOT / "diffs" / kind / "README.md").read_text(encoding="utf-8")
-    for target in re.findall(r"\]\((?!https:)([^)#]*)(?:#[^)]+)?\)", text):
-        assert (ROOT / "diffs" / kind / target).exists(), target
-    for target in re.findall(r"\]\(#([^)]+)\)", text):
-        assert f'<a id="{target}"></a>' in text
-
-
 # ---------------------------------------------------------------- the walk-through
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, SCRIPTS, finished
 
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("*/README.md"))]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("*/README.md")), *ROOT.glob("diffs/*/README.md")]
 README = PAGES[0].read_text(encoding="utf-8")
 SHOWN = re.findall(r"^```console\n\$ (.+)\n((?:.*\n)*?)```$", README, re.MULTILINE)
 
