@@ -69,7 +69,8 @@ class Patch:
 
     @property
     def text(self):
-        return self.head + self.diff.text
+        hunks = "".join(f"{hunk.text}\n" for hunk in self.diff.hunks)
+        return f"{self.head}--- {self.old}\n+++ {self.new}\n{hunks}"
 
     @property
     def result(self):
