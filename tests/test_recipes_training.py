@@ -1,12 +1,91 @@
-"""Recipes that change how a step of the training is taken."""
+"""Recipes that change how the training is done: its steps, its precision, and what it saves."""
 
+import math
 import re
+from types import ModuleType
 
+import patches
 import pytest
-from conftest import command, edited, finished, patched, weights
+import torch
+from conftest import (
+    ROOT,
+    SMALL,
+    arguments,
+    build_trainer,
+    command,
+    edited,
+    error_lines,
+    finished,
+    load,
+    on_screen,
+    patched,
+    resumed,
+    run,
+    same_bits,
+    weights,
+)
 from test_02_multigpu_spawn import DOUBLE
+from test_gpu import GPUS, ON_GPUS
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint_sequential
 
 EVERYTHING = pytest.mark.everything
+STEPS = 102  # of two ranks in an epoch of SMALL
+LINE = "            total[0] += self._run_batch(source, targets)\n"
+STEP = "        self.optimizer.step()\n"
+END = "    dist.barrier()"
+TOTAL = "            total[1] += len(targets)\n"
+
+
+def on_each_rank(expression):
+    """Return a line that prints the value of an expression after the rank."""
+    return f"print(f'rank {{dist.get_rank()}}: {{{expression}}}\\n', end='', flush=True)\n"
+
+
+def said(job, rank):
+    """Return what on_each_rank printed on a rank."""
+    return re.findall(f"^rank {rank}: (.*)$", job.stdout, re.MULTILINE)
+
+
+def digest(tensors):
+    """Return an expression for a checksum of the bits of some tensors."""
+    return f"__import__('zlib').crc32(b''.join(t.detach().numpy().tobytes() for t in {tensors}))"
+
+
+WEIGHTS = (END, f"    {on_each_rank(digest('model.parameters()'))}{END}")
+
+
+def with_and_without_a_stop(tmp_path, name, *changes):
+    """Run a recipe that is told to stop in mid-epoch and started again, and one that is not."""
+    here = f"(self.epochs_run, self.samples_run, dist.get_rank()) == (1, {25 * 128}, 1)"
+    stop = f"            if {here}:\n                signal.raise_signal(signal.SIGTERM)\n"
+    jobs = []
+    for kind, told in (("stopped", [(TOTAL, stop + TOTAL)]), ("undisturbed", [])):
+        folder = tmp_path / kind
+        folder.mkdir()
+        path = patched(folder, f"recipes/{name}", *told, *changes)
+        start = command(path, "2", *SMALL, torchrun=("--max-restarts=1",))
+        jobs.append(finished(start, folder))
+    assert "interrupted after 3,840 samples" in jobs[0].stdout, jobs[0]
+    assert [resumed(job) for job in jobs] == [[1], []]
+    assert same_bits(*jobs)
+    return jobs
+
+
+def saved(job, name):
+    """Return an entry of a job's checkpoint."""
+    return torch.load(job.cwd / "checkpoint.pt", weights_only=True)[name]
+
+
+def module(name):
+    """Import a recipe."""
+    recipe = ModuleType(name)
+    exec(patches.read(ROOT, ROOT / "diffs" / "recipes" / f"{name}.diff").result, recipe.__dict__)
+    return recipe
+
+
+# ---------------------------------------------------------------- batch and learning rate
 
 
 def test_accumulation(tmp_path):
@@ -40,3 +119,316 @@ def test_accumulation(tmp_path):
     assert counts == [["33"], ["33"]]
     one, other = (weights(job) for job in jobs)
     assert max((one[name] - other[name]).abs().max() for name in one) < 1e-9
+
+
+@EVERYTHING
+def test_learning_rate(tmp_path):
+    """Half the batch for which --lr was chosen."""
+    rate = "        log(f'rate {self.optimizer.param_groups[0][\"lr\"]!r}')\n"
+    jobs = with_and_without_a_stop(tmp_path, "learning_rate", (STEP, rate + STEP))
+    wanted = [
+        4e-3 * 0.5**0.5 * min(1, (n + 1) / 20) * (1 + math.cos(math.pi * n / (2 * STEPS))) / 2
+        for n in range(2 * STEPS)
+    ]
+    for job in jobs:
+        rates = [float(rate) for rate in re.findall(r"^rate (.+)$", job.stdout, re.MULTILINE)]
+        assert rates == pytest.approx(wanted, rel=1e-12)
+
+
+# ---------------------------------------------------------------- precision
+
+
+@EVERYTHING
+def test_bf16(tmp_path):
+    """All ranks compute the same norm, clip to the same gradient, and end with the same weights."""
+    clip = "        nn.utils.clip_grad_norm_("
+    gradients = "[p.grad for p in self.model.parameters()]"
+    clipped = f"nn.utils.get_total_norm({gradients}).item()"
+    show = on_each_rank(f"logits.dtype, norm.item(), {clipped}, {digest(gradients)}")
+    changes = (
+        ("MAX_NORM = 1.0", "MAX_NORM = 0.25"),
+        (clip, clip.replace("nn", "norm = nn", 1)),
+        (STEP, f"        if self.samples_run == 0:\n            {show}{STEP}"),
+        WEIGHTS,
+    )
+    job = finished(command(patched(tmp_path, "recipes/bf16", *changes), "1", *SMALL), tmp_path)
+    assert len(said(job, 0)) == 2
+    assert said(job, 0) == said(job, 1)
+    dtype, norm, clipped, _ = said(job, 0)[0].strip("()").split(", ")
+    assert dtype == "torch.bfloat16"
+    assert float(norm) > 0.5
+    assert float(clipped) == pytest.approx(0.25, rel=1e-4)
+    assert {weight.dtype for weight in weights(job).values()} == {torch.float32}
+
+
+@EVERYTHING
+def test_fp16_scaler(tmp_path):
+    """The gradient overflows once, on the last rank: all ranks skip that step, and no other."""
+    scale = "        self.scaler.scale(loss)"
+    infinite = "(self.epochs_run, self.samples_run, dist.get_rank()) == (0, 1280, 1)"
+    steps = "optimizer.state_dict()['state'][0]['step'].item()"
+    changes = (
+        (scale, f"        loss = loss * (float('inf') if {infinite} else 1)\n{scale}"),
+        ("            logits =", "            logits = self.logits ="),
+        (END, f"    {on_each_rank(f'trainer.logits.dtype, {steps}')}    {WEIGHTS[1].lstrip()}"),
+    )
+    for job in with_and_without_a_stop(tmp_path, "fp16_scaler", *changes):
+        assert len(said(job, 0)) == 2
+        assert said(job, 0) == said(job, 1)
+        assert said(job, 0)[0] == f"(torch.float16, {2 * STEPS - 1:.1f})"
+        state = saved(job, "SCALER_STATE")
+        assert state["scale"] == 2**15
+        assert state["_growth_tracker"] == 2 * STEPS - 11  # steps since it was halved
+
+
+# ---------------------------------------------------------------- random numbers
+
+NOISY = """class Noisy(TensorDataset):
+    def __getitem__(self, index):
+        scan, label = super().__getitem__(index)
+        return scan + 0.1 * torch.randn_like(scan), label
+
+
+def load_datasets():
+"""
+# At the first step of an epoch, or after a resume, each rank prints the state of its generator.
+SHOW_STATE = on_each_rank(digest("[torch.get_rng_state()]"))
+RANDOM = (
+    ("def load_datasets():\n", NOISY),
+    ("return TensorDataset(shifted", "return Noisy(shifted"),
+    ("nn.Flatten()]", "nn.Flatten(), nn.Dropout(0.2)]"),
+    (LINE, f"            if step == 0:\n                {SHOW_STATE}{LINE}"),
+)
+
+
+@EVERYTHING
+def test_randomness(tmp_path):
+    """With dropout, and with augmentation in the training process."""
+    stopped, undisturbed = with_and_without_a_stop(tmp_path, "randomness", *RANDOM)
+    assert len({*said(undisturbed, 0), *said(undisturbed, 1)}) == 4
+    assert said(stopped, 0)[:2] == said(undisturbed, 0)
+    assert len({*said(stopped, 0), *said(stopped, 1)}) == 6
+
+
+@EVERYTHING
+def test_steps_draw_the_same_numbers_on_all_ranks(tmp_path):
+    job = finished(command(edited(tmp_path, "05", *RANDOM), "2", *SMALL), tmp_path)
+    assert said(job, 0) == said(job, 1)
+    assert len(set(said(job, 0))) == 2
+
+
+# ---------------------------------------------------------------- the average of the weights
+
+
+@EVERYTHING
+def test_ema(tmp_path):
+    """The average that is evaluated is the same on all ranks, and the one in the checkpoint."""
+    start = "    model.eval()\n    for buffer"
+    total = "sum(p.double().sum().item() for p in model.parameters())"
+    show = on_each_rank(f"{digest('model.parameters()')}, {total}")
+    jobs = with_and_without_a_stop(tmp_path, "ema", (start, f"    {show}{start}"))
+    one, other = averages = [saved(job, "AVERAGE_STATE") for job in jobs]
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert all(state.pop("n_averaged") == 2 * STEPS for state in averages)
+    (evaluated,) = {line for job in jobs for rank in (0, 1) for line in said(job, rank)}
+    total = sum(tensor.double().sum().item() for tensor in one.values())
+    assert float(evaluated.strip("()").split(", ")[1]) == total
+
+
+def test_ema_averages_with_its_decay(tmp_path, process_group):
+    trainer = build_trainer(module("ema"), arguments(tmp_path / "none.pt"))
+    batches = iter(trainer.train_data)
+    wanted = None
+    for _ in range(3):
+        trainer._run_batch(*next(batches))
+        new = [p.detach().clone() for p in trainer.model.parameters()]
+        wanted = [0.99 * w + 0.01 * n for w, n in zip(wanted, new)] if wanted else new
+    found = list(trainer.average.parameters())
+    assert not torch.equal(found[0], new[0])
+    for average, by_hand in zip(found, wanted):
+        torch.testing.assert_close(average.detach(), by_hand)
+
+
+# ---------------------------------------------------------------- BatchNorm
+
+
+@EVERYTHING
+def test_batchnorm_without_sync(tmp_path):
+    """On a CPU: each forward pass starts with rank 0's statistics, and updates them by rank."""
+    wrapped = "        self.model = DDP(model)"
+    means = """        self.before, self.after = [], []
+        norm = model[1]
+        norm.register_forward_pre_hook(lambda *_: self.before.append(norm.running_mean.tolist()))
+        norm.register_forward_hook(lambda *_: self.after.append(norm.running_mean.tolist()))
+"""
+    path = patched(
+        tmp_path,
+        "recipes/sync_batchnorm",
+        (wrapped, means + wrapped),
+        (
+            "    trainer.train(",
+            "    trainer.before.clear()\n    trainer.after.clear()\n    trainer.train(",
+        ),
+        (
+            "    if not trainer.interrupted:\n",
+            f"    {on_each_rank('trainer.before')}    {on_each_rank('trainer.after')}"
+            "    if not trainer.interrupted:\n",
+        ),
+    )
+    job = finished(command(path, "1", *SMALL), tmp_path)
+    (before, after), (also_before, others) = ([eval(x) for x in said(job, n)] for n in (0, 1))
+    assert len(before) == STEPS
+    assert before == also_before
+    assert before[1:] == after[:-1]
+    assert all(mean != other for mean, other in zip(after, others))
+    assert weights(job)["1.running_mean"].tolist() == after[-1]
+
+
+@EVERYTHING
+def test_sync_batchnorm_on_a_cpu(tmp_path):
+    always = ('if device.type == "cuda":', "if True:")
+    path = patched(tmp_path, "recipes/sync_batchnorm", always)
+    job = run(command(path, "1", *SMALL), tmp_path)
+    (error,) = error_lines(job)
+    (symptom,) = on_screen("recipes/sync_batchnorm")
+    assert error.startswith(symptom)
+
+
+def test_sync_batchnorm_evaluates_on_a_cpu(process_group):
+    """With the names and the weights of the model before its conversion."""
+    plain = module("sync_batchnorm").build_model(4)
+    plain(torch.rand(16, 1, 8, 8))  # so that the statistics are not 0 and 1
+    state = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    expected = plain.eval()(torch.ones(1, 1, 8, 8))
+    converted = nn.SyncBatchNorm.convert_sync_batchnorm(plain)
+    assert isinstance(converted[1], nn.SyncBatchNorm)
+    found = converted.state_dict()
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+    assert torch.equal(converted(torch.ones(1, 1, 8, 8)), expected)
+
+
+@pytest.mark.parametrize("nprocs", [pytest.param(2, id="nccl-2")])
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+def test_sync_batchnorm_on_gpus(tmp_path, nprocs):
+    """Each rank updates its statistics from the batches of all."""
+    mean = on_each_rank("trainer.model.module[1].running_mean.tolist()")
+    evaluated = "    if not trainer.interrupted:\n"
+    path = patched(tmp_path, "recipes/sync_batchnorm", (evaluated, f"    {mean}{evaluated}"))
+    job = finished(command(path, "1", *SMALL, nprocs=nprocs), tmp_path, ON_GPUS)
+    assert len(said(job, 0)) == 1
+    assert said(job, 0) == said(job, 1)
+
+
+# ---------------------------------------------------------------- torch.compile
+
+
+@EVERYTHING
+def test_compile(trained, tmp_path):
+    """A graph for the dry pass and one for each of two batch sizes; step 5's names and bits."""
+    graphs = "torch._dynamo.utils.counters['stats']['unique_graphs']"
+    changes = (
+        ("dynamic=False)", 'dynamic=False, backend="aot_eager")'),
+        (END, f"    {on_each_rank(graphs)}{END}"),
+    )
+    path = patched(tmp_path, "recipes/compile", *changes)
+    job = finished(command(path, "2", *SMALL), tmp_path)
+    assert [said(job, rank) for rank in (0, 1)] == [["3"], ["3"]]
+    assert same_bits(job, trained("05", "2", *SMALL))
+
+
+def test_a_checkpoint_of_the_compiled_model():
+    model = load("05").build_model(1)
+    state = torch.compile(model).state_dict()
+    with pytest.raises(RuntimeError) as error:
+        model.load_state_dict(state)
+    (symptom,) = on_screen("recipes/compile")
+    assert symptom in str(error.value)
+
+
+class Own(nn.Sequential):
+    def forward(self, images):
+        for layer in self:
+            images = layer(images)
+        return images
+
+
+def test_what_compiles_a_sequential(process_group):
+    """Count the parts in which a model is compiled. Its gradients fill three of DDP's buckets."""
+    parts = []
+
+    def backend(graph, _):
+        parts.append(graph)
+        return graph
+
+    def compiled_parts(model):
+        torch.compiler.reset()
+        parts.clear()
+        model(torch.ones(2, 1, 8, 8))
+        return len(parts)
+
+    def in_place(model):
+        model.compile(backend=backend)
+        return model
+
+    def wrapped(model):
+        return DDP(model, bucket_cap_mb=2)
+
+    def compiled(model):
+        return torch.compile(model, backend=backend)
+
+    layers = load("05").build_model(256)
+    found = {
+        kind: [
+            compiled_parts(wrapped(compiled(kind(*layers)))),
+            compiled_parts(compiled(wrapped(kind(*layers)))),
+            compiled_parts(wrapped(in_place(kind(*layers)))),
+        ]
+        for kind in (nn.Sequential, Own)
+    }
+    assert found == {nn.Sequential: [3, 0, 0], Own: [3, 3, 3]}
+
+
+# ---------------------------------------------------------------- activation checkpointing
+
+
+@EVERYTHING
+def test_activation_checkpointing(trained, tmp_path):
+    path = patched(tmp_path, "recipes/activation_checkpointing")
+    job = finished(command(path, "2", *SMALL), tmp_path)
+    assert same_bits(job, trained("05", "2", *SMALL))
+
+
+def kept(model):
+    """Return how many bytes forward keeps for backward."""
+    sizes = []
+
+    def pack(tensor):
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(torch.ones(16, 1, 8, 8))
+    return sum(sizes)
+
+
+def test_activation_checkpointing_keeps_less():
+    found = [
+        kept(recipe.build_model(32)) for recipe in (load("05"), module("activation_checkpointing"))
+    ]
+    assert found[1] < 0.5 * found[0]
+
+
+class Reentrant(nn.Sequential):
+    def forward(self, images):
+        return checkpoint_sequential(self, 3, images, use_reentrant=True)
+
+
+def test_reentrant_checkpointing(process_group):
+    warning, error = on_screen("recipes/activation_checkpointing")
+    model = DDP(Reentrant(*load("05").build_model(1)))
+    with pytest.warns(UserWarning, match=re.escape(warning)):
+        model(torch.ones(2, 1, 8, 8)).sum().backward()
+    with pytest.raises(RuntimeError, match=re.escape(error)):
+        model(torch.ones(2, 1, 8, 8))
