@@ -1,0 +1,359 @@
+"""Recipes about models: sharded, compared across ranks, several at once, frozen, and exported."""
+
+import re
+import shutil
+import sys
+
+import patches
+import pytest
+import torch
+from conftest import (
+    ROOT,
+    SMALL,
+    accuracy,
+    command,
+    error_lines,
+    finished,
+    losses,
+    on_screen,
+    patched,
+    resumed,
+    run,
+    same_bits,
+    weights,
+)
+from test_02_multigpu_spawn import DOUBLE
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+EVERYTHING = pytest.mark.everything
+LINE = "            total[0] += self._run_batch(source, targets)\n"
+TRAIN = "    trainer.train("
+BARRIER = "    dist.barrier()"
+ONE = ("1", *SMALL)
+UNEVEN = ("2", "--batch-size=179", "--width=4")  # 359 are 180 and 179: two batches, and one
+STOP = 10 * 179 * 2  # samples of epoch 2: at step 10 the ranks ask whether to stop
+TOLD = (
+    LINE,
+    f"""            if (self.epochs_run, self.samples_run) == (1, {STOP - 179 * 2}):
+                signal.raise_signal(signal.SIGTERM)
+{LINE}""",
+)
+
+# Rank 0 prints how many different weights the ranks end with.
+COMPARED = (
+    BARRIER,
+    """    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, str([p.tolist() for p in trainer.model.parameters()]))
+    log(f"kinds of weights: {len(set(everyone))}")
+"""
+    + BARRIER,
+)
+
+
+def told_to_stop(folder, recipe, *changes):
+    """Tell a recipe in epoch 2 to stop."""
+    folder.mkdir()
+    job = run(command(patched(folder, recipe, *changes, TOLD), *UNEVEN), folder)
+    assert f"interrupted after {STOP:,} samples" in job.stdout, job
+    assert (folder / "checkpoint.pt.interrupted").exists()
+    assert job.returncode != 0
+    assert "accuracy" not in job.stdout
+
+
+def started_again(folder, recipe, *changes, nprocs=2):
+    """Start a recipe again that has finished epoch 1."""
+    job = finished(command(patched(folder, recipe, *changes), *UNEVEN, nprocs=nprocs), folder)
+    assert resumed(job) == [1]
+    assert not (folder / "checkpoint.pt.interrupted").exists()
+    return job
+
+
+def printed(pattern, job):
+    return re.findall(f"^{pattern}$", job.stdout, re.MULTILINE)
+
+
+def difference(a, b):
+    """Return the largest difference between the weights of two jobs."""
+    a, b = weights(a), weights(b)
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max() for name in a)
+
+
+def same(a, b):
+    """Return whether two states, nested dicts of tensors, are the same, bit for bit."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):  # optimizers return betas as either
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) if torch.is_tensor(a) else a == b
+
+
+# ---------------------------------------------------------------- sharded models
+
+PARAMETERS = 4074  # of the model that is four wide
+# Rank 0 prints the bytes that each rank holds after a step, of parameters, gradients and optimizer
+# state, and the collectives that this step has called.
+HELD = (
+    LINE,
+    f"""            if (self.epochs_run, step) != (0, 1):
+    {LINE}            else:
+                with torch.profiler.profile() as profiler:
+        {LINE}                for event in profiler.key_averages():
+                    if event.key.startswith("c10d::"):
+                        log(f"called {{event.count}} {{event.key}}")
+                held = [*self.model.parameters()]
+                held += [parameter.grad for parameter in held]
+                for state in self.optimizer.state.values():
+                    held += [tensor for tensor in state.values() if tensor.dim() > 0]
+                held = sum(getattr(tensor, "_local_tensor", tensor).nbytes for tensor in held)
+                everyone = [None] * dist.get_world_size()
+                dist.all_gather_object(everyone, held)
+                log(f"held {{everyone}}")
+""",
+)
+# What was loaded is gathered, and saved.
+LOADED = (
+    TRAIN,
+    """    from torch.distributed.checkpoint import state_dict as states
+    whole = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    loaded = states.get_state_dict(trainer.model, optimizer, options=whole)
+    if dist.get_rank() == 0:
+        torch.save(loaded, "loaded.pt")
+"""
+    + TRAIN,
+)
+SAMPLES = ("        speed = ", '        log(f"{samples:.0f} samples")\n        speed = ')
+# No rank ever holds the whole model: it allocates its shards, and then loads them.
+META = (
+    (
+        "    model = build_model(args.width).to(device)\n",
+        '    with torch.device("meta"):\n        model = build_model(args.width)\n',
+    ),
+    ("    optimizer = ", "    model.to_empty(device=device)\n    optimizer = "),
+)
+CHANNELS_LAST = ("(device)\n    for", "(device, memory_format=torch.channels_last)\n    for")
+
+
+def resumed_by_four(folder, recipe, *changes):
+    """Start a recipe again with four ranks; return what it has loaded."""
+    job = started_again(folder, recipe, *changes, LOADED, SAMPLES, nprocs=4)
+    assert printed(r"(\d+) samples", job) == ["9364"]  # 12942 - 3580, and two to share evenly
+    assert accuracy(job)[2] == 359
+    return torch.load(folder / "loaded.pt", weights_only=True)
+
+
+@EVERYTHING
+def test_fsdp2(trained_with, tmp_path):
+    """The weights of DDP, of which each rank holds half; saved and resumed, also by four ranks."""
+    ddp = trained_with("05", (*DOUBLE, HELD), UNEVEN)
+    job = finished(command(patched(tmp_path, "recipes/fsdp2", *DOUBLE, HELD), *UNEVEN), tmp_path)
+    assert difference(job, ddp) < 1e-9
+    assert accuracy(job) == accuracy(ddp)
+    held = 8 * 4 * PARAMETERS  # in float64: parameters, gradients, and two of the optimizer
+    assert printed("held (.*)", ddp) == [str([held, held])]
+    assert printed("held (.*)", job) == [str([held // 2, held // 2])]
+    assert printed("called (.*)", ddp) == ["1 c10d::allreduce_"]
+    calls = ["4 c10d::_reduce_scatter_base_", "8 c10d::_allgather_base_"]
+    assert sorted(printed("called (.*)", job)) == calls
+
+    told_to_stop(tmp_path / "two", "recipes/fsdp2", *DOUBLE)
+    shutil.copytree(tmp_path / "two", tmp_path / "four")
+    again = started_again(tmp_path / "two", "recipes/fsdp2", *DOUBLE)
+    assert same_bits(again, job)
+    saved = torch.load(tmp_path / "four" / "checkpoint.pt", weights_only=True)
+    loaded = resumed_by_four(tmp_path / "four", "recipes/fsdp2", *DOUBLE, *META)
+    assert same(loaded[0], saved["MODEL_STATE"])
+    assert same(loaded[1], saved["OPTIMIZER_STATE"])
+
+
+@EVERYTHING
+def test_fsdp2_wants_contiguous_parameters(tmp_path):
+    job = run(command(patched(tmp_path, "recipes/fsdp2", CHANNELS_LAST), *ONE), tmp_path)
+    [symptom] = on_screen("recipes/fsdp2")
+    assert symptom in "".join(error_lines(job)), job
+
+
+def sharding():
+    """Return the changes of fsdp2 that have nothing to do with checkpoints."""
+    path = ROOT / "diffs" / "recipes" / "fsdp2.diff"
+    hunks = path.read_text(encoding="utf-8").partition("\n@@")[2].split("\n@@")
+    ddp = "from torch.nn.parallel import DistributedDataParallel as DDP\n"
+    yield ddp, "from torch.distributed.fsdp import fully_shard\n"
+    for hunk in hunks:
+        if "import" not in hunk and "MODEL_STATE" not in hunk:
+            lines = hunk.splitlines()[1:]
+            sides = [[line[1:] for line in lines if line[:1] != sign] for sign in "+-"]
+            yield tuple("\n".join([*side, ""]) for side in sides)
+
+
+def converted(folder):
+    """Return what a sharded checkpoint holds."""
+    name = torch.load(folder / "checkpoint.pt", weights_only=True)["FOLDER"]
+    dcp_to_torch_save(folder / name, folder / "converted.pt")
+    return torch.load(folder / "converted.pt", weights_only=True)
+
+
+@EVERYTHING
+def test_sharded_checkpoint(trained_with, tmp_path):
+    """Each rank writes a part; a crash in the midst of it leaves the last checkpoint alone."""
+    recipe = "recipes/sharded_checkpoint"
+    killed = """        if (self.epochs_run, dist.get_rank()) == (2, 1):
+            dcp.FileSystemWriter.write_data = lambda *_: signal.raise_signal(signal.SIGKILL)
+"""
+    kill = ("        dcp.save(", f"{killed}        dcp.save(")
+    run(command(patched(tmp_path, recipe, *DOUBLE, kill), *UNEVEN), tmp_path)
+    broken = tmp_path / "checkpoint.pt.2-0"
+    assert broken.exists()
+    assert not (broken / ".metadata").exists()
+    started_again(tmp_path, recipe, *DOUBLE)
+    assert {"__0_0.distcp", "__1_0.distcp"} <= {path.name for path in broken.iterdir()}
+    ddp = trained_with("05", (*DOUBLE, HELD), UNEVEN)
+    assert same(converted(tmp_path)["model_state_dict"], weights(ddp))
+
+
+@EVERYTHING
+def test_sharded_checkpoint_with_fsdp2(tmp_path):
+    """The same code saves the shards of two ranks, and four ranks load what they need of it."""
+    changes = [*sharding(), *DOUBLE]
+    told_to_stop(tmp_path / "told", "recipes/sharded_checkpoint", *changes)
+    saved = converted(tmp_path / "told")
+    loaded = resumed_by_four(tmp_path / "told", "recipes/sharded_checkpoint", *changes)
+    assert same(loaded[0], saved["model_state_dict"])
+    assert same(loaded[1], saved["optim_state_dict"])
+
+
+# ---------------------------------------------------------------- losses and models
+
+# The other ranks' samples come without a gradient, as from `dist.all_gather`; the own ones with.
+PLAIN = (
+    "    everyone = AllGather.apply(nn.functional.normalize(other))\n",
+    """    local = nn.functional.normalize(other)
+    everyone = list(AllGather.apply(local.detach()).chunk(dist.get_world_size()))
+    everyone[dist.get_rank()] = local
+    everyone = torch.cat(everyone)
+""",
+)
+
+
+@EVERYTHING
+def test_contrastive(tmp_path):
+    """Two ranks take the steps of one that has the whole batch; not without the gradients."""
+    jobs = {}
+    for name, batch, nprocs, *changes in (
+        ("one", 128, 1),
+        ("two", 64, 2),
+        ("plain", 64, 2, PLAIN),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        script = patched(folder, "recipes/contrastive", *DOUBLE, *changes)
+        args = ("1", f"--batch-size={batch}", "--width=2")
+        jobs[name] = finished(command(script, *args, nprocs=nprocs), folder)
+    assert difference(jobs["one"], jobs["two"]) < 1e-9
+    assert difference(jobs["one"], jobs["plain"]) > 1e-3
+    assert losses(jobs["one"]) == losses(jobs["two"])
+
+
+@EVERYTHING
+def test_gan(tmp_path):
+    """Both models are the same on all ranks, and resume in mid-epoch with the same bits."""
+    compared = (COMPARED[0], COMPARED[1].replace("trainer.model", "trainer.generator"))
+    script = patched(tmp_path, "recipes/gan", COMPARED, compared)
+    job = finished(command(script, *UNEVEN), tmp_path)
+    assert printed(r"kinds of weights: (\d+)", job) == ["1", "1"]
+    told_to_stop(tmp_path / "told", "recipes/gan")
+    again = started_again(tmp_path / "told", "recipes/gan")
+    saved = [torch.load(j.cwd / "checkpoint.pt", weights_only=True) for j in (job, again)]
+    assert same(*saved)
+    assert "GENERATOR_STATE" in saved[0]
+
+
+@EVERYTHING
+def test_gan_judged_through_ddp(tmp_path):
+    change = ("self.model.module(fakes)", "self.model(fakes)")
+    job = run(command(patched(tmp_path, "recipes/gan", change), *ONE), tmp_path)
+    [symptom] = on_screen("recipes/gan")
+    assert symptom in "".join(error_lines(job)), job
+
+
+# ---------------------------------------------------------------- what is trained, and sent
+
+FREEZE = "    model[:5].requires_grad_(False)"
+
+
+@EVERYTHING
+@pytest.mark.parametrize("when", ["before DDP", "after DDP"])
+def test_frozen_layers(trained, tmp_path, when):
+    """Frozen before DDP, layers keep their bits and are not reduced; frozen later, DDP waits."""
+    hook = """    reduced = set()
+    hooks = torch.distributed.algorithms.ddp_comm_hooks.default_hooks
+
+    def counted(_, bucket):
+        reduced.add(bucket.buffer().numel())
+        return hooks.allreduce_hook(None, bucket)
+
+    trainer.model.register_comm_hook(None, counted)
+"""
+    pretrained = trained("05", *ONE)
+    shutil.copy(pretrained.cwd / "checkpoint.pt", tmp_path / "pretrained.pt")
+    if when == "after DDP":
+        changes = [(FREEZE, "    #"), (TRAIN, f"    trainer.model.module{FREEZE[9:]}\n{TRAIN}")]
+        job = run(command(patched(tmp_path, "recipes/frozen_layers", *changes), *ONE), tmp_path)
+        [symptom] = on_screen("recipes/frozen_layers")
+        assert symptom in "".join(error_lines(job)), job
+        return
+    changes = [(TRAIN, hook + TRAIN), (BARRIER, '    log(f"reduced {reduced}")\n' + BARRIER)]
+    job = finished(command(patched(tmp_path, "recipes/frozen_layers", *changes), *ONE), tmp_path)
+    before, after = weights(pretrained), weights(job)
+    kept = {name for name in before if torch.equal(before[name], after[name])}
+    assert kept == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    trainable = sum(tensor.numel() for name, tensor in after.items() if name not in kept)
+    assert printed("reduced (.*)", job) == [str({trainable})]
+    optimizer = torch.load(job.cwd / "checkpoint.pt", weights_only=True)["OPTIMIZER_STATE"]
+    assert len(optimizer["state"]) == 4
+
+
+@EVERYTHING
+def test_compressed_gradients(trained, tmp_path):
+    """All gradients are sent, two bytes each; the ranks still have the same weights."""
+    spy = """SENT = set()
+all_reduce = dist.all_reduce
+
+
+def spied(tensor, *args, **options):
+    SENT.add((str(tensor.dtype), tensor.numel()))
+    return all_reduce(tensor, *args, **options)
+
+
+dist.all_reduce = spied
+told_to_stop = """
+    changes = [
+        ("told_to_stop = ", spy),
+        COMPARED,
+        ("    dist.destroy", '    log(f"sent {sorted(SENT)}")\n    dist.destroy'),
+    ]
+    script = patched(tmp_path, "recipes/compressed_gradients", *changes)
+    job = finished(command(script, *ONE), tmp_path)
+    [sent] = printed("sent (.*)", job)
+    assert str(("torch.bfloat16", PARAMETERS)) in sent
+    assert str(("torch.float32", PARAMETERS)) not in sent
+    assert printed(r"kinds of weights: (\d+)", job) == ["1"]
+    step_5 = trained("05", *ONE)
+    assert not same_bits(job, step_5)
+    assert float(losses(job)[0]) == pytest.approx(float(losses(step_5)[0]), abs=0.02)
+
+
+# ---------------------------------------------------------------- the weights for others
+
+
+@EVERYTHING
+def test_export(tmp_path):
+    """The code in the note reads the file without a process group, and as many digits."""
+    job = finished(command(patched(tmp_path, "recipes/export"), *ONE), tmp_path)
+    shutil.move(tmp_path / "05_gather_eval.py", tmp_path / "export.py")
+    note = patches.read(ROOT, ROOT / "diffs" / "recipes" / "export.diff").why
+    [code] = re.findall("^```python\n(.*?)^```$", note, re.MULTILINE | re.DOTALL)
+    (tmp_path / "read.py").write_text(code, encoding="utf-8")
+    reader = finished([sys.executable, "read.py"], tmp_path)
+    _, correct, total = accuracy(job)
+    assert reader.stdout == f"{correct} of {total}\n"
