@@ -1,0 +1,278 @@
+"""Pitfalls in launching and ending: the broken script shows the symptom, ours does not."""
+
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import test_slurm
+from cluster import missing
+from conftest import (
+    ROOT,
+    SMALL,
+    TORCHRUN,
+    Job,
+    command,
+    edited,
+    epochs,
+    finished,
+    free_port,
+    on_screen,
+    patched,
+    run,
+)
+from test_gpu import SHIM
+from test_hanging import ON_PATH, look_until, may_trace
+
+EVERYTHING = pytest.mark.everything
+ON_A_CLUSTER = pytest.mark.skipif(bool(missing()), reason=str(missing()))
+ONE = ("1", *SMALL)
+LOAD = "def load_datasets():\n"
+
+cluster, clone, submit = test_slurm.cluster, test_slurm.clone, test_slurm.submit
+
+# Each rank says how many of gloo's threads are left at exit. atexit runs this last, because it is
+# registered first. Each has also written to a file, and not closed it.
+THREADS = (
+    ("import argparse\n", "import argparse\nimport atexit\n"),
+    (
+        LOAD,
+        f"""\
+def look():
+    time.sleep(1)  # Linux lists a thread for a moment after it has ended
+    names = [open(f"/proc/self/task/{{n}}/comm").read() for n in os.listdir("/proc/self/task")]
+    print(f"at exit {{sum('gloo' in name for name in names)}}\\n", end="", flush=True)
+
+
+atexit.register(look)
+log_file = open(f"log{{os.environ['RANK']}}.txt", "w")
+log_file.write("in a buffer until the end")
+
+
+{LOAD}""",
+    ),
+)
+
+
+def threads(job):
+    """Return how many of gloo's threads were left in each rank at exit."""
+    return [int(n) for n in re.findall(r"^at exit (\d+)$", job.stdout, re.MULTILINE)]
+
+
+# ---------------------------------------------------------------- launching
+
+
+@EVERYTHING
+def test_global_rank_as_device(tmp_path):
+    """Two agents of two processes each, as on two nodes, under the stand-in for CUDA."""
+    script = patched(tmp_path, "pitfalls/global_rank_as_device")
+    words = [TORCHRUN, "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+    words += [f"--rdzv-endpoint=localhost:{free_port()}", script, *ONE]
+    with Job(words, tmp_path, SHIM) as one, Job(words, tmp_path, SHIM) as other:
+        jobs = [one, other]
+        one.wait_for(lambda: any(job.process.poll() is not None for job in jobs))
+        (failed,) = [job for job in jobs if job.process.poll() is not None]
+        (error,) = on_screen("pitfalls/global_rank_as_device")
+        assert error in failed.stderr
+        found = re.findall(r"rank +: (\d) \(local_rank: (\d)\)", failed.stderr)
+        assert set(found) <= {("2", "0"), ("3", "1")}
+        assert found
+        (waiting,) = [job for job in jobs if job is not failed]
+        assert error not in waiting.stderr
+
+
+@EVERYTHING
+@pytest.mark.skipif(not may_trace(), reason="py-spy needs: sudo sysctl kernel.yama.ptrace_scope=0")
+def test_collective_on_one_rank(tmp_path):
+    short = ("timedelta(minutes=5)", "timedelta(seconds=15)")
+    script = patched(tmp_path, "pitfalls/collective_on_one_rank", short)
+    with Job(command(script, *ONE), tmp_path) as job:
+        job.wait_for("^epoch 1 ")
+        zero, one = (job.workers()[rank].pid for rank in (0, 1))
+        here = rf"^0 +\S+ +{zero} +{script.name}:\d+ evaluate .*\n"
+        here += rf"1 +\S+ +{one} +{script.name}:\d+ main "
+        where = [sys.executable, ROOT / "slurm" / "where.py"]
+        right = re.compile(here, re.MULTILINE).search
+        look_until(right, lambda: finished(where, tmp_path, ON_PATH).stdout)
+        assert job.wait().returncode == 1
+    (error,) = on_screen("pitfalls/collective_on_one_rank")
+    assert error in job.stderr
+    assert "accuracy" not in job.stdout
+
+
+@EVERYTHING
+def test_fixed_port(tmp_path):
+    """Two copies at the same time."""
+    port = ('"12355"', f'"{free_port()}"')
+    start = command(patched(tmp_path, "pitfalls/fixed_port", port), "99", *SMALL)
+    with Job(start, tmp_path) as job:
+        job.wait_for("^epoch 1 ")
+        other = tmp_path / "other"
+        other.mkdir()
+        failed = run(start, other)
+        assert job.process.poll() is None, job
+    assert failed.returncode == 1
+    assert all(text in failed.stderr for text in on_screen("pitfalls/fixed_port"))
+
+
+@EVERYTHING
+def test_old_store(tmp_path):
+    """A matter of chance: three restarts of four do not succeed."""
+    join = "init_process_group(backend"
+    short = (join, f"{join}, timeout=__import__('datetime').timedelta(seconds=10)")
+    line = "        self.model.train()\n"
+    first_life = 'os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"'
+    kill = (
+        f"        if {first_life} and dist.get_rank() == 1:\n            os.kill(os.getpid(), 9)\n"
+    )
+    script = patched(tmp_path, "pitfalls/old_store", short, (line, kill + line))
+    start = command(script, *ONE, torchrun=("--max-restarts=1",))
+    (error,) = on_screen("pitfalls/old_store")
+    for attempt in range(8):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        job = run(start, folder, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": None})
+        if job.returncode:
+            break
+    assert job.returncode == 1
+    assert error in job.stderr
+
+
+@EVERYTHING
+@ON_A_CLUSTER
+def test_without_srun(clone, submit):
+    meet = "--rdzv-backend=c10d"
+    patched(clone, "pitfalls/without_srun", (meet, f"{meet} --rdzv-conf=join_timeout=5"))
+    job = submit("04_multinode.sbatch", *ONE, options=test_slurm.TWO_BY_TWO)
+    assert job.wait() == "FAILED"
+    (error,) = on_screen("pitfalls/without_srun")
+    assert error in job.output
+    assert job.epochs() == []
+
+
+@EVERYTHING
+@ON_A_CLUSTER
+def test_standalone_on_each_node(clone, submit):
+    """Each node has a checkpoint of its own, or the slower one would find nothing to do."""
+    patched(clone, "pitfalls/standalone_on_each_node")
+    path = "        self.path = args.checkpoint_path\n"
+    own = f"{path}        self.path += os.environ['SLURMD_NODENAME']\n"
+    test_slurm.edit(clone / "04_multinode.py", path, own)
+    train = "    trainer.train("
+    say = "    print(f'of {dist.get_world_size()} ranks\\n', end='', flush=True)\n"
+    test_slurm.edit(clone / "04_multinode.py", train, f"{say}{train}")
+    job = submit("04_multinode.sbatch", *ONE, options=test_slurm.TWO_BY_TWO).completed()
+    assert re.findall(r"^of (\d) ranks$", job.output, re.MULTILINE) == ["2"] * 4
+    assert job.epochs() == [1, 1]
+
+
+@EVERYTHING
+def test_localhost_fallback(tmp_path):
+    """Started as the second of two processes, the way srun does it without torchrun."""
+    train = "    trainer.train("
+    say = "    print(f'rank {dist.get_rank()} of {dist.get_world_size()}', flush=True)\n"
+    port = ('"29500"', f'"{free_port()}"')
+    (tmp_path / "step").mkdir()
+    scripts = [
+        patched(tmp_path, "pitfalls/localhost_fallback", (train, say + train), port),
+        edited(tmp_path / "step", "05", (train, say + train)),
+    ]
+    env = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}
+    broken, step = (run([sys.executable, path, *ONE], path.parent, env) for path in scripts)
+    assert broken.returncode == 0, broken
+    assert "rank 0 of 1\n" in broken.stdout
+    assert epochs(broken) == [1]
+    assert step.returncode == 1
+    assert "environment variable RANK expected, but not set" in step.stderr
+
+
+# ---------------------------------------------------------------- told to stop
+
+
+@EVERYTHING
+def test_sigterm_with_workers(tmp_path):
+    """The ranks wait in mid-epoch until they are told, and then for the loader's workers to end."""
+    line = "            total[0] += self._run_batch(source, targets)\n"
+    gate = f"""\
+            if step == 5:
+                Path(f"waiting{{dist.get_rank()}}").touch()
+                while not told_to_stop:
+                    time.sleep(0.01)
+                time.sleep(1)
+{line}"""
+    workers = ("=ignore_sigterm", "=ignore_sigterm, num_workers=2")
+    saved, jobs = [], []
+    for kind in ("broken", "step"):
+        folder = tmp_path / kind
+        folder.mkdir()
+        script = edited(folder, "05", (line, gate), workers)
+        if kind == "broken":
+            script = patched(folder, "pitfalls/sigterm_with_workers", (line, gate))
+        with Job(command(script, *ONE), folder) as job:
+            job.wait_for(lambda folder=folder: len(list(folder.glob("waiting*"))) == 2)
+            job.process.send_signal(signal.SIGTERM)
+            job.wait().wait_until_gone()
+        jobs.append(job)
+        saved.append(Path(folder / "checkpoint.pt").exists())
+    assert saved == [False, True]
+    (error,) = on_screen("pitfalls/sigterm_with_workers")
+    assert [error in job.stderr for job in jobs] == [True, False]
+
+
+# ---------------------------------------------------------------- ending
+
+
+@EVERYTHING
+def test_os_exit(both):
+    broken, step = both("os_exit", *THREADS)
+    assert [threads(job) for job in (broken, step)] == [[], [0, 0]]
+    assert [epochs(job) for job in (broken, step)] == [[1], [1]]
+    for rank in (0, 1):
+        assert (broken.cwd / f"log{rank}.txt").read_text(encoding="utf-8") == ""
+        assert (step.cwd / f"log{rank}.txt").read_text(encoding="utf-8") != ""
+
+
+@EVERYTHING
+def test_handler_holds_model(both, trained_with):
+    broken, step = both("handler_holds_model", *THREADS)
+    assert len(threads(broken)) == 2
+    assert all(threads(broken))
+    assert threads(step) == [0, 0]
+    line = "    del trainer.model  # free DDP before its process group: the other order can hang\n"
+    assert threads(trained_with("05", (*THREADS, (line, "")), ONE)) == [0, 0]
+
+
+def test_late_import(both):
+    broken, step = both("late_import", *THREADS)
+    assert len(threads(broken)) == 2
+    assert all(threads(broken))
+    assert threads(step) == [0, 0]
+
+
+@EVERYTHING
+def test_destroy_missing(both):
+    broken, step = both("destroy_missing", *THREADS)
+    assert len(threads(broken)) == 2
+    assert all(threads(broken))
+    assert threads(step) == [0, 0]
+
+
+# ---------------------------------------------------------------- what is printed
+
+
+@EVERYTHING
+def test_prints_on_every_rank(both):
+    broken, step = both("prints_on_every_rank", *THREADS)
+    assert [epochs(job) for job in (broken, step)] == [[1, 1], [1]]
+
+
+def test_no_record(tmp_path):
+    """Both find a file that is no checkpoint."""
+    (tmp_path / "checkpoint.pt").write_bytes(b"not a checkpoint")
+    scripts = [patched(tmp_path, "pitfalls/no_record"), "05"]
+    reports = [run(command(path, *ONE, nprocs=1), tmp_path).stderr for path in scripts]
+    reports = [text.split("Root Cause (first observed failure):")[1] for text in reports]
+    (text,) = on_screen("pitfalls/no_record")
+    assert [text in report for report in reports] == [True, False]
+    assert ["RuntimeError: cannot load" in report for report in reports] == [False, True]
