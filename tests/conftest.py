@@ -94,7 +94,8 @@ class Job:
 
     @property
     def stdout(self):
-        return self.paths[0].read_text(encoding="utf-8")
+        text = self.paths[0].read_text(encoding="utf-8")
+        return re.sub(r"^.*(?:\[Gloo\]|peer ranks).*\n", "", text, flags=re.M)  # PyTorch 2.8's gloo
 
     @property
     def stderr(self):

@@ -107,6 +107,8 @@ WRAP = "DDP(torch.nn.Linear(1, 1))"
 )
 def test_a_late_import_keeps_the_process_group_alive(tmp_path, before, after, alive):
     """The group is a default argument of torch.distributed.nn, which the first DDP() imports."""
+    if alive and torch.__version__ < "2.9":
+        pytest.skip("PyTorch 2.8 gives the threads of gloo no names")
     program = LEFT.replace("BEFORE", before).replace("AFTER", after)
     assert finished([sys.executable, "-c", program], tmp_path).stdout == f"{alive}\n"
 
