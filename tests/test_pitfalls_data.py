@@ -144,12 +144,14 @@ def test_rank_seeds_split_data(both):
 
 @EVERYTHING
 def test_split_differs_by_rank(both):
+    """Expected are 359 * 1438 / 1797 = 287, give or take 7."""
     leaks = []
     for job in both("split_differs_by_rank", *PROBES, args=THREE):
         (train, _), (_, held_out) = (rank["split"] for rank in seen(job))
         trained = {train[i % len(train)] for epoch in orders(job)[0] for i in epoch}
         leaks.append(len(trained & set(held_out)))
-    assert leaks == [279, 0]
+    assert 230 < leaks[0] < 340
+    assert leaks[1] == 0
 
 
 @EVERYTHING
@@ -185,15 +187,13 @@ def build_model(width):
 
 @EVERYTHING
 def test_uneven_batches(tmp_path):
-    """Rank 0 has 98 batches and sums up its loss, rank 1 has 103 and averages gradients."""
-    counts = ("        self.model.train()\n", "        print(len(self.train_data))\n")
-    counts = (counts[0], counts[1] + counts[0])
-    job = run(
-        command(patched(tmp_path, "pitfalls/uneven_batches", SHORT, counts), *SMALL), tmp_path
-    )
+    """Rank 1 has 98 batches and sums up its loss; rank 0 has 105 and averages gradients."""
+    train = "        self.model.train()\n"
+    said = (train, f"        print(dist.get_rank(), len(self.train_data))\n{train}")
+    path = patched(tmp_path, "pitfalls/uneven_batches", SHORT, said)
+    job = run(command(path, *SMALL), tmp_path)
     assert job.returncode == 1
-    first, second = sorted(map(int, job.stdout.split()))
-    assert first < second
+    assert sorted(job.stdout.splitlines()) == ["0 105", "1 98"]
     assert all(text in job.stderr for text in on_screen("pitfalls/uneven_batches"))
     assert re.search("Aborted.*in all_reduce", job.stderr, re.DOTALL)
 
@@ -236,7 +236,7 @@ def test_padded_evaluation(both):
 
 def from_the_matrix(job):
     """Return the accuracy that follows from the confusion matrix."""
-    rows = re.findall(r"^[ [][[]([ \d]+)\]+$", job.stdout, re.MULTILINE)
+    rows = re.findall(r"^[ \[]\[([ \d]+)\]+$", job.stdout, re.MULTILINE)
     matrix = torch.tensor([[int(number) for number in row.split()] for row in rows])
     assert matrix.shape == (10, 10)
     assert matrix.sum() == 359

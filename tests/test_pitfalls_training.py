@@ -93,17 +93,18 @@ def test_accumulation_without_no_sync(both):
 
 @EVERYTHING
 def test_accumulation_undivided(tmp_path):
-    """Four times the gradient, which AdamW hides; with the remedy it is that of the large batch."""
+    """Four times the gradient in each step, and yet AdamW makes nearly the same steps."""
     remedy = ("        loss.backward()", "        (loss / 4).backward()")
-    norms, jobs = [], []
+    norms = []
     for name, changes in ("broken", ()), ("remedied", (remedy,)):
         (tmp_path / name).mkdir()
         path = patched(tmp_path / name, "pitfalls/accumulation_undivided", *PROBES, *changes)
-        jobs.append(finished(command(path, "1", *SMALL), tmp_path / name))
-        norms.append(seen(jobs[-1])[0]["steps"][0][1])
-    assert norms[0] == 4 * norms[1]
-    one, other = map(weights, jobs)
-    assert all(torch.allclose(one[name], other[name], atol=1e-3) for name in one)
+        first, _ = seen(finished(command(path, "1", *SMALL), tmp_path / name))
+        norms.append(torch.tensor([norm for _, norm in first["steps"]]))
+    broken, remedied = norms
+    assert len(broken) == 25
+    assert broken[0] == 4 * remedied[0]
+    assert broken.allclose(4 * remedied, rtol=0.05)
 
 
 # ---------------------------------------------------------------- parameters without gradients
