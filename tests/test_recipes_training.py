@@ -40,7 +40,8 @@ TOTAL = "            total[1] += len(targets)\n"
 
 def on_each_rank(expression):
     """Return a line that prints the value of an expression after the rank."""
-    return f"print(f'rank {{dist.get_rank()}}: {{{expression}}}\\n', end='', flush=True)\n"
+    line = f"'rank {{}}: {{}}\\n'.format(dist.get_rank(), ({expression}))"
+    return f"print({line}, end='', flush=True)\n"
 
 
 def said(job, rank):
@@ -132,7 +133,7 @@ def test_learning_rate(tmp_path):
     ]
     for job in jobs:
         rates = [float(rate) for rate in re.findall(r"^rate (.+)$", job.stdout, re.MULTILINE)]
-        assert rates == pytest.approx(wanted, rel=1e-12)
+        assert rates == pytest.approx(wanted, rel=1e-9, abs=1e-12)
 
 
 # ---------------------------------------------------------------- precision
@@ -146,7 +147,7 @@ def test_bf16(tmp_path):
     clipped = f"nn.utils.get_total_norm({gradients}).item()"
     show = on_each_rank(f"logits.dtype, norm.item(), {clipped}, {digest(gradients)}")
     changes = (
-        ("MAX_NORM = 1.0", "MAX_NORM = 0.25"),
+        ("MAX_NORM = 1.0", "MAX_NORM = 0.1"),
         (clip, clip.replace("nn", "norm = nn", 1)),
         (STEP, f"        if self.samples_run == 0:\n            {show}{STEP}"),
         WEIGHTS,
@@ -156,8 +157,8 @@ def test_bf16(tmp_path):
     assert said(job, 0) == said(job, 1)
     dtype, norm, clipped, _ = said(job, 0)[0].strip("()").split(", ")
     assert dtype == "torch.bfloat16"
-    assert float(norm) > 0.5
-    assert float(clipped) == pytest.approx(0.25, rel=1e-4)
+    assert float(norm) > 0.15
+    assert float(clipped) == pytest.approx(0.1, rel=1e-4)
     assert {weight.dtype for weight in weights(job).values()} == {torch.float32}
 
 
@@ -169,15 +170,18 @@ def test_fp16_scaler(tmp_path):
     steps = "optimizer.state_dict()['state'][0]['step'].item()"
     changes = (
         (scale, f"        loss = loss * (float('inf') if {infinite} else 1)\n{scale}"),
+        (
+            "GradScaler(device.type)",
+            "GradScaler(device.type, init_scale=1024.0)",
+        ),  # never too large
         ("            logits =", "            logits = self.logits ="),
         (END, f"    {on_each_rank(f'trainer.logits.dtype, {steps}')}    {WEIGHTS[1].lstrip()}"),
     )
     for job in with_and_without_a_stop(tmp_path, "fp16_scaler", *changes):
-        assert len(said(job, 0)) == 2
         assert said(job, 0) == said(job, 1)
-        assert said(job, 0)[0] == f"(torch.float16, {2 * STEPS - 1:.1f})"
+        assert said(job, 0)[-2] == f"(torch.float16, {2 * STEPS - 1:.1f})"
         state = saved(job, "SCALER_STATE")
-        assert state["scale"] == 2**15
+        assert state["scale"] == 512
         assert state["_growth_tracker"] == 2 * STEPS - 11  # steps since it was halved
 
 
@@ -291,12 +295,11 @@ def test_sync_batchnorm_on_a_cpu(tmp_path):
     path = patched(tmp_path, "recipes/sync_batchnorm", always)
     job = run(command(path, "1", *SMALL), tmp_path)
     (error,) = error_lines(job)
-    (symptom,) = on_screen("recipes/sync_batchnorm")
-    assert error.startswith(symptom)
+    assert error == on_screen("recipes/sync_batchnorm")[0]
 
 
-def test_sync_batchnorm_evaluates_on_a_cpu(process_group):
-    """With the names and the weights of the model before its conversion."""
+def test_converted_batchnorm_on_a_cpu(process_group):
+    """It has the same names and weights, evaluates with the same result, and cannot train."""
     plain = module("sync_batchnorm").build_model(4)
     plain(torch.rand(16, 1, 8, 8))  # so that the statistics are not 0 and 1
     state = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
@@ -307,6 +310,8 @@ def test_sync_batchnorm_evaluates_on_a_cpu(process_group):
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name], state[name]) for name in state)
     assert torch.equal(converted(torch.ones(1, 1, 8, 8)), expected)
+    with pytest.raises(ValueError, match=on_screen("recipes/sync_batchnorm")[1]):
+        converted.train()(torch.ones(2, 1, 8, 8))
 
 
 @pytest.mark.parametrize("nprocs", [pytest.param(2, id="nccl-2")])
@@ -326,7 +331,7 @@ def test_sync_batchnorm_on_gpus(tmp_path, nprocs):
 
 @EVERYTHING
 def test_compile(trained, tmp_path):
-    """A graph for the dry pass and one for each of two batch sizes; step 5's names and bits."""
+    """One graph for each of the two batch sizes; and step 5's names and bits."""
     graphs = "torch._dynamo.utils.counters['stats']['unique_graphs']"
     changes = (
         ("dynamic=False)", 'dynamic=False, backend="aot_eager")'),
@@ -334,7 +339,7 @@ def test_compile(trained, tmp_path):
     )
     path = patched(tmp_path, "recipes/compile", *changes)
     job = finished(command(path, "2", *SMALL), tmp_path)
-    assert [said(job, rank) for rank in (0, 1)] == [["3"], ["3"]]
+    assert [said(job, rank) for rank in (0, 1)] == [["2"], ["2"]]
     assert same_bits(job, trained("05", "2", *SMALL))
 
 
