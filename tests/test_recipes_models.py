@@ -268,14 +268,6 @@ def test_gan(tmp_path):
     assert "GENERATOR_STATE" in saved[0]
 
 
-@EVERYTHING
-def test_gan_judged_through_ddp(tmp_path):
-    change = ("self.model.module(fakes)", "self.model(fakes)")
-    job = run(command(patched(tmp_path, "recipes/gan", change), *ONE), tmp_path)
-    [symptom] = on_screen("recipes/gan")
-    assert symptom in "".join(error_lines(job)), job
-
-
 # ---------------------------------------------------------------- what is trained, and sent
 
 FREEZE = "    model[:5].requires_grad_(False)"
@@ -286,11 +278,11 @@ FREEZE = "    model[:5].requires_grad_(False)"
 def test_frozen_layers(trained, tmp_path, when):
     """Frozen before DDP, layers keep their bits and are not reduced; frozen later, DDP waits."""
     hook = """    reduced = set()
-    hooks = torch.distributed.algorithms.ddp_comm_hooks.default_hooks
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     def counted(_, bucket):
         reduced.add(bucket.buffer().numel())
-        return hooks.allreduce_hook(None, bucket)
+        return default_hooks.allreduce_hook(None, bucket)
 
     trainer.model.register_comm_hook(None, counted)
 """
@@ -335,11 +327,16 @@ told_to_stop = """
     script = patched(tmp_path, "recipes/compressed_gradients", *changes)
     job = finished(command(script, *ONE), tmp_path)
     [sent] = printed("sent (.*)", job)
-    assert str(("torch.bfloat16", PARAMETERS)) in sent
+    assert str(("torch.float16", PARAMETERS)) in sent
     assert str(("torch.float32", PARAMETERS)) not in sent
     assert printed(r"kinds of weights: (\d+)", job) == ["1"]
     step_5 = trained("05", *ONE)
     assert not same_bits(job, step_5)
+    bfloat16 = ("import fp16_", "import bf16_compress_hook as fp16_")
+    script = patched(tmp_path, "recipes/compressed_gradients", bfloat16)
+    refused = run(command(script, *ONE), tmp_path)
+    [symptom] = on_screen("recipes/compressed_gradients")
+    assert symptom in "".join(error_lines(refused)), refused
     assert float(losses(job)[0]) == pytest.approx(float(losses(step_5)[0]), abs=0.02)
 
 
