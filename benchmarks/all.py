@@ -1,6 +1,6 @@
 """Measure everything that README.md shows, and write it there.
 
-    python benchmarks/all.py            measure (about 8 minutes on two idle cores), then write
+    python benchmarks/all.py            measure (about 15 minutes on two idle cores), then write
     python benchmarks/all.py --tables   only write the tables again, from the files in figures/
     python benchmarks/all.py --quick    try every benchmark in its smallest size: writes its files
                                         to the current folder, and prints the page
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import breakdown
 import forecast
+import learning_rate
 import scaling
 from shared import TORCHRUN, cell, table
 
@@ -36,6 +37,7 @@ COMMANDS = (  # the number of ranks, if torchrun starts it, and the command
     (4, "communication.py"),
     (None, "forecast.py communication-2.json communication-3.json --held-out=communication-4.json"),
     (None, "scaling.py --processes=4 --repeats=2 --epochs=3"),
+    (None, "learning_rate.py"),
 )
 QUICK = {
     "lines.py": "--seconds=1 --width=4",
@@ -43,6 +45,7 @@ QUICK = {
     "breakdown.py": "--width=4",
     "communication.py": "--repeats=1 --largest=256",
     "scaling.py": "--repeats=1 --epochs=2 --processes=2 --width=4",
+    "learning_rate.py": "--seeds=1 --epochs=1 --processes=2 --width=4",
 }
 
 
@@ -139,6 +142,10 @@ def processes(folder):
     return scaling.summary_table(read(folder, "scaling")["summary"])
 
 
+def learning(folder):
+    return learning_rate.summary_table(read(folder, "learning_rate")["summary"])
+
+
 def network(folder):
     two, three, four = (read(folder, f"communication-{n}") for n in (2, 3, 4))
     known = forecast.rows_of(two) + forecast.rows_of(three)
@@ -160,7 +167,7 @@ def network(folder):
 
 TABLES = {
     table.__name__: table
-    for table in (measured_on, short, baselines, step, lines, processes, network)
+    for table in (measured_on, short, baselines, step, lines, processes, learning, network)
 }
 
 

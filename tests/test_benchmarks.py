@@ -10,11 +10,21 @@ import sys
 import xml.etree.ElementTree as ET
 
 import pytest
+import torch
 from conftest import ROOT, finished
 
 BENCHMARKS = ROOT / "benchmarks"
 PAGE = BENCHMARKS / "README.md"
-NAMES = ("all", "breakdown", "communication", "forecast", "lines", "scaling", "startup")
+NAMES = (
+    "all",
+    "breakdown",
+    "communication",
+    "forecast",
+    "learning_rate",
+    "lines",
+    "scaling",
+    "startup",
+)
 EVERYTHING = pytest.mark.everything
 
 
@@ -88,6 +98,17 @@ def test_the_changed_lines_are_in_the_scripts(benchmark):
         load("01", changes)
     with pytest.raises(SystemExit, match="has no 'no such line'"):
         load("01", [("no such line", "")])
+
+
+def test_each_rule_changes_the_rate(benchmark):
+    """At step 0 of four ranks with 128 samples each: twice the batch for which it was chosen."""
+    rates = {}
+    for rule in benchmark("learning_rate").RULES:
+        recipe = benchmark("learning_rate").recipe(rule)
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        recipe.build_scheduler(optimizer, batch=512, steps=100)
+        rates[rule] = recipe.WARM_UP * optimizer.param_groups[0]["lr"]
+    assert rates == pytest.approx({"same rate": 1, "square root": 2**0.5, "linear": 2})
 
 
 def test_a_fit_finds_what_made_the_figures(benchmark):
@@ -181,6 +202,18 @@ def test_scaling(tried):
     assert found == same | {("strong", 1, 256), ("strong", 2, 128)}
     assert all(r["samples_per_second"] > 0 for r in record(folder, "scaling")["runs"])
     assert {"ideal", "weak", "strong", "efficiency"} <= texts(folder / "scaling.svg")
+
+
+@EVERYTHING
+def test_learning_rate(tried):
+    folder, _ = tried
+    found = record(folder, "learning_rate")
+    runs = {(r["rule"], r["processes"], r["seed"], r["total"]) for r in found["runs"]}
+    rules = ("same rate", "square root", "linear")
+    assert runs == {(rule, size, 0, 359) for rule in rules for size in (1, 2)}
+    # Two processes have the batch for which the rate was chosen: no rule changes anything.
+    assert len({r["correct"] for r in found["runs"] if r["processes"] == 2}) == 1
+    assert {*rules, "processes"} <= texts(folder / "learning_rate.svg")
 
 
 @EVERYTHING

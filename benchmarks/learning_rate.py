@@ -1,0 +1,127 @@
+"""Measure how well the model learns with more processes, by how the learning rate grows with them.
+
+    python benchmarks/learning_rate.py
+
+N processes with a batch of B train as one process with a batch of N x B does. So each run is one
+process, with the patch diffs/recipes/learning_rate.diff and with the batch of all N together. The
+runs differ in the rule for the rate, the number of processes and the seed.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from shared import ROOT, cell, drawing, machine, middle, positive_int, table
+from tqdm import tqdm
+
+sys.path.insert(0, str(ROOT / "diffs"))
+import patches
+
+ROOT_RULE = "math.sqrt(batch / BATCH)"
+RULES = {"same rate": "1", "square root": ROOT_RULE, "linear": "batch / BATCH"}
+COLOURS = ("#d9730d", "#2f81f7", "#7d7d7d")
+BATCH = 128  # per process
+
+
+def recipe(rule):
+    """Import the patched script, with a rule for the rate, and with a group of one process."""
+    text = patches.read(ROOT, ROOT / "diffs" / "recipes" / "learning_rate.diff").result
+    assert text.count(ROOT_RULE) == 1
+    module = ModuleType("learning_rate_recipe")
+    exec(text.replace(ROOT_RULE, RULES[rule]), module.__dict__)
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    module.ddp_setup = lambda: dist.init_process_group("gloo", **alone)
+    return module
+
+
+def train(rule, processes, seed, epochs, width):
+    """Train once; return how many of the held-out digits are read, and of how many."""
+    torch.set_num_threads(1)
+    module, output = recipe(rule), io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(output):
+        sys.argv = ["learning_rate.py", str(epochs), str(epochs), f"--seed={seed}"]
+        sys.argv += [f"--batch-size={processes * BATCH}", f"--width={width}"]
+        sys.argv += [f"--checkpoint-path={folder}/checkpoint.pt"]
+        module.main(module.parse_args())
+    correct, total = re.search(r"\((\d+)/(\d+)\)$", output.getvalue().strip()).groups()
+    return int(correct), int(total)
+
+
+def summary(runs):
+    """Return a row for each rule and number of processes: the accuracy over the seeds."""
+    found = {}
+    for run in runs:
+        found.setdefault((run["rule"], run["processes"]), []).append(run["correct"] / run["total"])
+    return [{"rule": r, "processes": n, **middle(own)} for (r, n), own in found.items()]
+
+
+def summary_table(rows):
+    """Return the rows as a Markdown table, with a column for each rule."""
+    cells = {(row["processes"], row["rule"]): cell(row, ".1%") for row in rows}
+    sizes = dict.fromkeys(size for size, _ in cells)
+    lines = [(size, size * BATCH, *(cells[size, rule] for rule in RULES)) for size in sizes]
+    return table(("processes", "effective batch", *RULES), *lines)
+
+
+def plot(rows, path):
+    """Draw the accuracy over the number of processes, for each rule."""
+    sizes = sorted({row["processes"] for row in rows})
+    with drawing(path, "Held-out accuracy", figsize=(6, 3.6)) as axis:
+        for rule, colour in zip(RULES, COLOURS, strict=True):
+            own = [row for row in rows if row["rule"] == rule]
+            low = [100 * (row["median"] - row["low"]) for row in own]
+            high = [100 * (row["high"] - row["median"]) for row in own]
+            style = {"color": colour, "marker": "o", "capsize": 3, "label": rule}
+            axis.errorbar(sizes, [100 * row["median"] for row in own], (low, high), **style)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(sizes, [str(size) for size in sizes])
+        axis.set(xlabel="processes", ylabel="held-out accuracy in %")
+        axis.legend(frameon=False)
+
+
+def parse_args():
+    style = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], **style)
+    number = {"type": positive_int}
+    parser.add_argument("--processes", default=8, help="largest number of processes", **number)
+    parser.add_argument("--seeds", default=3, help="runs of each kind", **number)
+    parser.add_argument("--epochs", default=4, help="per run", **number)
+    parser.add_argument("--width", default=32, help="of the model", **number)
+    return parser.parse_args()
+
+
+def main():
+    args = parse_args()
+    sizes = [2**n for n in range(20) if 2**n <= args.processes]
+    runs = []
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn) as pool:
+        started = {
+            kind: pool.submit(train, *kind, args.epochs, args.width)
+            for kind in product(RULES, sizes, range(args.seeds))
+        }
+        for (rule, size, seed), result in tqdm(started.items(), unit="run"):
+            correct, total = result.result()
+            run = {"rule": rule, "processes": size, "seed": seed}
+            runs.append({**run, "correct": correct, "total": total})
+    rows = summary(runs)
+    record = {"machine": machine(), "options": vars(args), "summary": rows, "runs": runs}
+    Path("learning_rate.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+    plot(rows, Path("learning_rate.svg"))
+    print(summary_table(rows))
+
+
+if __name__ == "__main__":
+    main()
