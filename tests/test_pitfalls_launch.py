@@ -127,9 +127,11 @@ def test_old_store(tmp_path):
     short = (join, f"{join}, timeout=__import__('datetime').timedelta(seconds=10)")
     line = "        self.model.train()\n"
     first_life = 'os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"'
-    kill = (
-        f"        if {first_life} and dist.get_rank() == 1:\n            os.kill(os.getpid(), 9)\n"
-    )
+    kill = f"""\
+        if {first_life} and dist.get_rank() == 1:
+            open("killed", "w").close()
+            os.kill(os.getpid(), 9)
+"""
     script = patched(tmp_path, "pitfalls/old_store", short, (line, kill + line))
     start = command(script, *ONE, torchrun=("--max-restarts=1",))
     (error,) = on_screen("pitfalls/old_store")
@@ -139,6 +141,7 @@ def test_old_store(tmp_path):
         job = run(start, folder, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": None})
         if job.returncode:
             break
+    assert (folder / "killed").exists()  # the first life had no trouble
     assert job.returncode == 1
     assert error in job.stderr
 
