@@ -104,9 +104,13 @@ def patches(root, kind):
 
 
 def symptoms(collections):
-    """Return the rows of the table of symptoms: [(symptom, cause, remedy, patch)]."""
+    """Return the table of symptoms, those with a text to search for first.
+
+    A row is (symptom, cause, remedy, patch).
+    """
     order = collections["pitfalls"] + collections["recipes"]
-    return [(*row, patch) for patch in order for row in patch.rows]
+    rows = [(*row, patch) for patch in order for row in patch.rows]
+    return sorted(rows, key=lambda row: "`" not in row[0])
 
 
 def read(root, path):
