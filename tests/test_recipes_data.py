@@ -1,0 +1,296 @@
+"""Recipes that change what the ranks are fed with, and by whom."""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from textwrap import indent
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from conftest import (
+    SMALL,
+    TORCHRUN,
+    Job,
+    command,
+    finished,
+    free_port,
+    on_screen,
+    patched,
+    run,
+    same_bits,
+)
+from torch.utils.data import DataLoader, Dataset
+
+EVERYTHING = pytest.mark.everything
+STEP = "            total[0] += self._run_batch(source, targets)\n"
+# The first pixel of each image to train on is its index, and each rank writes down what it trains
+# on: a line for each batch.
+TRAINING_SET = "    return TensorDataset(shifted, labels[train].repeat(9)), "
+INDEXED = (
+    TRAINING_SET,
+    f"    shifted[:, 0, 0, 0] = torch.arange(len(shifted)) / len(shifted)\n{TRAINING_SET}",
+)
+SEEN = f"""\
+            with open(f"seen{{dist.get_rank()}}", "a") as file:
+                indices = (source[:, 0, 0, 0] * 12942).round().int().tolist()
+                print([self.epochs_run, indices, targets.tolist()], file=file)
+{STEP}"""
+# Rank 1 tells all processes of its group to stop, its loader workers as well. It is heard five
+# steps later.
+TOLD = """\
+            if (dist.get_rank(), self.epochs_run, self.samples_run) == (1, 0, 25 * 128):
+                os.killpg(0, signal.SIGTERM)
+"""
+
+
+def seen(tmp_path, rank):
+    """Return the batches of a rank: [epoch, indices, targets]."""
+    lines = (tmp_path / f"seen{rank}").read_text("utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def interrupted_and_resumed(tmp_path, name, *changes, step=SEEN, args=("1", *SMALL), resumed=()):
+    """Run a recipe that is told to stop in its first epoch, and start it again."""
+    tmp_path.mkdir()
+    start = command(patched(tmp_path, name, *changes, (STEP, TOLD + step)), *args)
+    job = run(start, tmp_path)
+    assert "interrupted after 3,840 samples" in job.stdout, job
+    again = command(patched(tmp_path, name, *changes, *resumed, (STEP, step)), *args)
+    return finished(again, tmp_path)
+
+
+def undisturbed(tmp_path, name, *changes, step=SEEN, args=("1", *SMALL)):
+    tmp_path.mkdir()
+    return finished(command(patched(tmp_path, name, *changes, (STEP, step)), *args), tmp_path)
+
+
+# ---------------------------------------------------------------- loader workers
+
+
+@EVERYTHING
+def test_loader_workers(tmp_path):
+    """Forked workers, then spawned ones after a stop in mid-epoch, and none: the same noise."""
+    name = "recipes/loader_workers"
+    spawned = (
+        "num_workers=2",
+        'num_workers=2, multiprocessing_context="spawn", persistent_workers=True',
+    )
+    none = ("num_workers=2", "num_workers=0")
+    job = interrupted_and_resumed(tmp_path / "a", name, step=STEP, resumed=[spawned])
+    assert same_bits(job, undisturbed(tmp_path / "b", name, none, step=STEP))
+
+
+class Drawn(Dataset):
+    """What the generators of a loader worker draw."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return index, torch.rand(()).item(), np.random.rand(), random.random()
+
+
+def test_workers_are_seeded_alike():
+    """Two ranks that are seeded alike, and so one rank that is resumed."""
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        drawn.append(sorted(DataLoader(Drawn(), batch_size=None, num_workers=2)))
+    assert drawn[0] == drawn[1]
+    assert [len(set(numbers)) for numbers in zip(*drawn[0])] == [4, 4, 4, 4]
+
+
+FAILS = """
+import signal
+
+from torch.utils.data import DataLoader
+
+
+class Data(list):
+    def __getitem__(self, index):
+        raise RuntimeError("a file is broken")
+
+
+def ignore_sigterm(worker_id):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+for number in DataLoader(Data(range(100)), num_workers=2, worker_init_fn=ignore_sigterm):
+    pass
+"""
+
+
+def test_a_failed_rank_waits_for_its_workers(tmp_path):
+    """If it ends by itself, the recipe need not kill them. With the recipe, see the next test."""
+    script = tmp_path / "fails.py"
+    script.write_text(FAILS, encoding="utf-8")
+    with Job([sys.executable, script], tmp_path) as job:
+        job.wait_for(lambda: "RuntimeError: a file is broken" in job.stderr)
+        time.sleep(3)
+        assert job.process.poll() is None
+        for worker in psutil.Process(job.process.pid).children():
+            worker.kill()
+        assert job.wait().returncode == 1
+
+
+def may_mount():
+    mount = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
+    tools = shutil.which("unshare") and os.path.isdir("/dev/shm")
+    return tools and subprocess.run(mount, check=False, capture_output=True).returncode == 0
+
+
+@EVERYTHING
+@pytest.mark.skipif(not may_mount(), reason="mounts a small /dev/shm, as only root can")
+def test_shared_memory_is_full(tmp_path):
+    """There are 128 kB of it, and a batch takes 65."""
+    start = command(patched(tmp_path, "recipes/loader_workers"), "1", "--batch-size=256")
+    small = 'mount -t tmpfs -o size=128k tmpfs /dev/shm && exec "$@"'
+    job = run(["unshare", "--mount", "sh", "-c", small, "sh", *start], tmp_path)
+    assert job.returncode == 1
+    assert on_screen("recipes/loader_workers")[0] in job.stderr, job
+
+
+DIES = """
+import os
+import signal
+
+from torch.utils.data import DataLoader
+
+
+class Data(list):
+    def __getitem__(self, index):
+        os.kill(os.getpid(), signal.SIGBUS)
+
+
+for number in DataLoader(Data([1]), num_workers=1):
+    pass
+"""
+
+
+@EVERYTHING
+def test_bus_error(tmp_path):
+    """PyTorch 2.13 no longer runs into it, so the signal is sent; the message is PyTorch's."""
+    script = tmp_path / "dies.py"
+    script.write_text(DIES, encoding="utf-8")
+    job = run([sys.executable, script], tmp_path)
+    assert on_screen("recipes/loader_workers")[-1] in job.stderr, job
+
+
+# ---------------------------------------------------------------- streams and samplers
+
+
+@EVERYTHING
+def test_streaming(tmp_path):
+    """Of 12 941 samples, each rank gets 6470 in each epoch, in 102 batches; one is dropped."""
+    name, args = "recipes/streaming", ("2", *SMALL)
+    odd = (
+        "    stream = Stream(dataset, ",
+        "    dataset = torch.utils.data.Subset(dataset, range(12_941))\n"
+        "    stream = Stream(dataset, ",
+    )
+    # the loader waits for worker 0 while worker 1 has its batches ready
+    many = ("num_workers=2", "num_workers=3")
+    one, other = tmp_path / "one", tmp_path / "other"
+    job = interrupted_and_resumed(one, name, INDEXED, odd, args=args, resumed=[many])
+    assert same_bits(job, undisturbed(other, name, INDEXED, odd, args=args))
+    for rank in (0, 1):
+        batches = seen(one, rank)
+        assert batches == seen(other, rank)
+        mine = list(range(rank, 12_940, 2))
+        parts = [mine[start : start + 64] for start in range(0, 6470, 64)]
+        assert [[epoch, indices] for epoch, indices, _ in batches] == [
+            [epoch, part] for epoch in (0, 1) for part in parts
+        ]
+
+
+@EVERYTHING
+def test_weighted_sampler(tmp_path):
+    """One sample in 90 is a zero, and one in ten that are drawn."""
+    name = "recipes/weighted_sampler"
+    rare = (
+        "    return TensorDataset(shifted, labels[train].repeat(9)), ",
+        "    digits = labels[train].repeat(9)\n"
+        "    kept = (digits > 0) | (torch.arange(len(digits)) % 10 == 0)\n"
+        "    return TensorDataset(shifted[kept], digits[kept]), ",
+    )
+    one, other = tmp_path / "one", tmp_path / "other"
+    job = interrupted_and_resumed(one, name, INDEXED, rare, args=("2", *SMALL))
+    assert same_bits(job, undisturbed(other, name, INDEXED, rare, args=("2", *SMALL)))
+    batches = [seen(one, rank) for rank in (0, 1)]
+    assert batches == [seen(other, rank) for rank in (0, 1)]
+    for epoch in (0, 1):
+        of_rank = [[batch for batch in part if batch[0] == epoch] for part in batches]
+        indices, digits = (
+            [[number for batch in part for number in batch[i]] for part in of_rank] for i in (1, 2)
+        )
+        assert len(indices[0]) == len(indices[1])
+        assert len(set(indices[0]) & set(indices[1])) < 0.6 * len(set(indices[0]))
+        share = (digits[0] + digits[1]).count(0) / len(digits[0] + digits[1])
+        assert 0.09 < share < 0.11
+    first, second = ([batch[1] for batch in batches[0] if batch[0] == epoch] for epoch in (0, 1))
+    assert first != second
+
+
+# ---------------------------------------------------------------- one rank before the others
+
+
+@EVERYTHING
+def test_prepare_once(tmp_path):
+    """Two nodes with a disk each; one takes longer than the timeout to prepare its data."""
+    name, save = "recipes/prepare_once", "        torch.save((scans, labels)"
+    short = ("timedelta(minutes=5)", "timedelta(seconds=5)")
+    slow = f'        print("prepares", flush=True)\n        time.sleep({{}})\n{save}'
+    endpoint = f"--rdzv-endpoint=localhost:{free_port()}"
+    nodes = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", endpoint)
+    with contextlib.ExitStack() as stack:
+        jobs = []
+        for seconds in (0, 8):
+            folder = tmp_path / f"{seconds}"
+            folder.mkdir()
+            path = patched(folder, name, short, (save, slow.format(seconds)))
+            shared = f"--checkpoint-path={tmp_path}/checkpoint.pt"
+            start = [TORCHRUN, *nodes, path, "1", *SMALL, shared]
+            jobs.append(stack.enter_context(Job(start, folder)))
+        for job in jobs:
+            assert job.wait().returncode == 0, job
+            job.wait_until_gone()
+            assert job.stdout.count("prepares") == 1
+            assert (job.cwd / "digits.pt").exists()
+    impatient = ("dist.barrier(patient)", "dist.barrier()")
+    path = patched(tmp_path, name, short, (save, slow.format(8)), impatient)
+    job = run(command(path, "1", *SMALL), tmp_path)
+    assert job.returncode == 1
+    assert job.stdout.count("prepares") == 1  # two ranks on one node
+    for text in on_screen(name):
+        assert text in job.stderr, job
+
+
+@EVERYTHING
+def test_uneven_inputs(tmp_path):
+    """Of 12 929 samples, rank 0 gets 102 batches, the last one of one sample; rank 1 gets 101."""
+    name, line = "recipes/uneven_inputs", "    sampler = UnevenSampler("
+    odd = "    dataset.tensors = [part[:12_929] for part in dataset.tensors]\n"
+    changes = (line, odd + line), (indent(STEP, "    "), indent(SEEN, "    "))
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.mkdir()
+    other.mkdir()
+    finished(command(patched(one, name, INDEXED, *changes), "2", *SMALL), one)
+    batches = [seen(one, rank) for rank in (0, 1)]
+    for epoch in (0, 1):
+        mine = [[indices for number, indices, _ in part if number == epoch] for part in batches]
+        assert [len(part) for part in mine] == [102, 101]
+        dealt = sorted(index for part in mine for indices in part for index in indices)
+        assert dealt == list(range(12_929))
+    short = ("timedelta(minutes=5)", "timedelta(seconds=5)")
+    alone = ("with self.model.join():", "if True:")
+    job = run(command(patched(other, name, INDEXED, *changes, short, alone), "2", *SMALL), other)
+    assert job.returncode == 1
+    for text in on_screen(name):
+        assert text in job.stderr, job
