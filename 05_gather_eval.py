@@ -163,7 +163,7 @@ class Trainer:
 
 
 def ignore_sigterm(worker_id):  # torchrun sends it to the loader's workers, too
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(300))  # a failed rank waits for them
 
 
 def prepare_dataloader(dataset, args):

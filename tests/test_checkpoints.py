@@ -161,7 +161,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch, capsys, step):
 def test_something_in_the_way_of_the_new_file(trainer, path):
     whole = path.read_bytes()
     os.mkdir("checkpoint.pt.new")
-    with pytest.raises((OSError, RuntimeError), match="Is a directory|cannot be opened"):
+    with pytest.raises((OSError, RuntimeError), match=r"Is a directory|cannot be opened"):
         trainer._save_checkpoint()
     assert path.read_bytes() == whole
 

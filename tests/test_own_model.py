@@ -17,6 +17,7 @@ from conftest import (
     kill,
     load,
     resumed,
+    run,
     same_bits,
 )
 
@@ -210,3 +211,27 @@ def test_all_ranks_evaluate_with_the_statistics_of_rank_0(own, tmp_path):
     script.write_text(text.replace(line, show + line), encoding="utf-8")
     first, second = re.findall("^mean (.*)$", finished(path, tmp_path).stdout, re.MULTILINE)
     assert first == second
+
+
+@EVERYTHING
+def test_an_exception_in_a_loader_worker(tmp_path):
+    """Python sends SIGTERM to the workers and waits for them, so they must not ignore it for good."""
+    worker = ("=ignore_sigterm", "=ignore_sigterm, num_workers=2")
+    soon = ("signal.alarm(300)", "signal.alarm(3)")
+    broken = ("    return TensorDataset(shifted,", "    return BrokenData(shifted,")
+    data = (
+        "def load_datasets():\n",
+        """\
+class BrokenData(TensorDataset):
+    def __getitem__(self, index):
+        if index % 1000 == 999:
+            raise ValueError("a sample is broken")
+        return super().__getitem__(index)
+
+
+def load_datasets():
+""",
+    )
+    job = run(command(edited(tmp_path, "04", worker, soon, broken, data), "1"), tmp_path)
+    assert job.returncode == 1
+    assert "ValueError: a sample is broken" in job.stderr
