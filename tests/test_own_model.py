@@ -215,7 +215,7 @@ def test_all_ranks_evaluate_with_the_statistics_of_rank_0(own, tmp_path):
 
 @EVERYTHING
 def test_an_exception_in_a_loader_worker(tmp_path):
-    """Python sends SIGTERM to the workers and waits for them, so they must not ignore it for good."""
+    """Python sends SIGTERM to the workers, too, and waits for them: they must end at last."""
     worker = ("=ignore_sigterm", "=ignore_sigterm, num_workers=2")
     soon = ("signal.alarm(300)", "signal.alarm(3)")
     broken = ("    return TensorDataset(shifted,", "    return BrokenData(shifted,")
