@@ -94,8 +94,7 @@ class Job:
 
     @property
     def stdout(self):
-        text = self.paths[0].read_text(encoding="utf-8")
-        return re.sub(r"^.*(?:\[Gloo\]|peer ranks).*\n", "", text, flags=re.M)  # PyTorch 2.8's gloo
+        return printed(self.paths[0])
 
     @property
     def stderr(self):
@@ -151,6 +150,12 @@ class Job:
     def __repr__(self):
         words = " ".join(self.command)
         return f"{words}\nexit {self.process.poll()}\n{self.stdout}\n---- stderr\n{self.stderr}"
+
+
+def printed(path):
+    """Return the text in a file without the greetings of gloo, which PyTorch 2.8 prints."""
+    text = path.read_text(encoding="utf-8")
+    return re.sub(r"^.*(?:\[Gloo\]|peer ranks).*\n", "", text, flags=re.MULTILINE)
 
 
 def environment(**changes):

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import NETWORK, Cluster, missing
-from conftest import ROOT
+from conftest import ROOT, printed
 
 FOLDER = ROOT / "slurm"
 HEALTHY = "preflight: this allocation can train"
@@ -62,7 +62,7 @@ class Flight:
     @property
     def output(self):
         path = self.folder / f"preflight_{self.job}.out"
-        return path.read_text(encoding="utf-8") if path.exists() else ""
+        return printed(path) if path.exists() else ""
 
     def wait_for(self, there, timeout=60):
         end = time.monotonic() + timeout
