@@ -1,0 +1,28 @@
+"""With this folder on PYTHONPATH, every Python process reports what it does with PyTorch."""
+
+import importlib.abc
+import importlib.util
+import os
+import sys
+
+
+class AfterTorch(importlib.abc.MetaPathFinder):
+    """Starts to observe when the script has imported torch, and no sooner."""
+
+    def find_spec(self, name, path, target=None):
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def load_and_observe(module):
+            load(module)
+            import observe  # noqa: F401
+
+        spec.loader.exec_module = load_and_observe
+        return spec
+
+
+if "DDP_CHECK" in os.environ and "resource_tracker" not in str(sys.orig_argv):
+    sys.meta_path.insert(0, AfterTorch())
