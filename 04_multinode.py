@@ -162,7 +162,7 @@ class Trainer:
 
 
 def ignore_sigterm(worker_id):  # torchrun sends it to the loader's workers, too
-    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(300))  # a failed rank waits for them
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(300))  # or a rank that fails hangs
 
 
 def prepare_dataloader(dataset, args):

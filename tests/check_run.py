@@ -77,7 +77,7 @@ class Plan:
     folder: str
 
     def run(self, place, nproc=None, **options):
-        """Run the script in a place; on a machine without GPUs if it can, else translated."""
+        """Run the script in a place, its calls for GPUs translated if it cannot do without them."""
         folder = Path(self.folder, place)
         if not folder.exists():
             folder.mkdir()
