@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import socketserver
@@ -87,8 +88,10 @@ def test_an_exception_on_one_rank(tmp_path, step, bad):
     job = run(command(edited(tmp_path, step, *bad), "4", *SMALL), tmp_path)
     assert job.returncode != 0
     assert epochs(job) == []
-    assert 'raise ValueError("the first cause")' in job.stderr  # the whole traceback
-    if step != "02":
+    if step == "02":  # mp.spawn shows the rank whose end it sees first: rarely, another one
+        assert re.search("ValueError: the first cause|Connection .* by peer", job.stderr), job
+    else:
+        assert 'raise ValueError("the first cause")' in job.stderr  # the whole traceback
         first = job.stderr.split("Root Cause (first observed failure):")[1]
         assert "ValueError: the first cause" in first, job
 
