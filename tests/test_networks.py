@@ -204,6 +204,20 @@ def test_the_wrong_interface(launch):
     assert re.search(rf"^{error} Connect timeout", one.stderr, re.M), one
 
 
+@EVERYTHING
+def test_no_names_for_the_addresses(machines, tmp_path):
+    machines.names({})
+    store = "import torch.distributed as dist; dist.TCPStore('{}.1', 29400, 2, is_master={})"
+    jobs = [
+        machines.terminal(number, f'python -c "{store.format(LIVE, number == 1)}"', tmp_path)
+        for number in (1, 2)
+    ]
+    with jobs[0], jobs[1]:
+        for job in jobs:
+            assert job.wait().returncode == 0, job
+            assert "The hostname of the client socket cannot be retrieved. err=-3" in job.stderr
+
+
 def test_no_such_interface(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     with pytest.raises(RuntimeError, match=r"Unable to find address for: ib0"):
