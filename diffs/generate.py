@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 try:
-    from hunks import Problem, explained
+    from hunks import Problem, compare, explained, parse, tie
     from notebook import notebook, run
     from page import page
     from patches import KINDS, patches, symptoms
@@ -87,6 +87,18 @@ def walkthrough(diffs):
     return "\n".join(parts)
 
 
+def exercise(folder):
+    """Return the exercise's README.md: the task, and the hunks of its solution with their notes."""
+    text = (folder / "notes.md").read_text(encoding="utf-8")
+    diff = compare(folder / "train.py", folder / "solution.py", context=1)  # in short hunks
+    *_, (_, _, notes) = parse(text).values()
+    tie(diff, notes)
+    task, _, _ = text.partition("\n### ")
+    title, _, task = task.partition("\n")
+    source = "<!-- Written by diffs/generate.py from the scripts and notes.md: edit those. -->"
+    return "\n".join([title, "", source, task, *(f"{hunk.markdown}\n" for hunk in diff.hunks)])
+
+
 def generate(root=HERE.parent):
     """Return the content of each generated file: {path: text}."""
     diffs = explained(root)
@@ -97,6 +109,7 @@ def generate(root=HERE.parent):
     for kind, members in collections.items():
         files |= {folder / patch.path: patch.text for patch in members}
         files[folder / kind / "README.md"] = collection(kind, collections)
+    files[root / "exercise" / "README.md"] = exercise(root / "exercise")
     files[folder / "index.html"] = page(root, diffs, collections)
     path = folder / "walkthrough.ipynb"
     files[path] = notebook(path, diffs)

@@ -66,7 +66,8 @@ class Diff:
 
     @property
     def name(self):
-        return f"{self.old.name[:2]} → {self.new.name[:2]}"
+        old, new = (path.stem.partition("_")[0] for path in (self.old, self.new))
+        return f"{old} → {new}"
 
     @property
     def slug(self):
@@ -86,7 +87,7 @@ def ladder(root):
     return sorted(root.glob("0[1-9]_*.py"))
 
 
-def compare(old, new, text=None):
+def compare(old, new, text=None, context=CONTEXT):
     """Return the diff between two files, as `diff -u` writes it but without dates.
 
     The text is that of the new file, if it is not on the disk.
@@ -94,7 +95,7 @@ def compare(old, new, text=None):
     old_lines = old.read_text(encoding="utf-8").splitlines()
     new_lines = (text or new.read_text(encoding="utf-8")).splitlines()
     hunks = []
-    for group in difflib.SequenceMatcher(None, old_lines, new_lines).get_grouped_opcodes(CONTEXT):
+    for group in difflib.SequenceMatcher(None, old_lines, new_lines).get_grouped_opcodes(context):
         lines = []
         for tag, i1, i2, j1, j2 in group:
             if tag == "equal":
@@ -169,7 +170,7 @@ def note(title, body):
             "a line `Fails without it: ` and a line `Read more: `"
         )
     tests = re.findall(r"`(test_[^`]+)`", match["tests"])
-    links = re.findall(r"\[([^]]+)\]\((https://[^)]+)\)", match["links"])
+    links = re.findall(r"\[([^]]+)\]\(((?:https://|\.\./)[^)]+)\)", match["links"])
     if not tests or not links:
         raise Problem(f'notes.md: the note "{title}" names no {"links" if tests else "tests"}')
     return Note(title, match["anchor"], match["why"].strip(), tests, links)

@@ -1,4 +1,4 @@
-"""Train a character-level GPT to write like Python's manual, on all GPUs of many nodes."""
+"""Train a character-level GPT to write like Python's manual, which Python itself carries."""
 
 import math
 import os

@@ -1,0 +1,164 @@
+"""The exercise: its script learns, its solution is right, and its page shows what was run."""
+
+import ast
+import math
+import re
+import shutil
+import sys
+
+import check
+import pytest
+import test_diffs
+import test_slurm
+from check_rules import FAIL, PASS, RULES
+from conftest import ROOT, SCRIPT, TORCHRUN, epochs, finished, losses, write
+
+EVERYTHING = pytest.mark.everything
+FOLDER = ROOT / "exercise"
+PAGE = (FOLDER / "README.md").read_text(encoding="utf-8")
+SMALL = [  # trains in seconds
+    ("width = 64", "width = 16"),
+    ("layers = 2", "layers = 1"),
+    ("sorted(topics))", "sorted(topics))[:40_000]"),
+]
+copy = test_diffs.copy
+cluster, clone, submit = test_slurm.cluster, test_slurm.clone, test_slurm.submit
+
+
+def small(folder, name, batch):
+    """Write a small version of a script of the exercise; each process takes this batch."""
+    changes = [*SMALL, ("batch_size = 32", f"batch_size = {batch}")]
+    return write(folder / name, (FOLDER / name).read_text(encoding="utf-8"), changes)
+
+
+@pytest.fixture
+def solution(tmp_path, monkeypatch):
+    """A small version of the solution, in a folder of its own, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return small(tmp_path, "solution.py", 8)
+
+
+def parts(job):
+    """Return the held-out loss and the text at the end of an output."""
+    loss, text = re.search(r"^held-out loss ([\d.]+)\n((?s:.*))\n\Z", job.stdout, re.M).groups()
+    return float(loss), text
+
+
+def torchrun(script, *arguments):
+    return [TORCHRUN, "--standalone", "--nproc-per-node=2", script, *arguments]
+
+
+# ---------------------------------------------------------------- the script, and the solution
+
+
+def test_it_learns_and_writes(tmp_path):
+    job = finished([sys.executable, FOLDER / "train.py", "1"], tmp_path)
+    assert epochs(job) == [1]
+    loss, text = parts(job)
+    assert loss < 2.5 < float(losses(job)[0]) < math.log(100)  # chance, for 103 characters
+    assert len(text) == 301
+    assert len(text.split()) > 20  # it has learned of words
+
+
+@EVERYTHING
+def test_two_ranks_follow_one_with_twice_the_batch(tmp_path, solution):
+    """And it goes on with what the script has saved, as its README says."""
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    one = finished([sys.executable, small(alone, "train.py", 16), "6"], alone)
+    two = finished(torchrun(solution, "6"), tmp_path)
+    assert epochs(one) == epochs(two) == [1, 2, 3, 4, 5, 6]
+    for ours, theirs in zip(losses(two), losses(one)):
+        assert float(ours) == pytest.approx(float(theirs), rel=0.04)
+    assert parts(two)[0] == pytest.approx(parts(one)[0], rel=0.04)
+    assert len(parts(two)[1]) == 301
+    more = finished(torchrun(solution, "7"), alone)
+    assert more.stdout.startswith("resuming from gpt.pt after epoch 6\nepoch 7  loss ")
+    assert parts(more)[0] < parts(one)[0]
+
+
+@EVERYTHING
+def test_the_checker_passes_the_solution(solution):
+    run, verdicts = check.check(solution, ["2"])
+    found = {rule.__name__: verdict.status for rule, (_, verdict) in zip(RULES, verdicts)}
+    assert FAIL not in found.values(), (verdicts, run.output)
+    seen = {name for name, status in found.items() if status == PASS}
+    assert seen >= {"one_group", "shards", "new_order", "gradients", "progress", "files"}
+    assert seen >= {"the_same_model", "evaluation", "collectives", "printed_loss"}
+
+
+@EVERYTHING
+@pytest.mark.parametrize("name", ["kill", "sigterm", "world-size"])
+def test_the_solution_passes_the_drills(solution, name):
+    verdicts = check.drill(name, solution, ["2" if name == "world-size" else "15"])
+    assert [verdict for _, verdict in verdicts if verdict.status != PASS] == []
+    assert "you may rely on it" in check.conclude(name, verdicts)
+
+
+def definitions(path):
+    """Return the source of each function and class on the first level, by name."""
+    text = path.read_text(encoding="utf-8")
+    return {
+        part.name: ast.get_source_segment(text, part)
+        for part in ast.parse(text).body
+        if isinstance(part, ast.FunctionDef | ast.ClassDef)
+    }
+
+
+def test_its_new_functions_are_those_of_the_ladder():
+    theirs, ours = definitions(SCRIPT["05"]), definitions(FOLDER / "solution.py")
+    new = ours.keys() - definitions(FOLDER / "train.py").keys()
+    assert new == {"ddp_setup", "log", "ResumableSampler", "stop_agreed"}
+    for name in new - {"stop_agreed"}:  # which is a method there
+        assert ours[name] == theirs[name]
+
+
+# ---------------------------------------------------------------- the batch file
+
+
+def test_its_batch_file_is_that_of_step_4():
+    text = (ROOT / "slurm" / "04_multinode.sbatch").read_text(encoding="utf-8")
+    for old, new in [
+        ("slurm/04_multinode.sbatch", "exercise/solution.sbatch"),
+        ("[arguments of the script]", "[epochs]"),
+        ("--job-name=04_multinode", "--job-name=gpt"),
+        ("checkpoint=$SLURM_JOB_NAME.pt", "checkpoint=gpt.pt"),
+        ("  # give each training its own name: --job-name=NAME", "  # as in the script"),
+        ('04_multinode.py --checkpoint-path="$checkpoint"', "exercise/solution.py"),
+    ]:
+        assert old in text
+        text = text.replace(old, new)
+    assert (FOLDER / "solution.sbatch").read_text(encoding="utf-8") == text
+
+
+@EVERYTHING
+@test_slurm.pytestmark
+def test_submitted_as_it_is(clone, submit):
+    (clone / "exercise").mkdir()
+    shutil.copy(FOLDER / "solution.sbatch", clone / "exercise")
+    small(clone / "exercise", "solution.py", 8)
+    file, options = "exercise/solution.sbatch", ["--gpus-per-node=1"]
+    job = submit(file, "2", options=options).completed()
+    assert "world size 2 on node[1-2]" in job.output
+    assert job.epochs() == [1, 2]
+    assert (clone / "gpt.pt").exists()
+
+
+# ---------------------------------------------------------------- the page
+
+
+def test_a_stale_page_is_noticed(copy):
+    test_diffs.edit(copy / "exercise" / "solution.py", "  # no sample twice", "  # none twice")
+    result = test_diffs.generate(copy, "--check")
+    assert (result.returncode, result.stdout) == (1, "stale: exercise/README.md\n")
+
+
+@EVERYTHING
+def test_the_checker_says_what_is_shown(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, verdicts = check.check(small(tmp_path, "train.py", 8), ["2"])
+    fails = [check.line(*one).splitlines()[0] for one in verdicts if one[1].status == FAIL]
+    (shown,) = re.findall(r"check\.py exercise/train\.py 2 \| grep FAIL\n((?:FAIL.*\n)+)", PAGE)
+    said, shown = (re.sub(r"\d+ samples", "# samples", text) for text in ("\n".join(fails), shown))
+    assert said == shown.rstrip("\n")
