@@ -9,7 +9,18 @@ from itertools import chain
 
 import psutil
 import torch
-from check_rules import FAIL, NONE, PASS, UNSEEN, Verdict, it_ends, loads, samples, trained
+from check_rules import (
+    FAIL,
+    NONE,
+    PASS,
+    UNSEEN,
+    Verdict,
+    first,
+    it_ends,
+    loads,
+    samples,
+    trained,
+)
 from check_run import ranks
 
 STEPS = 3  # as in observer/observe.py
@@ -17,13 +28,13 @@ TOLERANCE = 1e-6
 
 
 def steps_of(run):
-    """Return how many steps the optimizers of rank 0 have taken."""
-    return sum(event["kind"] == "step" for event in run.ranks.get(0, []))
+    """Return how many steps the optimizers of the lowest rank have taken."""
+    return len(first(run.of("step")))
 
 
 def saved_steps(run):
-    """Return after how many steps rank 0 saved last, or None if it never did."""
-    return next((e["steps"] for e in reversed(run.ranks.get(0, [])) if e["kind"] == "saved"), None)
+    """Return after how many steps a rank saved last, or None if none did."""
+    return max((event["steps"] for event in run.all("saved")), default=None)
 
 
 def wait_for_a_save(process, events, end):
@@ -56,21 +67,27 @@ def stop_all(process, events, end):
                 candidate.terminate()
 
 
-def compare(plan, undisturbed, resumed):
+def compare(plan, resumed):
     """Return the verdict on the weights of a run that was resumed."""
-    one, other = (final_weights(run) for run in (undisturbed, resumed))
+    one, other = (final_weights(run) for run in (plan.undisturbed, resumed))
     if one is None or other is None:
-        return Verdict(UNSEEN, "no model was wrapped in DistributedDataParallel at the end")
-    differing = [name for name in one if not torch.equal(one[name], other[name])]
+        return Verdict(UNSEEN, "no whole model to compare: it is sharded, or there is none")
+    differing = [n for n in one if n not in other or not torch.equal(one[n], other[n])]
     if not differing:
         return Verdict(PASS, "the same bits as without the interruption")
-    again = final_weights(plan.run("again"))
-    if any(not torch.equal(one[name], again[name]) for name in one):
+    again = final_weights(plan.run("again")) or {}
+    if any(name not in again or not torch.equal(one[name], again[name]) for name in one):
         return Verdict(UNSEEN, "two undisturbed runs differ, too: seed the script")
-    name = differing[0]
-    off = max((one[n].double() - other[n].double()).abs().max().item() for n in differing)
-    text = f"{len(differing)} of {len(one)} tensors differ, by up to {off:.1e}; the first is {name}"
-    return Verdict(FAIL, text, "", "resume-without-optimizer")
+    text = f"{len(differing)} of {len(one)} tensors differ{apart_by(one, other, differing)}"
+    return Verdict(FAIL, f"{text}; the first is {differing[0]}", "", "resume-without-optimizer")
+
+
+def apart_by(one, other, names):
+    """Return in words by how much these tensors differ at most."""
+    pairs = [(one[name], other[name]) for name in names if name in other]
+    same = [(a.double(), b.double()) for a, b in pairs if a.shape == b.shape]
+    off = max(((a - b).abs().max().item() for a, b in same if a.numel()), default=0)
+    return f", by up to {off:.1e}" if off else ""
 
 
 def final_weights(run):
@@ -81,82 +98,105 @@ def final_weights(run):
         f"{name}{'' if number == 0 else f' of model {number}'}": value
         for number, model in enumerate(torch.load(path, weights_only=True))
         for name, value in model.items()
+        if isinstance(value, torch.Tensor)
     }
 
 
-def interruption(plan, interrupt):
-    """Return the undisturbed run, the interrupted one and the one that goes on after it."""
-    undisturbed = plan.run("undisturbed")
-    interrupted = plan.run("interrupted", during=interrupt)
-    return undisturbed, interrupted, plan.run("interrupted")
+def too_little(plan, interrupted):
+    """Return why the interrupted run shows nothing, or an empty string."""
+    if plan.undisturbed.returncode != 0:
+        return "the script does not end well without it, either"
+    if saved_steps(interrupted) is None:
+        return "no rank has called torch.save before the interruption"
+    if steps_of(interrupted) >= steps_of(plan.undisturbed):
+        return "it was over too soon: ask the script for more epochs"
+    return ""
 
 
-def went_on(runs):
-    """Return the verdict on the steps of a run that was interrupted, and the steps it lost."""
-    undisturbed, interrupted, resumed = runs
-    total, before, after = map(steps_of, runs)
-    if undisturbed.returncode != 0:
-        return Verdict(UNSEEN, "the script does not end well without it, either"), None
-    if interrupted.returncode == 0:
-        return Verdict(UNSEEN, "it was over too soon: ask the script for more epochs"), None
+def go_on(plan, interrupted):
+    """Start an interrupted run again; return that run, the verdict on its steps and those lost."""
+    if reason := too_little(plan, interrupted):
+        return None, Verdict(UNSEEN, reason), None
+    resumed = plan.again(interrupted)
+    before, after, total = map(steps_of, (interrupted, resumed, plan.undisturbed))
+    lost, text = before + after - total, f"{before} steps, then {after}, of {total}"
+    verdict = Verdict(PASS, text)
     if resumed.returncode != 0:
-        return Verdict(FAIL, f"started again, it fails: {it_ends(resumed).text}"), None
-    if after == total:
-        return Verdict(FAIL, f"started again, it begins at step 0 of {total}"), None
-    lost = before + after - total
-    if lost < 0:
-        return Verdict(FAIL, f"{-lost} steps are skipped: {before} and {after} of {total}"), None
-    text = f"{before} steps, then {after}, of {total}"
-    return Verdict(PASS, text), lost
+        verdict = Verdict(FAIL, f"started again, it fails: {it_ends(resumed).text}")
+    elif after == total:
+        verdict = Verdict(FAIL, f"started again, it begins at step 0 of {total}")
+    elif lost < 0:
+        verdict = Verdict(FAIL, f"{-lost} steps are skipped: {text}")
+    return resumed, verdict, lost
 
 
 def kill(plan):
     """a killed worker costs at most the steps since the last save"""
-    runs = interruption(plan, kill_one)
-    verdict, lost = went_on(runs)
+    interrupted = plan.run("interrupted", during=kill_one)
+    resumed, verdict, lost = go_on(plan, interrupted)
     if verdict.status != PASS:
         return [("it goes on", verdict)]
-    saved = saved_steps(runs[1])
-    again = steps_of(runs[1]) - saved
+    again = steps_of(interrupted) - saved_steps(interrupted)
     most = Verdict(PASS, f"{lost} steps are repeated, of {again} since the last save")
     if lost > again:
         text = f"{lost} steps are repeated, although {lost - again} of them were saved"
         most = Verdict(FAIL, text, "", "epoch-starts-again")
-    weights = compare(plan, runs[0], runs[2])
     return [
         ("it goes on", verdict),
         ("no saved step is repeated", most),
-        ("it ends alike", weights),
-        (loads.__doc__, loads(runs[2])),
+        ("it ends alike", compare(plan, resumed)),
+        (loads.__doc__, loads(resumed)),
     ]
 
 
 def sigterm(plan):
     """told to stop, it loses no step"""
-    runs = interruption(plan, stop_all)
-    if not runs[1].all("handler"):
-        saved = saved_steps(runs[1])
-        lost = "all steps" if saved is None else f"{steps_of(runs[1]) - saved} steps"
+    interrupted = plan.run("stopped", during=stop_all)
+    if not interrupted.all("handler"):
+        saved = saved_steps(interrupted)
+        lost = "all steps" if saved is None else f"{steps_of(interrupted) - saved} steps"
         return [("it goes on", Verdict(NONE, f"nothing handles SIGTERM: {lost} are lost"))]
-    verdict, lost = went_on(runs)
+    resumed, verdict, lost = go_on(plan, interrupted)
     if verdict.status != PASS:
         return [("it goes on", verdict)]
     none = Verdict(PASS, "none") if lost == 0 else Verdict(FAIL, f"{lost} steps are lost")
-    weights = compare(plan, runs[0], runs[2])
+    weights = compare(plan, resumed)
     return [("it goes on", verdict), ("no step is lost", none), ("it ends alike", weights)]
 
 
 def world_size(plan):
     """N processes train as one with a batch N times as large"""
-    many, one = plan.run("many", scale=1), plan.run("one", nproc=1, scale=plan.nproc)
-    for run in (many, one):
-        if not (run.folder / "step1").exists():
-            return [("the same steps", Verdict(UNSEEN, f"in float64: {it_ends(run).text}"))]
-    return [
-        ("each step has the same samples", same_samples(many, one)),
-        ("the gradients agree", same_gradients(many, one)),
-        ("the weights agree", same_weights(many, one)),
-    ]
+    same = "each step has the same samples"
+    many = plan.run("many", scale=1)
+    if not (many.folder / "step1").exists():
+        reason = "no model is wrapped in DistributedDataParallel and trained"
+        reason = reason if many.returncode == 0 else f"in float64: {it_ends(many).text}"
+        return [(same, Verdict(UNSEEN, reason))]
+    one = plan.run("one", nproc=1, scale=plan.nproc)
+    if len(one.ranks) != 1 or len(many.ranks) != plan.nproc:
+        text = f"asked for 1 and {plan.nproc} processes, the script starts"
+        return [(same, Verdict(UNSEEN, f"{text} {len(one.ranks)} and {len(many.ranks)}"))]
+    if not (one.folder / "step1").exists():
+        return [(same, Verdict(UNSEEN, f"in one process: {it_ends(one).text}"))]
+    verdict = same_samples(many, one)
+    if verdict.status != PASS:
+        return [(same, verdict)]
+    results = [same_gradients(many, one), same_weights(many, one)]
+    reason = by_process(many)
+    if reason and FAIL in {result.status for result in results}:
+        results = [Verdict(UNSEEN, reason)] * 2
+    titles = ("the gradients agree", "the weights agree")
+    return [(same, verdict), *zip(titles, results)]
+
+
+def by_process(run):
+    """Return why the gradients of a right script may depend on the number of processes."""
+    drawn = {step["random"] for epoch in trained(run)[:1] for step in first(epoch)["steps"]}
+    if len(drawn) > 1:
+        return "the script draws random numbers, such as dropout's, while it trains"
+    if any(wrap["buffers"] for wrap in run.all("wrap")):
+        return "the model has buffers, such as BatchNorm's, which each process computes"
+    return None
 
 
 def same_samples(many, one):
@@ -166,12 +206,18 @@ def same_samples(many, one):
         return Verdict(UNSEEN, "no DataLoader was used to train")
     if None in (samples(p) for (epoch,) in epochs for p in epoch.values()):
         return Verdict(UNSEEN, "the samples have no index")
-    first = [[epoch[rank]["batches"] for rank in sorted(epoch)] for (epoch,) in epochs]
-    for step in range(min(STEPS, len(first[0][0]), len(first[1][0]))):
-        several, alone = (sorted(chain(*(of[step] for of in ranks))) for ranks in first)
+    batches = [
+        [[batch["base"] for batch in of["batches"]] for of in epoch.values()] for (epoch,) in epochs
+    ]
+    steps = min(STEPS, *(len(of) for ranks in batches for of in ranks))
+    for step in range(steps):
+        several, alone = (sorted(chain(*(of[step] for of in ranks))) for ranks in batches)
         if several != alone:
-            return Verdict(FAIL, f"step {step + 1} has other samples", epochs[0][0][0]["where"])
-    return Verdict(PASS, f"in the first {STEPS} steps")
+            text = (
+                f"step {step + 1} has others: the data is not dealt out as DistributedSampler does"
+            )
+            return Verdict(UNSEEN, text)
+    return Verdict(PASS, f"in the first {steps} steps")
 
 
 def kept(run, step):
@@ -182,21 +228,27 @@ def kept(run, step):
 
 def apart(one, other):
     """Return how far two tensors are apart, relative to the larger one."""
-    return ((one - other).abs().max() / max(one.abs().max(), other.abs().max(), 1e-300)).item()
+    one, other = one.to_dense().double(), other.to_dense().double()
+    largest = max(one.abs().max().item(), other.abs().max().item(), 1e-300)
+    return (one - other).abs().max().item() / largest
 
 
 def same_gradients(many, one):
     """Return the verdict on the gradients of the first step, and name the first that differs."""
     several, alone = kept(many, 1), kept(one, 1)
     for name, (_, gradient) in several.items():
-        if gradient is not None and (far := apart(gradient, alone[name][1])) > TOLERANCE:
-            factor = (gradient.norm() / alone[name][1].norm()).item()
+        other = alone[name][1]
+        if gradient is None or other is None:
+            continue
+        if (far := apart(gradient, other)) > TOLERANCE:
+            factor = (gradient.norm() / other.norm()).item()
             text = f"that of {name} is off by {far:.1e} and {factor:.2f} times as long"
             return Verdict(FAIL, text, many.all("step")[0]["where"])
     return Verdict(PASS, f"in float64, to {TOLERANCE:.0e}")
 
 
 def same_weights(many, one):
+    """Return the verdict on the weights after the first steps."""
     step = min(STEPS, steps_of(many), steps_of(one))
     several, alone = kept(many, step), kept(one, step)
     far = {name: apart(value, alone[name][0]) for name, (value, _) in several.items()}

@@ -20,6 +20,7 @@ class Verdict:
     pitfall: str = ""
 
 
+BROKEN = "the checker does not understand this run"
 RULES = []  # functions that return the verdict on a run
 
 
@@ -28,7 +29,10 @@ def rule(function):
 
     @functools.wraps(function)
     def judge(run):
-        return next(function(run))
+        try:
+            return next(function(run))
+        except Exception as error:  # a report that lacks a line is better than none
+            return Verdict(UNSEEN, f"{BROKEN}: {error!r}")
 
     RULES.append(judge)
     return judge
@@ -40,40 +44,72 @@ def differ(values):
     return next(((first, rank) for rank, value in others if value != one), None)
 
 
+def several(number, noun):
+    """Return a number of things in words."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def first(values):
+    """Return the value of the lowest rank."""
+    return next(iter(values.values()), [])
+
+
 def passes(run):
-    """Return the passes over data of each rank, with their batches and the number of steps."""
+    """Return the passes over data of each rank, with their batches and steps."""
     found = {}
     for rank, events in run.ranks.items():
-        found[rank] = []
+        of, fed = {}, []  # those that have given a batch since the last step, the latest last
         for event in events:
             if event["kind"] == "pass":
-                found[rank].append(
-                    {**event, "batches": [], "steps": 0, "drawn": [], "ended": False}
-                )
-            elif event["kind"] in ("batch", "end"):
-                of = next(p for p in found[rank] if p["number"] == event["number"])
-                if event["kind"] == "end":
-                    of["ended"] = True
-                else:
-                    of["batches"].append(event["indices"])
-            elif event["kind"] == "step" and found[rank]:
-                open_passes = [p for p in found[rank] if p["batches"] and not p["ended"]]
-                (open_passes or found[rank])[-1]["steps"] += 1
-                (open_passes or found[rank])[-1]["drawn"].append(event["random"])
+                of[event["number"]] = {
+                    **event,
+                    "batches": [],
+                    "steps": [],
+                    "more": 0,
+                    "ended": False,
+                }
+            elif event.get("number", 0) not in {0, *of}:
+                continue
+            elif event["kind"] == "batch":
+                one = of[event["number"]]
+                one["batches"].append(event)
+                fed = [other for other in fed if other is not one] + [one]
+            elif event["kind"] == "end":
+                of[event["number"]]["ended"] = True
+            elif event["kind"] == "step" and of:
+                fed = [one for one in fed if not one["ended"]] or fed
+                (fed[-1] if fed else latest(of))["steps"].append(event)
+                for one in fed[:-1]:
+                    one["more"] += 1
+                fed = []
+        found[rank] = list(of.values())
     return found
+
+
+def latest(of):
+    """Return the pass that was stepped with last: it may have fetched its batches ahead."""
+    return next((one for one in reversed(of.values()) if one["steps"]), list(of.values())[-1])
+
+
+def is_training(one):
+    """Return whether the batches of this pass were trained on, perhaps beside those of another."""
+    return bool(one["steps"]) or one["more"] > 1
 
 
 def trained(run):
     """Return for each epoch the pass of each rank: [{rank: pass}]."""
-    columns = [[p for p in of if p["steps"]] for of in passes(run).values()]
+    columns = [[one for one in of if one["steps"]] for of in passes(run).values()]
     return [dict(zip(run.ranks, epoch)) for epoch in zip(*columns)]
 
 
-def samples(one):
+def samples(one, key="indices"):
     """Return the indices of the samples of a pass, or None if they are not known."""
-    if any(batch is None for batch in one["batches"]):
+    if any(batch[key] is None for batch in one["batches"]):
         return None
-    return [index for batch in one["batches"] for index in batch]
+    return [index for batch in one["batches"] for index in batch[key]]
+
+
+NETWORK = r"URLError|gaierror|ConnectionError|MaxRetryError|name resolution|OfflineMode|HTTPError"
 
 
 @rule
@@ -81,20 +117,19 @@ def it_ends(run):
     """the script ends"""
     if run.returncode == 0:
         yield Verdict(PASS, f"after {run.seconds:.0f} s")
+    if run.returncode is None and run.idle < run.seconds / 10:
+        text = f"still training after {run.seconds:.0f} s: ask it for less, or raise --timeout"
+        yield Verdict(UNSEEN, text)
     if run.returncode is None:
-        yield Verdict(
-            FAIL,
-            f"still running after {run.seconds:.0f} s; {waiting(run)}",
-            "",
-            "collective-on-one-rank",
-        )
-    errors = re.findall(
-        r"^(?:\[rank\d+\]: *)?((?:[\w.]*(?:Error|Exception)|[\w.-]+\.py: error): .+)$",
-        run.output,
-        re.M,
-    )
-    last = errors[0] if errors else (run.output.strip().splitlines() or ["it printed nothing"])[-1]
-    yield Verdict(FAIL, f"exit code {run.returncode}: {last}")
+        text = f"still running after {run.seconds:.0f} s; {waiting(run)}"
+        yield Verdict(FAIL, text, "", "collective-on-one-rank")
+    text = f"exit code {run.returncode}: {run.error}"
+    if re.search(NETWORK, run.error):
+        text += "; it needs the network: download the data before"
+    if run.left_out:
+        names = ", ".join(run.left_out)
+        text += f"; {names} could be a checkpoint and was left out: give its absolute path"
+    yield Verdict(FAIL, text)
 
 
 def waiting(run):
@@ -103,63 +138,123 @@ def waiting(run):
     for rank, stack in run.stacks.items():
         own = [(path, line) for path, line, _ in stack if not LIBRARY.search(path)]
         inside = stack[0][2] if stack else "?"
-        at = f"{Path(own[0][0]).name}:{own[0][1]}" if own else "?"
-        lines.append(f"rank {rank} is at {at}, in {inside}")
+        at = f"is at {Path(own[0][0]).name}:{own[0][1]}, in {inside}" if own else "has ended"
+        lines.append(f"rank {rank} {at}")
     return "; ".join(lines) or "no rank has joined a process group"
 
 
 @rule
 def one_group(run):
     """one process group, destroyed at the end"""
-    if not run.ranks:
-        yield Verdict(FAIL, "no process joined a process group: each trains on its own")
-    for rank, events in run.of("init").items():
+    joined = {rank: events for rank, events in run.of("init").items() if events}
+    if not joined and run.returncode == 0:
+        text = "no process joined a process group: each trains on its own"
+        yield Verdict(FAIL, f"{text}; diffs/README.md shows what to add")
+    for rank, events in joined.items():
         if len(events) > 1:
             yield Verdict(FAIL, f"rank {rank} joined {len(events)} times", events[1]["where"])
-    for event in run.all("init"):
-        if not run.torchrun and event["port"] and event["port"] in run.text:
-            text = f"the port is always {event['port']}: two jobs on one node would collide"
-            yield Verdict(FAIL, text, event["where"], "fixed-port")
+        port = events[0]["port"]
+        if port and re.search(rf"\b{port}\b", run.text):
+            text = f"the port is always {port}: two jobs on one node would collide"
+            yield Verdict(FAIL, text, events[0]["where"], "fixed-port")
     if run.returncode != 0:
         yield Verdict(UNSEEN, "the script did not come to its end")
+    if missing := run.ranks.keys() - joined.keys():
+        yield Verdict(FAIL, f"rank {min(missing)} did not join")
     for rank, events in run.of("exit").items():
         if not events:
             text = f"rank {rank} leaves by os._exit: atexit functions are not called"
             yield Verdict(FAIL, text, "", "os-exit")
         if events[0]["open_group"]:
-            yield Verdict(
-                FAIL, f"rank {rank} did not call destroy_process_group", "", "destroy-missing"
-            )
-        if events[0]["threads"]:
-            text = f"rank {rank} exits with threads of gloo: something still holds the group"
-            yield Verdict(FAIL, text, "", "handler-holds-model")
-    yield Verdict(PASS, f"{len(run.ranks)} ranks", run.of("init")[0][0]["where"])
+            text = f"rank {rank} did not call destroy_process_group"
+            yield Verdict(FAIL, text, "", "destroy-missing")
+    yield Verdict(PASS, several(len(joined), "rank"), first(joined)[0]["where"])
+
+
+@rule
+def threads(run):
+    """no thread of gloo is left at the exit"""
+    joined = {rank: events[0] for rank, events in run.of("init").items() if events}
+    if not joined:
+        yield Verdict(UNSEEN, "no process joined a process group")
+    if run.for_nccl:
+        yield Verdict(NONE, "the script is for NCCL")
+    for rank, events in run.of("exit").items():
+        if not events or not events[0]["threads"]:
+            continue
+        text = f"rank {rank} has some, and may rarely abort after its work is done"
+        if events[0]["nn"] and not joined[rank]["nn"]:
+            cure = "import torch.distributed.nn at the top, as DDP and optimizers do it too late"
+            yield Verdict(FAIL, f"{text}: {cure}", joined[rank]["where"], "late-import")
+        cure = "let nothing hold the DDP model (del model) when destroy_process_group is called"
+        yield Verdict(FAIL, f"{text}: {cure}", "", "handler-holds-model")
+    if not all(run.of("exit").values()):
+        yield Verdict(UNSEEN, "a rank did not come to its end")
+    if any(event["open_group"] for event in run.all("exit")):
+        yield Verdict(UNSEEN, "the process group was not destroyed")
+    yield Verdict(PASS, several(len(joined), "rank"))
+
+
+def reduced_by_hand(run):
+    """Return whether, without DDP, the script itself reduces the gradients in each step."""
+    steps, calls = run.of("step"), run.of("collective")
+    rows = list(zip(*steps.values()))
+    alike = all(len({step["gradients"] for step in row}) == 1 for row in rows)
+    return bool(rows) and alike and len(first(calls)) >= len(rows)
 
 
 @rule
 def the_same_model(run):
     """all ranks wrap the same model, and end with the same weights"""
-    wraps, steps = run.of("wrap"), run.all("step")
-    if any(step["sharded"] for step in steps):
+    wraps, steps = run.of("wrap"), run.of("step")
+    if any(step["sharded"] for step in run.all("step")):
         yield Verdict(NONE, "the parameters are sharded")
-    if not any(wraps.values()):
+    if not any(steps.values()) and not any(wraps.values()):
+        yield Verdict(UNSEEN, "nothing was trained")
+    by_hand = not any(wraps.values()) and reduced_by_hand(run)
+    if not any(wraps.values()) and not by_hand:
         text = "no model is wrapped in DistributedDataParallel: each rank trains its own"
-        yield Verdict(FAIL if steps else UNSEEN, text if steps else "nothing was trained")
+        yield Verdict(FAIL, text, next((step["where"] for step in run.all("step")), ""))
+    if pair := differ({rank: len(of) for rank, of in wraps.items()}):
+        counts = " and ".join(f"rank {rank} wraps {len(wraps[rank])}" for rank in pair)
+        yield Verdict(FAIL if run.returncode == 0 else UNSEEN, f"{counts} models")
     for what, key in (("parameters", "shapes"), ("weights", "weights")):
         if pair := differ({rank: [w[key] for w in of] for rank, of in wraps.items()}):
             text = f"after DDP(...), the {what} of rank {pair[0]} and {pair[1]} differ"
             yield Verdict(FAIL, text, wraps[pair[0]][0]["where"])
-    foreign = next((step for step in steps if step["foreign"]), None)
-    if foreign:
+    foreign = next((step for step in run.all("step") if step["foreign"]), None)
+    if foreign and not by_hand:
         text = f"the optimizer changes {foreign['foreign']} parameters that are in no wrapped model"
         yield Verdict(FAIL, text, foreign["where"], "optimizer-of-other-parameters")
+    for number, row in enumerate(zip(*steps.values()), 1):
+        if len({step["weights"] for step in row}) > 1:
+            text = f"before step {number}, the weights differ from rank to rank"
+            yield Verdict(FAIL, text, row[0]["where"], "edit-on-one-rank")
     final = run.of("final")
     if not all(final.values()):
         yield Verdict(UNSEEN, "the run did not come to its end")
     if pair := differ({rank: [f["weights"] for f in of] for rank, of in final.items()}):
-        text = f"at the end, the weights of rank {pair[0]} and {pair[1]} differ"
-        yield Verdict(FAIL, text, steps[-1]["where"] if steps else "", "edit-on-one-rank")
-    yield Verdict(PASS, "bit for bit", wraps[0][0]["where"])
+        text = f"at the end, the weights of rank {pair[0]} and {pair[1]} differ: were they edited,"
+        yield Verdict(UNSEEN, f"{text} or loaded on one rank only?", "", "edit-on-one-rank")
+    where = first(wraps)[0]["where"] if not by_hand else first(steps)[0]["where"]
+    yield Verdict(
+        PASS, "gradients reduced by hand, bit for bit" if by_hand else "bit for bit", where
+    )
+
+
+@rule
+def equal_buffers(run):
+    """all ranks evaluate with the same buffers, such as BatchNorm's"""
+    seen = {}  # line and step of an evaluation -> checksums
+    for event in run.all("evaluated"):
+        seen.setdefault((event["where"], event["steps"]), []).append(event["buffers"])
+    shared = {key: sums for key, sums in seen.items() if len(sums) > 1}
+    if not shared:
+        yield Verdict(NONE, "no model with buffers is evaluated by several ranks")
+    for (where, _), sums in shared.items():
+        if len(set(sums)) > 1:
+            yield Verdict(FAIL, "they differ from rank to rank", where, "batchnorm-of-rank-0")
+    yield Verdict(PASS, several(len(shared), "evaluation"), next(iter(shared))[0])
 
 
 @rule
@@ -168,48 +263,71 @@ def shards(run):
     epochs = trained(run)
     if not epochs:
         yield Verdict(UNSEEN, "no DataLoader was used to train")
-    if epochs[0][0]["iterable"]:
-        yield Verdict(UNSEEN, "an iterable data set gives its samples no index")
     for number, epoch in enumerate(epochs, 1):
-        seen = {rank: samples(one) for rank, one in epoch.items()}
-        where, total = epoch[0]["where"], epoch[0]["samples"]
-        if None in seen.values():
-            yield Verdict(UNSEEN, "the sampler gives no integer index")
-        if differ({rank: one["data"] for rank, one in epoch.items()}):
-            text = "the data sets of the ranks differ: the same index means different samples"
-            yield Verdict(FAIL, text, where, "split-differs-by-rank")
-        if any(max(Counter(of).values(), default=1) > 1 for of in seen.values()):
-            yield Verdict(UNSEEN, "a rank draws samples with replacement")
-        counts = Counter(index for of in seen.values() for index in of)
-        twice = counts.total() - len(counts)
-        if len(seen) > 1 and differ({rank: set(of) for rank, of in seen.items()}) is None:
-            text = f"epoch {number}: each rank trains on the same {len(seen[0])} samples"
-            yield Verdict(FAIL, text, where, "no-sampler")
-        if twice >= len(seen):  # the sampler pads with at most one sample per rank
-            text = f"epoch {number}: {twice} samples are seen by several ranks"
-            yield Verdict(FAIL, text, where, "rank-seeds-split-data")
-        short = total - len(counts)
-        whole = all(one["ended"] for one in epoch.values())
-        if whole and short >= len(seen) * max(map(len, epoch[0]["batches"])):
-            text = f"epoch {number}: {short} of {total} samples are never seen"
-            yield Verdict(FAIL, text, where, "rank-seeds-split-data")
-    yield Verdict(PASS, f"{len(epochs)} epochs of {total} samples", where)
+        bad = share_of(epoch)
+        if bad:
+            yield Verdict(bad[0], f"epoch {number}: {bad[1]}", first(epoch)["where"], bad[2])
+    total = len({index for one in epochs[0].values() for index in samples(one, "base")})
+    text = f"{several(len(epochs), 'epoch')} of {total} samples"
+    yield Verdict(PASS, text, first(epochs[0])["where"])
+
+
+def share_of(epoch):
+    """Return what is wrong with the samples of the ranks in an epoch: status, text, pitfall."""
+    if first(epoch)["iterable"]:
+        content = {rank: [b["content"] for b in of["batches"]] for rank, of in epoch.items()}
+        if len(epoch) > 1 and differ(content) is None:
+            return FAIL, "each rank trains on the same batches", "no-sampler"
+        return UNSEEN, "an iterable data set gives its samples no index", ""
+    seen = {rank: samples(of, "base") for rank, of in epoch.items()}
+    if None in seen.values():
+        return UNSEEN, "the sampler gives no integer index", ""
+    if any(max(Counter(of).values(), default=1) > 1 for of in seen.values()):
+        return UNSEEN, "a rank draws samples with replacement", ""
+    return overlap(epoch, seen)
+
+
+def overlap(epoch, seen):
+    """Return what is wrong if ranks have samples in common, as `share_of` does."""
+    one, ranks = first(epoch), len(epoch)
+    alike = differ({rank: of["data"] for rank, of in epoch.items()}) is None
+    if differ({rank: of["tensors"] for rank, of in epoch.items()}) and one["distributed"]:
+        text = "the data sets of the ranks differ: the same index means different samples"
+        return FAIL, text, "split-differs-by-rank"
+    if not alike:
+        return UNSEEN, "each rank has a data set of its own: are they parts of one?", ""
+    counts = Counter(index for of in seen.values() for index in of)
+    twice = counts.total() - len(counts)
+    if ranks > 1 and differ({rank: set(of) for rank, of in seen.items()}) is None:
+        return FAIL, f"each rank trains on the same {len(seen[min(seen)])} samples", "no-sampler"
+    largest = max((len(batch["indices"]) for batch in one["batches"]), default=1)
+    if twice >= (ranks if one["distributed"] else ranks * largest):  # more than padding
+        return FAIL, f"{twice} samples are seen by several ranks", "rank-seeds-split-data"
+    return None
 
 
 @rule
 def new_order(run):
     """the order changes from epoch to epoch"""
-    orders = [samples(epoch[0]) for epoch in trained(run)]
-    if len(orders) < 2:
+    epochs = {}  # line of the loop -> the passes of the lowest rank
+    for epoch in trained(run):
+        epochs.setdefault(first(epoch)["where"], []).append(first(epoch))
+    if not epochs:
+        yield Verdict(UNSEEN, "no DataLoader was used to train")
+    where, several = max(epochs.items(), key=lambda item: len(item[1]))
+    if len(several) < 2:
         yield Verdict(UNSEEN, "fewer than two epochs: ask the script for more")
-    if None in orders or not orders[0]:
-        yield Verdict(UNSEEN, "the samples have no index")
-    where = trained(run)[0][0]["where"]
-    for number, (one, next_one) in enumerate(pairwise(orders), 1):
-        if one == next_one:
-            text = f"epochs {number} and {number + 1} have the same order"
-            yield Verdict(FAIL, text, where, "no-set-epoch")
-    yield Verdict(PASS, f"{len(orders)} orders", where)
+    if not several[0]["shuffle"]:
+        yield Verdict(UNSEEN, "the sampler does not shuffle: is that meant?", where)
+    for at, of in epochs.items():
+        orders = [samples(one) for one in of]
+        if None in orders or len(orders[0]) < 8:
+            yield Verdict(UNSEEN, "the samples have no index, or are few", at)
+        for number, (one, next_one) in enumerate(pairwise(orders), 1):
+            if one == next_one:
+                text = f"epochs {number} and {number + 1} have the same order"
+                yield Verdict(FAIL, text, at, "no-set-epoch")
+    yield Verdict(PASS, f"{len(several)} orders", where)
 
 
 @rule
@@ -218,51 +336,59 @@ def gradients(run):
     steps = run.of("step")
     if not any(steps.values()):
         yield Verdict(UNSEEN, "no optimizer took a step")
-    if any(step["sharded"] for step in steps[0]):
+    if any(step["sharded"] for step in run.all("step")):
         yield Verdict(NONE, "the gradients are sharded")
-    counts = {rank: len(of) for rank, of in steps.items()}
+    if any(step["closure"] for step in run.all("step")):
+        yield Verdict(UNSEEN, "a closure computes the gradients")
     for number, row in enumerate(zip(*steps.values()), 1):
         if all(step["zero"] for step in row):
             yield Verdict(FAIL, f"step {number}: all gradients are zero", row[0]["where"])
         if len({step["gradients"] for step in row}) > 1:
-            bypass = next(iter(run.all("bypass")), None)
             text = f"step {number}: the gradients differ from rank to rank"
+            bypass = next(iter(run.all("bypass")), None)
             if bypass:
                 text += f"; the model is called without its wrapper at {bypass['where']}"
-            elif row[0]["synced"] and not row[0]["synced"][-1]:
+            elif not row[0]["synced"]:
                 text += "; the last backward() was under no_sync"
-            yield Verdict(FAIL, text, row[0]["where"], "forward-through-module")
-    for number, step in enumerate(steps[0], 1):
-        if sum(step["synced"]) > 1:
-            text = f"step {number}: {sum(step['synced'])} batches all-reduce their gradients"
+            yield Verdict(FAIL, text, row[0]["where"], "forward-through-module" if bypass else "")
+    for number, step in enumerate(first(steps), 1):
+        if step["reductions"] > 1:
+            text = f"step {number}: {step['reductions']} batches all-reduce their gradients"
             yield Verdict(FAIL, text, step["where"], "accumulation-without-no-sync")
-    if pair := differ(counts):
+    counts = {rank: len(of) for rank, of in steps.items()}
+    if (pair := differ(counts)) and run.returncode == 0:
         text = " and ".join(f"rank {rank} takes {counts[rank]}" for rank in pair)
-        yield Verdict(FAIL, f"{text} steps", steps[0][0]["where"], "uneven-batches")
-    yield Verdict(PASS, f"{counts[0]} steps", steps[0][0]["where"])
+        yield Verdict(FAIL, f"{text} steps", run.all("step")[0]["where"], "uneven-batches")
+    if not any(run.of("wrap").values()) and not reduced_by_hand(run):
+        yield Verdict(UNSEEN, "nothing reduces them: they are equal by chance")
+    yield Verdict(PASS, several(min(counts.values()), "step"), run.all("step")[0]["where"])
 
 
 @rule
 def training_mode(run):
     """the model is in training mode in each step"""
-    steps = run.of("step")
-    if not any(steps.values()):
+    steps = first(run.of("step"))
+    if not steps:
         yield Verdict(UNSEEN, "no optimizer took a step")
-    for number, step in enumerate(steps[0], 1):
+    if not any(run.of("wrap").values()):
+        yield Verdict(UNSEEN, "no model is wrapped in DistributedDataParallel")
+    for number, step in enumerate(steps, 1):
         if not step["training"]:
             text = f"step {number} is taken in evaluation mode"
             yield Verdict(FAIL, text, step["where"], "eval-never-undone")
-    yield Verdict(PASS, f"{len(steps[0])} steps", steps[0][0]["where"])
+    yield Verdict(PASS, f"{len(steps)} steps", steps[0]["where"])
 
 
 @rule
 def randomness(run):
     """ranks draw different random numbers in training"""
-    steps = run.of("step")
-    for epoch in trained(run):
-        numbers = {rank: of["drawn"] for rank, of in epoch.items()}
-        if any(len(set(drawn)) > 1 for drawn in numbers.values()):
-            where = steps[0][0]["where"]
+    epochs = trained(run)
+    if not epochs:
+        yield Verdict(UNSEEN, "no DataLoader was used to train")
+    for epoch in epochs:
+        numbers = {rank: [step["random"] for step in of["steps"]] for rank, of in epoch.items()}
+        if len(epoch) > 1 and any(len(set(drawn)) > 1 for drawn in numbers.values()):
+            where = first(epoch)["steps"][0]["where"]
             if differ(numbers):
                 yield Verdict(PASS, "dropout or augmentation differs from rank to rank", where)
             text = "all ranks have the same dropout or augmentation"
@@ -273,18 +399,35 @@ def randomness(run):
 @rule
 def progress(run):
     """one rank prints the progress"""
-    lines = {
-        rank: [(re.sub(r"[\d.,]+", "#", event["text"]), event["where"]) for event in events]
-        for rank, events in run.of("print").items()
-    }
-    if not any(lines.values()):
+    places = {}  # line of the script -> rank -> what it prints
+    for rank, events in run.of("print").items():
+        for event in events:
+            places.setdefault(event["where"], {}).setdefault(rank, []).append(event["text"])
+    if not places:
         yield Verdict(UNSEEN, "nothing is printed")
-    for rank, of in lines.items():
-        both = set(of) & set(lines[0]) if rank else ()
-        if both:
-            text, where = sorted(both)[0]
-            yield Verdict(FAIL, f'ranks 0 and {rank} print "{text}"', where, "prints-on-every-rank")
-    yield Verdict(PASS, f"{sum(map(len, lines.values()))} lines")
+    labelled = False
+    for where, texts in places.items():
+        patterns = [{re.sub(r"[\d.,]+", "#", text) for text in of} for of in texts.values()]
+        both = sorted(set.intersection(*patterns)) if len(texts) > 1 else []
+        labelled |= bool(both) and names_its_rank(texts)
+        if both and not names_its_rank(texts):
+            text = f'ranks {" and ".join(map(str, texts))} print "{both[0]}"'
+            yield Verdict(FAIL, text, where, "prints-on-every-rank")
+    if labelled:
+        yield Verdict(UNSEEN, "every rank prints, and says which it is: is that meant?")
+    yield Verdict(
+        PASS, f"{sum(len(of) for texts in places.values() for of in texts.values())} lines"
+    )
+
+
+def names_its_rank(texts):
+    """Return whether one of the numbers in each line is the rank that prints it."""
+    rows = [
+        [number == str(rank) for number in re.findall(r"\d+", text)]
+        for rank, of in texts.items()
+        for text in of
+    ]
+    return any(all(column) for column in zip(*rows))
 
 
 @rule
@@ -307,7 +450,9 @@ def files(run):
             yield Verdict(FAIL, text, next(iter(ranks.values())), "every-rank-saves")
     for path, where in saved.items():
         if path not in renamed:
-            text = f"{Path(path).name} is written in place: a crash during the save destroys it"
+            text = (
+                f"{Path(path).name} is written in place: a crash during the save leaves half a file"
+            )
             yield Verdict(FAIL, text, where, "written-in-place")
     yield Verdict(PASS, f"{len(writers)} files", next(iter(saved.values()), ""))
 
@@ -342,42 +487,47 @@ def loads(run):
 @rule
 def evaluation(run):
     """the evaluation sees each sample once"""
-    looked = {}  # samples in the data set -> the passes without a step, by rank
+    looked = {}  # size of a data set and line -> its passes without a step, by rank
     for rank, of in passes(run).items():
         for one in of:
-            if one["ended"] and not one["steps"] and one["samples"]:
-                looked.setdefault((one["samples"], one["where"]), {}).setdefault(rank, []).append(
-                    one
-                )
+            if one["ended"] and one["samples"] and not is_training(one):
+                key = one["samples"], one["where"]
+                looked.setdefault(key, {}).setdefault(rank, []).append(one)
     if not looked:
-        yield Verdict(UNSEEN, "no data set was gone through without training")
+        yield Verdict(UNSEEN, "no DataLoader was gone through without training")
     for (total, where), ranks in looked.items():
         for row in zip(*ranks.values()):
-            seen = [samples(one) for one in row]
-            if None in seen:
-                yield Verdict(UNSEEN, "the samples have no index", where)
-            if len({tuple(one["buffers"]) for one in row}) > 1:
-                text = "the ranks evaluate with different buffers, such as BatchNorm's statistics"
-                yield Verdict(FAIL, text, where, "batchnorm-of-rank-0")
-            if all(sorted(of) == list(range(total)) for of in seen):
-                continue  # each of these ranks evaluates all
-            counts = Counter(index for of in seen for index in of)
-            if counts.total() != total or len(counts) != total:
-                text = (
-                    f"it counts {counts.total()} samples, of which {len(counts)} differ, of {total}"
-                )
-                yield Verdict(FAIL, text, where, "padded-evaluation")
-            if row[0]["sampler"] == "DistributedSampler":
-                text = f"{total} samples divide by {len(row)}, else DistributedSampler would pad"
-                yield Verdict(UNSEEN, text, where, "padded-evaluation")
+            if bad := missed(row, total, len(run.ranks)):
+                yield Verdict(bad[0], bad[1], where, "padded-evaluation")
     yield Verdict(PASS, f"{total} samples", where)
+
+
+def missed(row, total, ranks):
+    """Return what is wrong with an evaluation, of which each rank did a part: status and text."""
+    seen = [samples(one) for one in row]
+    if None in seen:
+        return UNSEEN, "the samples have no index"
+    if all(sorted(of) == list(range(total)) for of in seen):
+        return None  # each of these ranks evaluates all
+    counts = Counter(index for of in seen for index in of)
+    if counts.total() > len(counts):
+        text = f"it counts {counts.total()} samples, of which {len(counts)} differ, of {total}"
+        return FAIL, text
+    if len(counts) < total:
+        lost = row[0]["drop_last"] or (row[0]["distributed"] and len(row) < ranks)
+        text = f"it sees {len(counts)} of {total} samples"
+        return (FAIL, text) if lost else (UNSEEN, f"{text}: is that meant?")
+    if row[0]["distributed"]:
+        text = f"{total} samples divide by {len(row)}, else DistributedSampler would pad"
+        return UNSEEN, text
+    return None
 
 
 @rule
 def collectives(run):
     """all ranks call the same collectives in the same order"""
     calls = {
-        rank: [(event["name"], event["where"], tuple(event["shapes"])) for event in events]
+        rank: [(event["name"], event["where"]) for event in events]
         for rank, events in run.of("collective").items()
     }
     if not any(calls.values()):
@@ -386,41 +536,48 @@ def collectives(run):
     for number, row in enumerate(together, 1):
         named = {rank: call and call[0] for rank, call in zip(calls, row)}
         if pair := differ(named):
+            at = dict(zip(calls, row))
             said = [
-                f"rank {r} calls {row[list(calls).index(r)][:2] if named[r] else 'none'}"
-                for r in pair
+                f"rank {r} calls {f'{at[r][0]} ({at[r][1]})' if at[r] else 'none'}" for r in pair
             ]
             text = f"call {number}: {' and '.join(said)}"
-            where = next(call[1] for call in row if call)
-            yield Verdict(FAIL, text, where, "collective-on-one-rank")
-    yield Verdict(PASS, f"{len(calls[0])} calls")
+            yield Verdict(FAIL, text, "", "collective-on-one-rank")
+    yield Verdict(PASS, several(len(first(calls)), "call"))
 
 
 @rule
 def warnings(run):
-    """DDP has nothing to complain about"""
-    if "find_unused_parameters=True was specified" in run.output:
-        text = "find_unused_parameters=True costs time, and every parameter is used"
+    """find_unused_parameters is set only where it is needed"""
+    steps = run.all("step")
+    if not any(run.of("wrap").values()) or not steps:
+        yield Verdict(UNSEEN, "no model is wrapped in DistributedDataParallel and trained")
+    said = "find_unused_parameters=True was specified" in run.output
+    if said and not any(step["unused"] for step in steps):
+        text = "it costs time, and every parameter is used in each step"
         yield Verdict(FAIL, text, run.all("wrap")[0]["where"], "find-unused-without-need")
-    yield Verdict(PASS, "no warning")
+    yield Verdict(PASS, "DDP has nothing to complain about")
+
+
+SUMS = re.compile("reduce|gather")
 
 
 @rule
 def printed_loss(run):
     """what is printed was summed over all ranks"""
-    events = run.ranks.get(0, [])
-    shown = [number for number, event in enumerate(events) if event["kind"] == "print"]
-    ended = [number for number, event in enumerate(events) if event["kind"] == "step"]
-    for number in shown:
-        since = max((n for n in ended if n < number), default=number)
-        if any(event["kind"] == "collective" for event in events[since:number]):
-            continue
-        if since != number:
-            text = "no collective before it: is the loss that of rank 0 alone?"
-            yield Verdict(UNSEEN, text, events[number]["where"], "rank-0-loss")
-    yield Verdict(
-        PASS if shown else UNSEEN, "after a collective" if shown else "nothing is printed"
-    )
+    since, summed = None, False  # the collectives since the last step
+    for event in first(run.ranks):
+        if event["kind"] == "step":
+            since = []
+        elif event["kind"] == "collective" and since is not None:
+            since.append(event["name"])
+        elif event["kind"] == "print" and since is not None:
+            if not any(map(SUMS.search, since)):
+                text = "no collective before it: is the loss that of rank 0 alone?"
+                yield Verdict(UNSEEN, text, event["where"], "rank-0-loss")
+            summed = True
+    if not summed:
+        yield Verdict(UNSEEN, "nothing is printed after a step")
+    yield Verdict(PASS, "after a collective")
 
 
 @rule

@@ -9,19 +9,33 @@ import contextlib
 import faulthandler
 import functools
 import json
+import operator
 import os
 import re
+import shutil
 import signal
 import sys
 import time
 import zlib
+from collections import Counter
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.data import dataloader, get_worker_info
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import (
+    BatchSampler,
+    SequentialSampler,
+    Subset,
+    dataloader,
+    get_worker_info,
+)
+from torch.utils.data.distributed import DistributedSampler
 
 FOLDER = os.environ["DDP_CHECK"]
 LIBRARY = re.compile(r"/lib(64)?/python3|/site-packages/|^<|/tests/observer/")
@@ -35,7 +49,12 @@ SCALE = int(os.environ.get("DDP_CHECK_SCALE", "0"))  # of the batch; also: in do
 STEPS = 3  # compared between world sizes
 torch_save = torch.save
 wrapped = []  # the plain models inside DDP, which may themselves be gone at the end
-state = {"pid": None, "passes": 0, "steps": 0, "inside": 0, "synced": []}
+loose = {}  # what optimizers change, by identity
+state = {
+    **{"pid": None, "passes": 0, "steps": 0, "backwards": 0, "evaluated": None},
+    **{"inside": 0, "nested": 0, "forwards": [], "forward": False, "described": False},
+    "new_pass": True,
+}
 
 
 def say(kind, **values):
@@ -60,6 +79,14 @@ def where():
     return ""
 
 
+def called_by_script():
+    """Return whether the script itself, not a library, called the watched function."""
+    frame = sys._getframe(1)
+    while frame and "/tests/observer/" in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame and not LIBRARY.search(frame.f_code.co_filename)
+
+
 def watch(owner, name):
     """Replace a function or method by `function(original, *arguments)`."""
 
@@ -81,9 +108,17 @@ def checksum(tensors):
     total = 0
     for tensor in tensors:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        flat = local.detach().cpu().contiguous().flatten()
-        total = zlib.crc32(flat.view(torch.uint8).numpy(), total) if flat.numel() else total
+        with contextlib.suppress(Exception):  # an exotic tensor must not end the reader's script
+            dense = local.coalesce().values() if local.is_sparse else local
+            flat = dense.detach().cpu().contiguous().flatten()
+            total = zlib.crc32(flat.view(torch.uint8).numpy(), total) if flat.numel() else total
     return total
+
+
+def this_rank():
+    if dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
 
 
 # ---------------------------------------------------------------- the process group
@@ -91,9 +126,12 @@ def checksum(tensors):
 
 @watch(c10d, "init_process_group")
 def init_process_group(do, *args, **kwargs):
+    early = "torch.distributed.nn" in sys.modules
     result = do(*args, **kwargs)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    say("init", rank=rank, world=world, port=os.environ.get("MASTER_PORT"), where=where())
+    method = str(kwargs.get("init_method") or (args[1] if len(args) > 1 else ""))
+    named = re.fullmatch(r"tcp://.*:(\d+).*", method)
+    port = named[1] if named else os.environ.get("MASTER_PORT")
+    say("init", rank=dist.get_rank(), port=port, nn=early, where=where())
     return result
 
 
@@ -104,14 +142,18 @@ def destroy_process_group(do, *args, **kwargs):
     return do(*args, **kwargs)
 
 
+Group = dist.ProcessGroup
+
+
 def watch_collective(name):
     @watch(c10d, name)
     def collective(do, *args, **kwargs):
-        if not state["inside"]:  # all_gather_object calls all_gather
-            shapes = [str(tuple(value.shape)) for value in args if isinstance(value, torch.Tensor)]
+        groups = [value for value in (*args, *kwargs.values()) if isinstance(value, Group)]
+        of_all = all(group is dist.group.WORLD for group in groups)
+        if not state["inside"] and of_all:  # all_gather_object calls all_gather
             line = where()
             if line:  # called by the script, or by a library on its behalf
-                say("collective", name=name, shapes=shapes, where=line)
+                say("collective", name=name, where=line)
         state["inside"] += 1
         try:
             return do(*args, **kwargs)
@@ -139,25 +181,31 @@ def wrap(do, self, module, *args, **kwargs):
         do(self, module, *args, **kwargs)
     finally:
         state["inside"] -= 1
-    wrapped.append((module, self.process_group.group_name))
+    wrapped.append(module)
     shapes = [[name, list(value.shape)] for name, value in module.named_parameters()]
-    say("wrap", shapes=shapes, weights=checksum(module.parameters()), where=where())
-    module.register_forward_pre_hook(
-        lambda module, _: None if state.get("forward") else bypassed(module)
-    )
+    buffers = sum(1 for _ in module.buffers())
+    weights = checksum(module.parameters())
+    say("wrap", shapes=shapes, weights=weights, buffers=buffers, where=where())
+    module.register_forward_pre_hook(lambda module, _: called(module))
 
 
-def bypassed(module):
-    """The wrapped model is called, but not by DDP."""
-    if module.training and torch.is_grad_enabled():
+def called(module):
+    """Report that a wrapped model is called without DDP in training, or first in an evaluation."""
+    if module.training and torch.is_grad_enabled() and not state["forward"]:
         say("bypass", where=where())
+    if not module.training and state["evaluated"] != state["passes"]:
+        state["evaluated"] = state["passes"]
+        buffers = list(module.buffers())
+        if buffers:
+            say("evaluated", buffers=checksum(buffers), steps=state["steps"], where=where())
 
 
 @watch(DDP, "forward")
 def forward(do, self, *args, **kwargs):
     state["forward"] = True
     if torch.is_grad_enabled() and self.module.training:
-        state["synced"].append(self.require_backward_grad_sync)
+        synced = self.require_backward_grad_sync
+        state["forwards"].append((id(self), state["backwards"], synced))
     if SCALE:
         args = [doubled(value) for value in args]
         kwargs = {name: doubled(value) for name, value in kwargs.items()}
@@ -172,37 +220,79 @@ def doubled(value):
     return value.double() if floating else value
 
 
+@watch(torch.autograd, "backward")
+def backward(do, *args, **kwargs):
+    state["backwards"] += 1
+    return do(*args, **kwargs)
+
+
+def reductions():
+    """Return how often the gradients of a model were reduced since the last step."""
+    calls = {(model, number) for model, number, synced in state["forwards"] if synced}
+    return max(Counter(model for model, _ in calls).values(), default=0)
+
+
 @register_optimizer_step_pre_hook
 def step(optimizer, args, kwargs):
+    state["nested"] += 1  # the step of one optimizer may call that of another
+    if state["nested"] == 1:
+        report_step(optimizer, closure=len(args) > 1 or kwargs.get("closure") is not None)
+
+
+@register_optimizer_step_post_hook
+def stepped(optimizer, args, kwargs):
+    state["nested"] -= 1
+
+
+def report_step(optimizer, closure):
     state["steps"] += 1
-    theirs = [value for group in optimizer.param_groups for value in group["params"]]
-    ours = {id(value) for module, _ in wrapped for value in module.parameters()}
-    if SCALE and dist.get_rank() == 0 and state["steps"] <= STEPS:
-        named = [module.named_parameters() for module, _ in wrapped]
+    theirs = {id(value): value for group in optimizer.param_groups for value in group["params"]}
+    loose.update(theirs)
+    inside = {id(value) for module in wrapped for value in module.parameters()}
+    mine = [
+        module for module in wrapped if any(id(value) in theirs for value in module.parameters())
+    ]
+    if SCALE and wrapped and this_rank() == 0 and state["steps"] <= STEPS:
+        named = [module.named_parameters() for module in wrapped]
         keep(f"step{state['steps']}", [[(n, p.detach(), p.grad) for n, p in of] for of in named])
-    gradients = [value.grad for value in theirs if value.grad is not None]
-    sharded = any(hasattr(value, "to_local") for value in theirs)
+    gradients = [value.grad for value in theirs.values() if value.grad is not None]
+    sharded = is_sharded(theirs.values())
     say(
         "step",
         gradients=checksum(gradients),
+        weights=checksum(theirs.values()) if state["new_pass"] else None,
         zero=not any(value.any() for value in gradients),
-        foreign=sum(id(value) not in ours for value in theirs) if not sharded else 0,
+        unused=sum(value.grad is None and value.requires_grad for value in theirs.values()),
+        foreign=0 if sharded else len(theirs.keys() - inside),
         sharded=sharded,
-        synced=state["synced"],  # for each forward pass since the last step
-        training=all(module.training for module, _ in wrapped),
+        closure=closure,  # which computes the gradients, later
+        reductions=reductions(),
+        synced=all(synced for *_, synced in state["forwards"][-1:]),
+        training=all(module.training for module in mine),
         random=checksum([torch.get_rng_state()]),
         where=where(),
     )
-    state["synced"] = []
+    state["forwards"], state["new_pass"] = [], False
+
+
+def is_sharded(values):
+    """Return whether these are parameters of FSDP or tensor parallelism."""
+    return any(hasattr(v, "to_local") or hasattr(v, "_fsdp_flattened") for v in values)
 
 
 def describe_models():
-    """Report the weights and buffers that the models end with, and keep those of rank 0."""
-    for module, _ in wrapped:
-        values = checksum(module.parameters())
-        say("final", weights=values, buffers=checksum(module.buffers()), steps=state["steps"])
-    if dist.get_rank() == 0:
-        keep("final", [module.state_dict() for module, _ in wrapped])
+    """Report the weights that the models end with, and keep those of rank 0."""
+    state["described"] = True
+    if is_sharded(loose.values()):
+        return
+    models = [module.state_dict() for module in wrapped]
+    if not models and loose:
+        models = [{f"parameter {number}": value for number, value in enumerate(loose.values())}]
+    parameters = [module.parameters() for module in wrapped] or [loose.values()]
+    for values in parameters:
+        say("final", weights=checksum(values), steps=state["steps"])
+    if models and this_rank() == 0:
+        keep("final", models)
 
 
 def keep(name, values):
@@ -215,21 +305,46 @@ def keep(name, values):
 # ---------------------------------------------------------------- the data
 
 
+def contents(dataset):
+    """Return the data set that Subsets take samples from, and the indices that they keep."""
+    indices = None
+    while isinstance(dataset, Subset):
+        kept = dataset.indices
+        indices = [int(kept[index]) for index in (range(len(kept)) if indices is None else indices)]
+        dataset = dataset.dataset
+    return dataset, indices
+
+
+def fingerprint(value, depth=3):
+    """Return a checksum that equal data sets have in common."""
+    if isinstance(value, torch.Tensor):
+        return checksum([value])
+    if isinstance(value, str | bytes | int | float):
+        return zlib.crc32(repr(value).encode())
+    if hasattr(value, "tobytes") and value.nbytes < 1e8:
+        return zlib.crc32(value.tobytes())
+    items = value if isinstance(value, list | tuple) else getattr(value, "__dict__", ())
+    items = list((items if isinstance(items, list | tuple) else items.items()) if depth else ())
+    return zlib.crc32(repr([fingerprint(item, depth - 1) for item in items[:1000]]).encode())
+
+
 def begin(loader, iterator):
     state["passes"] += 1
-    iterator._ddp_check = {"number": state["passes"], "asked": [], "given": 0}
-    sized = hasattr(loader.dataset, "__len__")
+    state["new_pass"] = True
+    dataset, kept = contents(loader.dataset)
+    iterator._ddp_check = {"number": state["passes"], "asked": [], "given": 0, "kept": kept}
+    iterator._ddp_check["iterable"] = isinstance(dataset, dataloader.IterableDataset)
+    sampler = loader.sampler if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler
     say(
         "pass",
         number=state["passes"],
-        loader=id(loader),
-        samples=len(loader.dataset) if sized else None,
-        iterable=isinstance(loader.dataset, dataloader.IterableDataset),
-        sampler=type(loader.sampler).__name__,
-        drop_last=loader.drop_last,
-        workers=loader.num_workers,
-        data=checksum(getattr(loader.dataset, "tensors", ())),
-        buffers=[checksum(module.buffers()) for module, _ in wrapped if not module.training],
+        samples=len(loader.dataset) if hasattr(loader.dataset, "__len__") else None,
+        iterable=iterator._ddp_check["iterable"],
+        distributed=isinstance(sampler, DistributedSampler),
+        shuffle=not isinstance(sampler, SequentialSampler) and getattr(sampler, "shuffle", True),
+        drop_last=loader.drop_last or getattr(sampler, "drop_last", False),
+        tensors=checksum(getattr(dataset, "tensors", ())),
+        data=fingerprint(dataset),
         where=where(),
     )
 
@@ -239,8 +354,8 @@ Base = dataloader._BaseDataLoaderIter
 
 @watch(dataloader.DataLoader, "__init__")
 def load_data(do, self, dataset, batch_size=1, *args, **kwargs):
-    scaled = batch_size * SCALE if SCALE and batch_size else batch_size
-    do(self, dataset, scaled, *args, **kwargs)
+    scalable = SCALE and batch_size and kwargs.get("batch_sampler") is None
+    do(self, dataset, batch_size * SCALE if scalable else batch_size, *args, **kwargs)
 
 
 @watch(Base, "__init__")
@@ -272,10 +387,23 @@ def next_batch(do, self):
         raise
     indices = mine["asked"][mine["given"]]
     mine["given"] += 1
-    indices = indices if isinstance(indices, list) else [indices]
-    known = all(isinstance(index, int) for index in indices)
-    say("batch", number=mine["number"], indices=indices if known else None, size=len(indices))
+    try:
+        indices = [operator.index(index) for index in listed(indices)]
+    except TypeError:
+        indices = None
+    content = checksum(tensors_of(batch)) if mine["iterable"] else None
+    kept = mine["kept"]
+    base = indices if kept is None or indices is None else [kept[index] for index in indices]
+    say("batch", number=mine["number"], indices=indices, base=base, content=content)
     return batch
+
+
+def listed(indices):
+    return indices if isinstance(indices, list | tuple) else [indices]
+
+
+def tensors_of(batch):
+    return [value for value in tree_leaves(batch) if isinstance(value, torch.Tensor)]
 
 
 watch(Base, "__next__")(next_batch)
@@ -288,12 +416,12 @@ class Printed:
     """A stream whose lines are reported."""
 
     def __init__(self, stream):
-        self.stream = stream
+        self.stream, self.begun = stream, ""
 
     def write(self, text):
-        for line in text.splitlines():
-            if line.strip():
-                say("print", text=line[:200], where=where())
+        *lines, self.begun = f"{self.begun}{text}".split("\n")
+        for line in filter(str.strip, lines):
+            say("print", text=line[:200], where=where())
         return self.stream.write(text)
 
     def __getattr__(self, name):
@@ -306,15 +434,30 @@ sys.stdout = Printed(sys.stdout)
 def audit(event, args):
     """Report files that are opened to be written, or renamed."""
     if event == "open" and isinstance(args[0], str) and re.search("[wax+]", str(args[1] or "")):
+        unlink(args[0], args[1])
         written("open", args[0])
     elif event == "os.rename":
         written("rename", args[1], args[0])
 
 
+def in_place(path):
+    return path.startswith(os.environ["DDP_CHECK_CWD"])
+
+
+def unlink(path, mode="w"):
+    """Replace a link to a file of the reader, which is about to be written, by a file."""
+    if os.path.islink(path) and in_place(os.path.abspath(path)):
+        original = os.path.realpath(path)
+        os.unlink(path)
+        if "w" not in mode and os.path.isfile(original):
+            shutil.copyfile(original, path)
+
+
 def written(kind, path, source=None):
     path, line = os.path.realpath(os.fsdecode(path)), where()
-    if line and path.startswith(os.environ["DDP_CHECK_CWD"]):
-        say(kind, path=path, source=source and os.path.realpath(os.fsdecode(source)), where=line)
+    if line and (source or in_place(path)):
+        source = source and os.path.realpath(os.fsdecode(source))
+        say(kind, path=path if in_place(path) else None, source=source, where=line)
 
 
 sys.addaudithook(audit)
@@ -324,9 +467,12 @@ sys.addaudithook(audit)
 def save(do, obj, f, *args, **kwargs):
     keys = list(prefixed(obj))
     if isinstance(f, str | os.PathLike):
+        unlink(f)
         say("save", path=os.path.realpath(f), keys=keys[:3], where=where())
     elif keys:
-        say("save", path=getattr(f, "name", None), keys=keys[:3], where=where())
+        name = getattr(f, "name", None)
+        path = os.path.realpath(name) if isinstance(name, str) else None
+        say("save", path=path, keys=keys[:3], where=where())
     result = do(obj, f, *args, **kwargs)
     say("saved", steps=state["steps"])
     return result
@@ -344,7 +490,8 @@ def prefixed(obj, prefix="module."):
 @watch(torch, "load")
 def load(do, f, *args, **kwargs):
     only = kwargs.get("weights_only")
-    say("load", path=str(f), weights_only=only is None or only, where=where())
+    if called_by_script():
+        say("load", weights_only=only is None or only, where=where())
     return do(f, *args, **kwargs)
 
 
@@ -372,7 +519,7 @@ def end():
     if state["pid"] != os.getpid():
         return
     open_group = dist.is_initialized()
-    if open_group:
+    if not state["described"]:
         describe_models()
     left = 0
     for _ in range(20):  # Linux lists a thread for a moment after it has ended
@@ -380,11 +527,12 @@ def end():
         if not left:
             break
         time.sleep(0.1)
-    say("exit", open_group=open_group, threads=left)
+    nn = "torch.distributed.nn" in sys.modules
+    say("exit", open_group=open_group, threads=left, nn=nn)
 
 
 stacks = open(os.path.join(FOLDER, f"{os.getpid()}.stack"), "w", encoding="utf-8")  # noqa: SIM115
 faulthandler.register(STACKS, file=stacks, all_threads=False)
 if os.environ.get("DDP_CHECK_TRANSLATE"):
     import translate  # noqa: F401
-say("start", argv=sys.argv, rank=os.environ.get("RANK"), parent=os.getppid())
+say("start", rank=os.environ.get("RANK", os.environ.get("SLURM_PROCID")))
