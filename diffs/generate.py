@@ -1,4 +1,4 @@
-"""Write the diffs, their walk-through, the page and the notebook from the scripts and the notes.
+"""Write the diffs, the walk-through, the page, the notebook and the exercise from their notes.
 
 python diffs/generate.py [--check | --run]
 """

@@ -10,6 +10,7 @@ import check
 import pytest
 import test_diffs
 import test_slurm
+import torch
 from check_rules import FAIL, PASS, RULES
 from conftest import ROOT, SCRIPT, TORCHRUN, epochs, finished, losses, write
 
@@ -45,8 +46,8 @@ def parts(job):
     return float(loss), text
 
 
-def torchrun(script, *arguments):
-    return [TORCHRUN, "--standalone", "--nproc-per-node=2", script, *arguments]
+def torchrun(script, *arguments, nprocs=2):
+    return [TORCHRUN, "--standalone", f"--nproc-per-node={nprocs}", script, *arguments]
 
 
 # ---------------------------------------------------------------- the script, and the solution
@@ -63,7 +64,7 @@ def test_it_learns_and_writes(tmp_path):
 
 @EVERYTHING
 def test_two_ranks_follow_one_with_twice_the_batch(tmp_path, solution):
-    """And it goes on with what the script has saved, as its README says."""
+    """And one with the normal batch, in twice as many steps, goes on with what was saved."""
     alone = tmp_path / "alone"
     alone.mkdir()
     one = finished([sys.executable, small(alone, "train.py", 16), "6"], alone)
@@ -73,9 +74,11 @@ def test_two_ranks_follow_one_with_twice_the_batch(tmp_path, solution):
         assert float(ours) == pytest.approx(float(theirs), rel=0.04)
     assert parts(two)[0] == pytest.approx(parts(one)[0], rel=0.04)
     assert len(parts(two)[1]) == 301
-    more = finished(torchrun(solution, "7"), alone)
+    more = finished(torchrun(solution, "7", nprocs=1), alone)
     assert more.stdout.startswith("resuming from gpt.pt after epoch 6\nepoch 7  loss ")
     assert parts(more)[0] < parts(one)[0]
+    saved = torch.load(alone / "gpt.pt", weights_only=True)["optimizer"]
+    assert saved["param_groups"][0]["lr"] == 0  # the schedule has ended with the last step
 
 
 @EVERYTHING
