@@ -6,9 +6,8 @@ import time
 
 import pytest
 import torch
-from conftest import SMALL, Job, accuracy, command, edited, epochs, finished, kill, load, same_bits
+from conftest import LONG, Job, accuracy, command, edited, epochs, finished, kill, load, same_bits
 
-EPOCHS = ("8", *SMALL)
 EVERYTHING = pytest.mark.everything
 
 
@@ -58,7 +57,7 @@ def resume(tmp_path, start, *earlier):
     job = finished(start, tmp_path)
     assert "resuming from checkpoint.pt" in job.stdout
     assert not (tmp_path / "checkpoint.pt.interrupted").exists()
-    assert [number for run in (*earlier, job) for number in epochs(run)] == list(range(1, 9))
+    assert [number for run in (*earlier, job) for number in epochs(run)] == [1, 2, 3, 4]
     return job
 
 
@@ -73,34 +72,34 @@ def resume(tmp_path, start, *earlier):
     ],
 )
 def test_told_to_stop_and_started_again(trained, tmp_path, step, nprocs, whom):
-    start = command(step, *EPOCHS, nprocs=nprocs)
+    start = command(step, *LONG, nprocs=nprocs)
     job = interrupt(tmp_path, start, "^epoch 1 ", TERM[whom])
     job = resume(tmp_path, start, job)
-    assert same_bits(job, trained("02", *EPOCHS, nprocs=nprocs))
+    assert same_bits(job, trained("02", *LONG, nprocs=nprocs))
 
 
 @EVERYTHING
 def test_told_twice_with_4_processes(trained, tmp_path):
-    start = command("04", *EPOCHS, nprocs=4)
+    start = command("04", *LONG, nprocs=4)
     first = interrupt(tmp_path, start, "^epoch 1 ", term_the_agent)
     second = interrupt(tmp_path, start, f"^epoch {max(epochs(first)) + 1} ", term_the_agent)
     job = resume(tmp_path, start, first, second)
-    assert same_bits(job, trained("02", *EPOCHS, nprocs=4))
+    assert same_bits(job, trained("02", *LONG, nprocs=4))
 
 
 @EVERYTHING
 def test_restarted_in_place(trained, tmp_path):
     """With restarts left, torchrun restarts workers that exit with code 75."""
-    start = command("04", *EPOCHS, torchrun=("--max-restarts=1",))
+    start = command("04", *LONG, torchrun=("--max-restarts=1",))
     with Job(start, tmp_path) as job:
         job.wait_for("^epoch 1 ")
         TERM["the first worker"](job)
         assert job.wait().returncode == 0, job
         job.wait_until_gone()
     assert "interrupted after" in job.stdout
-    assert epochs(job) == list(range(1, 9))
+    assert epochs(job) == [1, 2, 3, 4]
     assert not (tmp_path / "checkpoint.pt.interrupted").exists()
-    assert same_bits(job, trained("02", *EPOCHS))
+    assert same_bits(job, trained("02", *LONG))
 
 
 def told_at(tmp_path, epochs_run, samples_run):
@@ -110,7 +109,7 @@ def told_at(tmp_path, epochs_run, samples_run):
     told = f"""            if {here} == ({epochs_run}, {samples_run}, 1):
                 signal.raise_signal(signal.SIGTERM)
 """
-    return command(edited(tmp_path, "04", (line, told + line)), *EPOCHS)
+    return command(edited(tmp_path, "04", (line, told + line)), *LONG)
 
 
 STEP = 2 * 64  # samples
@@ -134,17 +133,17 @@ def test_the_ranks_stop_at_the_same_step(trained, tmp_path, step, saved):
     assert set(codes) <= {"75", "-15"}  # torchrun may signal a rank that is already exiting
     checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert (checkpoint["EPOCHS_RUN"], checkpoint["SAMPLES_RUN"]) == saved
-    assert same_bits(resume(tmp_path, start, job), trained("02", *EPOCHS))
+    assert same_bits(resume(tmp_path, start, job), trained("02", *LONG))
 
 
 @EVERYTHING
 def test_told_after_the_last_question(trained, tmp_path):
     """Fewer than ten steps are left, so the run ends normally."""
-    job = finished(told_at(tmp_path, 7, LAST * STEP), tmp_path)
+    job = finished(told_at(tmp_path, 3, LAST * STEP), tmp_path)
     assert "interrupted" not in job.stdout
     assert not (tmp_path / "checkpoint.pt.interrupted").exists()
     assert accuracy(job)
-    assert same_bits(job, trained("02", *EPOCHS))
+    assert same_bits(job, trained("02", *LONG))
 
 
 # ---------------------------------------------------------------- the sampler
