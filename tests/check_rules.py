@@ -124,7 +124,7 @@ def it_ends(run):
         text = f"still running after {run.seconds:.0f} s; {waiting(run)}"
         yield Verdict(FAIL, text, "", "collective-on-one-rank")
     text = f"exit code {run.returncode}: {run.error}"
-    if re.search(NETWORK, run.error):
+    if re.search(NETWORK, " ".join(run.errors)):
         text += "; it needs the network: download the data before"
     if run.left_out:
         names = ", ".join(run.left_out)
@@ -287,6 +287,13 @@ def share_of(epoch):
     return overlap(epoch, seen)
 
 
+def own_data(distributed):
+    """Return the question that data which differs from rank to rank leaves open."""
+    if distributed:
+        return "DistributedSampler wants the same on all; is it random, and not seeded?"
+    return "are they parts of one?"
+
+
 def overlap(epoch, seen):
     """Return what is wrong if ranks have samples in common, as `share_of` does."""
     one, ranks = first(epoch), len(epoch)
@@ -295,7 +302,7 @@ def overlap(epoch, seen):
         text = "the data sets of the ranks differ: the same index means different samples"
         return FAIL, text, "split-differs-by-rank"
     if not alike:
-        return UNSEEN, "each rank has a data set of its own: are they parts of one?", ""
+        return UNSEEN, f"each rank has a data set of its own: {own_data(one['distributed'])}", ""
     counts = Counter(index for of in seen.values() for index in of)
     twice = counts.total() - len(counts)
     if ranks > 1 and differ({rank: set(of) for rank, of in seen.items()}) is None:

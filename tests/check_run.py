@@ -23,6 +23,7 @@ ASKS_TORCHRUN = r"""(environ(\.get)?|getenv)[\[(]["'](LOCAL_)?RANK["'](\](?!\s*=
 USES_GPUS = r"nccl|cuda|device_ids|torch\.accelerator|\.to\(\w*rank\)"
 LACKS_GPUS = r"(?i)cuda|nccl|nvidia|\bgpu"  # in an error
 ERROR = r"^(?:\[rank\d+\]: *)?((?:[\w.]*(?:Error|Exception)(?:: .+)?|[\w.-]+: error: .+))$"
+CHAINED = r"\s+(?:\[rank\d+\]:\s*)*(?:During handling of|The above exception was)"
 
 
 @dataclass
@@ -58,12 +59,24 @@ class Run:
         return "nccl" in self.text and "cpu:gloo" not in self.text
 
     @property
+    def own(self):
+        """The output without torchrun's report of a failure."""
+        return re.split(r"^[EW]\d{4} .*torch/distributed", self.output, maxsplit=1, flags=re.M)[0]
+
+    @property
+    def errors(self):
+        """The last lines of all tracebacks, but for those that led to the next one."""
+        found = [
+            (match[1], self.own[match.end() :]) for match in re.finditer(ERROR, self.own, re.M)
+        ]
+        return [text for text, rest in found if not re.match(CHAINED, rest)]
+
+    @property
     def error(self):
         """The first error in the output or, if there is none, its last line."""
-        own = re.split(r"^[EW]\d{4} .*torch/distributed", self.output, maxsplit=1, flags=re.M)[0]
-        found = re.findall(ERROR, own, re.M) or re.findall(r"Signal \d+ \(\w+\)", self.output)
-        usage = re.findall(r"^usage: .+", own, re.M)
-        last = (own.strip() or self.output.strip() or "it printed nothing").splitlines()[-1]
+        found = self.errors or re.findall(r"Signal \d+ \(\w+\)", self.output)
+        usage = re.findall(r"^usage: .+", self.own, re.M)
+        last = (self.own.strip() or self.output.strip() or "it printed nothing").splitlines()[-1]
         return "; ".join([*found[:1], *usage[:1]]) if found else last
 
 

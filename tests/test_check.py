@@ -279,12 +279,12 @@ def test_a_script_for_gpus(tmp_path):
 @EVERYTHING
 def test_a_script_that_asks_for_gpus_and_insists(tmp_path):
     """It is run as it is, and then again with its calls translated."""
-    ask = "import torch\nprint(torch.cuda.is_available())\n"
+    ask = "import torch\nhas_gpus = torch.cuda.is_available()\n"
     script = tmp_path / "train.py"
-    script.write_text(ask + GPUS.replace("if rank == 0", "if False"), encoding="utf-8")
+    script.write_text(ask + GPUS, encoding="utf-8")
     result = report(script)
-    assert "pass            the script ends" in result.stdout, result.stdout
-    assert re.search("^Without a GPU, the script ended with: .*(CUDA|NVIDIA)", result.stdout, re.M)
+    assert result.returncode == 0, result.stdout
+    assert re.search("(?im)^Without a GPU, the script ended with: .*(cuda|nvidia)", result.stdout)
     assert "Translated for the CPU: torch.cuda.is_available() (train.py:2), " in result.stdout
 
 
@@ -305,7 +305,7 @@ STYLES = {  # script: the rules that pass, those that fail
         {"it_ends", "new_order", "keys"},
         ["one_group", "the_same_model", "shards", "progress", "files"],
     ),
-    "sharded": (RAN | SHARED | SPOKE - {"gradients"}, []),
+    "sharded": ((RAN | SHARED | SPOKE) - {"gradients"}, []),
     "static": (DDP | SHARED, ["threads"]),
     "top_level": (DDP | SHARED | {"progress"}, ["threads"]),
 }

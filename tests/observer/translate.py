@@ -4,7 +4,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from observe import say, watch, where
+from observe import called_by_script, say, watch, where
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -57,7 +57,8 @@ def answer(owner, name, value):
     """Let a function that asks about GPUs, or changes one, return this value."""
 
     def call(*args, **kwargs):
-        translated(f"{owner.__name__}.{name}()")
+        if called_by_script():
+            translated(f"{owner.__name__}.{name}()")
         return value
 
     setattr(owner, name, call)
