@@ -179,6 +179,8 @@ def threads(run):
         yield Verdict(UNSEEN, "no process joined a process group")
     if run.for_nccl:
         yield Verdict(NONE, "the script is for NCCL")
+    if any(step["sharded"] for step in run.all("step")):
+        yield Verdict(UNSEEN, "with sharded parameters, PyTorch itself may keep the group")
     for rank, events in run.of("exit").items():
         if not events or not events[0]["threads"]:
             continue

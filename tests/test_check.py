@@ -22,7 +22,7 @@ FAILS = {  # pitfall: the rules that it fails
     "accumulation_undivided": ["gradients"],
     "accumulation_without_no_sync": ["gradients"],
     "batchnorm_of_rank_0": ["equal_buffers"],
-    "collective_on_one_rank": ["it_ends", "evaluation", "collectives"],
+    "collective_on_one_rank": ["it_ends", "collectives"],
     "destroy_missing": ["one_group"],
     "edit_on_one_rank": ["the_same_model"],
     "eval_never_undone": ["training_mode"],
@@ -305,7 +305,7 @@ STYLES = {  # script: the rules that pass, those that fail
         {"it_ends", "new_order", "keys"},
         ["one_group", "the_same_model", "shards", "progress", "files"],
     ),
-    "sharded": ((RAN | SHARED | SPOKE) - {"gradients"}, []),
+    "sharded": ((RAN | SHARED | SPOKE) - {"gradients", "threads"}, []),
     "static": (DDP | SHARED, ["threads"]),
     "top_level": (DDP | SHARED | {"progress"}, ["threads"]),
 }
