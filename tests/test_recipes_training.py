@@ -392,7 +392,8 @@ def test_what_compiles_a_sequential(process_group):
         ]
         for kind in (nn.Sequential, Own)
     }
-    assert found == {nn.Sequential: [3, 0, 0], Own: [3, 3, 3]}
+    since_2_14 = 3 if torch.__version__ >= "2.14" else 0
+    assert found == {nn.Sequential: [3, 0, since_2_14], Own: [3, 3, 3]}
 
 
 # ---------------------------------------------------------------- activation checkpointing
