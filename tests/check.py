@@ -1,6 +1,6 @@
 """Check a distributed training script: run it on the CPUs of this machine, watched from the inside.
 
-The script is run as it is, over gloo, in a temporary folder with links to the files of this one.
+The script is run as it is, over gloo, in a temporary folder that holds the files of this one.
 Each rule says pass, FAIL, not seen (the run did not show it) or not applicable. A drill runs the
 script several times, interrupts it, and compares the weights. The exit code is 1 if anything fails.
 
@@ -103,7 +103,9 @@ def parse_args():
         choices=LAUNCHERS,
         help="what starts the script; python: it starts its processes itself (what its text needs)",
     )
-    parser.add_argument("--drill", action="append", choices=DRILLS, default=[], help="repeatable")
+    parser.add_argument(
+        "--drill", action="append", choices=DRILLS, default=[], help="also run this (repeatable)"
+    )
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     args = parser.parse_args()
