@@ -74,7 +74,8 @@ class Run:
     @property
     def error(self):
         """The first error in the output or, if there is none, its last line."""
-        found = self.errors or re.findall(r"Signal \d+ \(\w+\)", self.output)
+        # torchrun itself sends 15, SIGTERM, to the other ranks.
+        found = self.errors or re.findall(r"Signal (?!15 )\d+ \(\w+\)", self.output)
         usage = re.findall(r"^usage: .+", self.own, re.M)
         last = (self.own.strip() or self.output.strip() or "it printed nothing").splitlines()[-1]
         return "; ".join([*found[:1], *usage[:1]]) if found else last

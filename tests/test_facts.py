@@ -118,7 +118,7 @@ import os, sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-dist.init_process_group("gloo", timeout=timedelta(seconds=5))
+dist.init_process_group("gloo", timeout=timedelta(seconds=15))
 rank = dist.get_rank()
 """
 END = """
