@@ -86,7 +86,12 @@ def failed(verdicts):
 # ---------------------------------------------------------------- our scripts
 
 UNSHOWN = {"equal_buffers", "loads", "randomness", "beyond"}
-APPLY = {"02": ["kill"], "03": [], "04": ["kill", "sigterm"], "05": ["world-size"]}  # drills
+APPLY = {  # drills
+    "02": ["kill"],
+    "03": ["kill", "world-size"],
+    "04": ["kill", "sigterm", "world-size"],
+    "05": ["kill", "sigterm", "world-size"],
+}
 
 
 @pytest.fixture(scope="module")
