@@ -85,8 +85,12 @@ LAUNCHERS = {  # how the script is started, before its name and arguments
     "python": [sys.executable],  # it starts its processes itself
     "srun": [sys.executable, str(HERE / "observer" / "srun.py"), "NPROC"],
     "torchrun": [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--standalone", "--nproc-per-node", "NPROC"),
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "NPROC",
     ],
 }
 

@@ -40,19 +40,39 @@ from torch.utils.data.distributed import DistributedSampler
 FOLDER = os.environ["DDP_CHECK"]
 LIBRARY = re.compile(r"/lib(64)?/python3|/site-packages/|^<|/tests/observer/")
 STACKS = signal.SIGRTMIN + 5  # asks a process for the lines that it runs
-COLLECTIVES = (
-    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "barrier"),
-    *("broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "scatter"),
-    *("reduce_scatter_tensor", "scatter_object_list", "all_to_all", "all_to_all_single"),
-)
+COLLECTIVES = [
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "reduce",
+    "scatter",
+    "reduce_scatter_tensor",
+    "scatter_object_list",
+    "all_to_all",
+    "all_to_all_single",
+]
 SCALE = int(os.environ.get("DDP_CHECK_SCALE", "0"))  # of the batch; also: in double precision
 STEPS = 3  # compared between world sizes
 torch_save = torch.save
 wrapped = []  # the plain models inside DDP, which may themselves be gone at the end
 loose = {}  # what optimizers change, by identity
 state = {
-    **{"pid": None, "passes": 0, "steps": 0, "backwards": 0, "evaluated": None},
-    **{"inside": 0, "nested": 0, "forwards": [], "forward": False, "described": False},
+    "pid": None,
+    "passes": 0,
+    "steps": 0,
+    "backwards": 0,
+    "evaluated": None,
+    "inside": 0,
+    "nested": 0,
+    "forwards": [],
+    "forward": False,
+    "described": False,
     "new_pass": True,
 }
 
