@@ -1,11 +1,12 @@
 """Helpers that run the scripts as real processes and leave none of them behind."""
 
 import contextlib
+import hashlib
 import importlib.util
 import os
+import pickle
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted(ROOT.glob("0[1-9]_*.py"))
@@ -71,12 +73,14 @@ class Job:
         self.mark = uuid.uuid4().hex  # inherited by every descendant, even by orphans
         self.command, self.cwd = [str(word) for word in command], Path(cwd)
         self.paths = [self.cwd / f".{self.mark}.{name}" for name in ("stdout", "stderr")]
+        restarts = any("--max-restarts" in word for word in self.command)
+        store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if restarts else {}
         with contextlib.ExitStack() as stack:
             out, err = (stack.enter_context(path.open("wb")) for path in self.paths)
             self.process = subprocess.Popen(
                 self.command,
                 cwd=cwd,
-                env=environment(DDP_LADDER_JOB=self.mark, **(env or {})),
+                env=environment(DDP_LADDER_JOB=self.mark, **{**store, **(env or {})}),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -147,9 +151,13 @@ class Job:
                 pytest.fail(f"{left} left behind by {self}")
             time.sleep(0.05)
 
+    def __getstate__(self):
+        """Keep what others can look at when the job has ended."""
+        return {**vars(self), "process": None}
+
     def __repr__(self):
-        words = " ".join(self.command)
-        return f"{words}\nexit {self.process.poll()}\n{self.stdout}\n---- stderr\n{self.stderr}"
+        words, code = " ".join(self.command), self.process.poll() if self.process else 0
+        return f"{words}\nexit {code}\n{self.stdout}\n---- stderr\n{self.stderr}"
 
 
 def printed(path):
@@ -160,10 +168,9 @@ def printed(path):
 
 def environment(**changes):
     """Return this process's environment with what would differ between machines set or removed."""
-    same = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    env = {**os.environ, **same, "CUDA_VISIBLE_DEVICES": "", **changes}
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        env.setdefault(name, None)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **changes}
+    same = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name in (*same, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
         env[name] = changes.get(name)
     return {name: value for name, value in env.items() if value is not None}
 
@@ -193,33 +200,28 @@ def finished(command, cwd, env=None, timeout=300):
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory):
-    """Run a step to completion; the same arguments run only once per session."""
-    done = {}
+def trained_with(request, tmp_path_factory):
+    """Run an edited step to completion, once for all workers of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if hasattr(request.config, "workerinput") else base
 
-    def train(step, *args, nprocs=2, torchrun=()):
-        key = step, args, nprocs, torchrun
-        if key not in done:
-            cwd = tmp_path_factory.mktemp(f"step{step}")
-            done[key] = finished(command(step, *args, nprocs=nprocs, torchrun=torchrun), cwd)
-        return done[key]
+    def train(step, changes, args, **options):
+        key = repr((step, changes, args, sorted(options.items())))
+        done = shared / hashlib.sha256(key.encode()).hexdigest()
+        with FileLock(f"{done}.lock", timeout=600):
+            if not done.exists():
+                cwd = tmp_path_factory.mktemp(f"step{step}")
+                job = finished(command(edited(cwd, step, *changes), *args, **options), cwd)
+                done.write_bytes(pickle.dumps(job))
+            return pickle.loads(done.read_bytes())
 
     return train
 
 
 @pytest.fixture(scope="session")
-def trained_with(tmp_path_factory):
-    """Run an edited step to completion; the same edits and arguments run only once per session."""
-    done = {}
-
-    def train(step, changes, args):
-        key = step, changes, args
-        if key not in done:
-            cwd = tmp_path_factory.mktemp(f"step{step}")
-            done[key] = finished(command(edited(cwd, step, *changes), *args), cwd)
-        return done[key]
-
-    return train
+def trained(trained_with):
+    """Run a step to completion."""
+    return lambda step, *args, **options: trained_with(step, (), args, **options)
 
 
 @pytest.fixture
@@ -261,15 +263,30 @@ def on_screen(name):
     return [text for symptom, *_ in rows for text in re.findall(r"`([^`]+)`", symptom)]
 
 
-def free_port():
-    with socket.socket() as server:
-        server.bind(("localhost", 0))
-        return server.getsockname()[1]
-
-
 def kill(process, number=signal.SIGKILL):
     with contextlib.suppress(psutil.NoSuchProcess):
         process.send_signal(number)
+
+
+# ---------------------------------------------------------------- looking inside
+
+END = "    dist.barrier()"  # where each script has finished
+
+
+def on_each_rank(expression):
+    """Return a line that prints the value of an expression after the rank."""
+    line = f"'rank {{}}: {{}}\\n'.format(dist.get_rank(), ({expression}))"
+    return f"print({line}, end='', flush=True)\n"
+
+
+def said(job, rank):
+    """Return what on_each_rank printed on a rank."""
+    return re.findall(f"^rank {rank}: (.*)$", job.stdout, re.MULTILINE)
+
+
+def digest(tensors):
+    """Return an expression for a checksum of the bits of some tensors."""
+    return f"__import__('zlib').crc32(b''.join(t.detach().numpy().tobytes() for t in {tensors}))"
 
 
 # ---------------------------------------------------------------- looking at results

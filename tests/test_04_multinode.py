@@ -18,12 +18,12 @@ from conftest import (
     command,
     edited,
     error_lines,
-    free_port,
     kill,
     load,
     run,
     same_bits,
 )
+from observer.srun import free_port
 
 
 @contextlib.contextmanager
@@ -82,7 +82,7 @@ def test_static_rendezvous(trained, tmp_path):
 @pytest.mark.everything
 def test_any_launcher_that_sets_the_ranks(trained, tmp_path):
     """The way srun alone would start it, without torchrun."""
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
     start = [sys.executable, SCRIPT["04"], *LONG]
     with (
         Job(start, tmp_path, {"RANK": "0", "LOCAL_RANK": "0", **common}) as zero,

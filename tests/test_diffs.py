@@ -204,7 +204,7 @@ def test_a_patch_follows_the_lines_of_its_script(copy):
         (".sampler.set_epoch(", ".set_epoch(", "no longer applies to 05_gather_eval.py: @@ -"),
         ("Read more: ", "", "not in the form of the others"),
         ("Remedy: ", "", "has no symptom"),
-        ("`test_no_set_epoch`", "test", "names no tests"),
+        ("`test_pitfall[no_set_epoch]`", "test", "names no tests"),
         ("--- 05_gather_eval.py", "--- 06.py", "there is no 06.py to patch"),
         ("     def _run_epoch", "+\n" * 13 + "     def _run_epoch", "14 lines, 12 are allowed"),
     ],

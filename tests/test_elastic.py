@@ -16,10 +16,10 @@ from conftest import (
     edited,
     epochs,
     finished,
-    free_port,
     resumed,
     same_bits,
 )
+from observer.srun import free_port
 
 pytestmark = pytest.mark.everything
 EPOCHS = 30

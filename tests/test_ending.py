@@ -7,7 +7,8 @@ import signal
 import sys
 
 import pytest
-from conftest import SCRIPT, SMALL, Job, command, edited, finished, free_port, resumed
+from conftest import SCRIPT, SMALL, Job, command, edited, finished, resumed
+from observer.srun import free_port
 
 EVERYTHING = pytest.mark.everything
 STEPS = ["02", "03", "04", "05"]
@@ -110,7 +111,7 @@ def test_healthy_runs_exit_with_0(trained, tmp_path, exits, step, nprocs):
     """200 exits with --everything; the ranks are forked, which spares each the slow imports."""
     shutil.copy(trained("02", *ONE).cwd / "checkpoint.pt", tmp_path)
     env, threads = exits
-    port = str(free_port())
+    port = free_port()
     env |= {"WORLD_SIZE": str(nprocs), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     job = finished([sys.executable, "-c", FORK, SCRIPT[step], *ONE], tmp_path, env, timeout=300)
     assert resumed(job) == [1]

@@ -6,7 +6,8 @@ import zipfile
 
 import pytest
 import torch
-from conftest import TORCHRUN, finished, free_port, run
+from conftest import TORCHRUN, finished, run
+from observer.srun import free_port
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.utils.data.distributed import DistributedSampler
 

@@ -22,12 +22,12 @@ from conftest import (
     edited,
     epochs,
     error_lines,
-    free_port,
     kill,
     run,
     same_bits,
     weights,
 )
+from observer.srun import free_port
 
 EVERYTHING = pytest.mark.everything
 NOBODY = "192.0.2.1"  # reserved for documentation by RFC 5737, so nobody answers
@@ -186,7 +186,7 @@ def test_a_rendezvous_port_whose_owner_never_answers(tmp_path):
 def test_rank_0_cannot_be_reached_without_torchrun(tmp_path, host):
     short = edited(tmp_path, "04", ("timedelta(minutes=5)", "timedelta(seconds=5)"))
     ranks = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
-    env = {**ranks, "MASTER_ADDR": host, "MASTER_PORT": str(free_port())}
+    env = {**ranks, "MASTER_ADDR": host, "MASTER_PORT": free_port()}
     job = run([sys.executable, short], tmp_path, env)
     assert job.returncode == 1
     assert host in job.stderr

@@ -19,11 +19,11 @@ from conftest import (
     edited,
     epochs,
     finished,
-    free_port,
     resumed,
     run,
     same_bits,
 )
+from observer.srun import free_port
 from test_05_gather_eval import check_report
 
 SHORT = ("2", *SMALL)

@@ -20,12 +20,12 @@ from conftest import (
     Job,
     command,
     finished,
-    free_port,
     on_screen,
     patched,
     run,
     same_bits,
 )
+from observer.srun import free_port
 from torch.utils.data import DataLoader, Dataset
 
 EVERYTHING = pytest.mark.everything

@@ -8,19 +8,23 @@ import patches
 import pytest
 import torch
 from conftest import (
+    END,
     ROOT,
     SMALL,
     arguments,
     build_trainer,
     command,
+    digest,
     edited,
     error_lines,
     finished,
     load,
+    on_each_rank,
     on_screen,
     patched,
     resumed,
     run,
+    said,
     same_bits,
     weights,
 )
@@ -34,24 +38,7 @@ EVERYTHING = pytest.mark.everything
 STEPS = 102  # of two ranks in an epoch of SMALL
 LINE = "            total[0] += self._run_batch(source, targets)\n"
 STEP = "        self.optimizer.step()\n"
-END = "    dist.barrier()"
 TOTAL = "            total[1] += len(targets)\n"
-
-
-def on_each_rank(expression):
-    """Return a line that prints the value of an expression after the rank."""
-    line = f"'rank {{}}: {{}}\\n'.format(dist.get_rank(), ({expression}))"
-    return f"print({line}, end='', flush=True)\n"
-
-
-def said(job, rank):
-    """Return what on_each_rank printed on a rank."""
-    return re.findall(f"^rank {rank}: (.*)$", job.stdout, re.MULTILINE)
-
-
-def digest(tensors):
-    """Return an expression for a checksum of the bits of some tensors."""
-    return f"__import__('zlib').crc32(b''.join(t.detach().numpy().tobytes() for t in {tensors}))"
 
 
 WEIGHTS = (END, f"    {on_each_rank(digest('model.parameters()'))}{END}")

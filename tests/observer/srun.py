@@ -1,6 +1,8 @@
 """Starts a script as srun does on one node: srun.py NPROC SCRIPT ARGUMENTS."""
 
+import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -8,9 +10,11 @@ import time
 
 
 def free_port():
-    with socket.socket() as server:
-        server.bind(("localhost", 0))
-        return str(server.getsockname()[1])
+    """Return a port where nothing listens, below those that the system hands out to others."""
+    while True:
+        with socket.socket() as server, contextlib.suppress(OSError):
+            server.bind(("localhost", port := random.randint(20_000, 32_000)))
+            return str(port)
 
 
 def environment(nproc):
