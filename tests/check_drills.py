@@ -21,7 +21,7 @@ from check_rules import (
     samples,
     trained,
 )
-from check_run import ranks
+from check_run import kill_all, ranks
 
 STEPS = 3  # as in observer/observe.py
 TOLERANCE = 1e-6
@@ -38,19 +38,22 @@ def saved_steps(run):
 
 
 def wait_for_a_save(process, events, end):
-    """Wait until a checkpoint has been saved and a few steps have followed."""
+    """Wait for a step after a save; return the seconds from the first step to that one."""
+    start = None
     while time.monotonic() < end and process.poll() is None:
         for _, found in ranks(events).values():
             kinds = [event["kind"] for event in found]
+            if "step" in kinds:
+                start = start or time.monotonic()
             if "saved" in kinds and "step" in kinds[kinds.index("saved") :]:
-                return
+                return time.monotonic() - start
         time.sleep(0.05)
+    return 0
 
 
 def kill_one(process, events, end):
-    """Kill a rank at a random moment after the first save."""
-    wait_for_a_save(process, events, end)
-    time.sleep(random.uniform(0, 1))
+    """Kill a rank at a random moment after the first save, and soon, or it may be over."""
+    time.sleep(random.uniform(0, min(1, wait_for_a_save(process, events, end))))
     found = ranks(events)
     if found and process.poll() is None:
         pid, _ = found[random.choice(list(found))]
@@ -65,6 +68,19 @@ def stop_all(process, events, end):
         with contextlib.suppress(psutil.Error):
             if candidate.environ().get("DDP_CHECK") == str(events):
                 candidate.terminate()
+
+
+def end_after_some_steps(nproc):
+    """Return a function that ends a run when all ranks have taken the steps to compare."""
+
+    def wait(process, events, end):
+        while time.monotonic() < end and process.poll() is None:
+            found = [[event["kind"] for event in of] for _, of in ranks(events).values()]
+            if len(found) == nproc and min(kinds.count("step") for kinds in found) > STEPS:
+                return kill_all(process, events)
+            time.sleep(0.05)
+
+    return wait
 
 
 def compare(plan, resumed):
@@ -167,17 +183,15 @@ def sigterm(plan):
 def world_size(plan):
     """N processes train as one with a batch N times as large"""
     same = "each step has the same samples"
-    many = plan.run("many", scale=1)
+    many = plan.run("many", scale=1, during=end_after_some_steps(plan.nproc))
     if not (many.folder / "step1").exists():
-        reason = "no model is wrapped in DistributedDataParallel and trained"
-        reason = reason if many.returncode == 0 else f"in float64: {it_ends(many).text}"
-        return [(same, Verdict(UNSEEN, reason))]
-    one = plan.run("one", nproc=1, scale=plan.nproc)
+        return [(same, Verdict(UNSEEN, not_kept(many)))]
+    one = plan.run("one", nproc=1, scale=plan.nproc, during=end_after_some_steps(1))
     if len(one.ranks) != 1 or len(many.ranks) != plan.nproc:
         text = f"asked for 1 and {plan.nproc} processes, the script starts"
         return [(same, Verdict(UNSEEN, f"{text} {len(one.ranks)} and {len(many.ranks)}"))]
     if not (one.folder / "step1").exists():
-        return [(same, Verdict(UNSEEN, f"in one process: {it_ends(one).text}"))]
+        return [(same, Verdict(UNSEEN, f"in one process: {not_kept(one)}"))]
     verdict = same_samples(many, one)
     if verdict.status != PASS:
         return [(same, verdict)]
@@ -187,6 +201,13 @@ def world_size(plan):
         results = [Verdict(UNSEEN, reason)] * 2
     titles = ("the gradients agree", "the weights agree")
     return [(same, verdict), *zip(titles, results)]
+
+
+def not_kept(run):
+    """Return why there is no gradient to compare."""
+    if run.returncode == 0 or steps_of(run) > STEPS:
+        return "no model is wrapped in DistributedDataParallel and trained"
+    return f"in float64: {it_ends(run).text}"
 
 
 def by_process(run):

@@ -214,7 +214,7 @@ def observe(command, nproc, timeout, cwd, during=None, scale=0, translate=False)
         except subprocess.TimeoutExpired:
             run.stacks = look(events)
         finally:
-            end(process, events)
+            kill_all(process, events)
         run.seconds = time.monotonic() - start
         output.seek(0)
         run.output = output.read()
@@ -255,7 +255,7 @@ def look(events):
     }
 
 
-def end(process, events):
+def kill_all(process, events):
     """Kill the command and all of its descendants, torchrun's workers included."""
     for candidate in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

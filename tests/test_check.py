@@ -12,13 +12,12 @@ import check_run
 import patches
 import pytest
 from check_rules import BROKEN, FAIL, PASS, RULES
-from conftest import ROOT, SCRIPT, SMALL, on_screen, same_bits
+from conftest import LONG, ROOT, SCRIPT, SMALL, on_screen, same_bits
 from observer.srun import free_port
 
 EVERYTHING = pytest.mark.everything
 HERE = ROOT / "tests"
 PITFALLS = ROOT / "diffs" / "pitfalls"
-THREE = ("3", *SMALL)
 FAILS = {  # pitfall: what is said of the rules that it fails
     "accumulation_undivided": {"gradients": "4 batches all-reduce their gradients"},
     "accumulation_without_no_sync": {"gradients": "4 batches all-reduce their gradients"},
@@ -110,7 +109,7 @@ def plan_of_05(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder / "here")
         patch.setenv("OMP_NUM_THREADS", "1")
-        plan = check_run.Plan(SCRIPT["05"], THREE, 2, 300, None, folder)
+        plan = check_run.Plan(SCRIPT["05"], LONG, 2, 300, None, folder)
         assert plan.undisturbed.returncode == 0, plan.undisturbed.output
     return plan
 
@@ -125,7 +124,7 @@ def test_our_last_step_passes(plan_of_05):
 def test_observation_changes_no_bit(plan_of_05, trained):
     """Nor does it leave a file behind."""
     here = check_run.Path(plan_of_05.folder, "undisturbed")
-    assert same_bits(here / "checkpoint.pt", trained("05", *THREE))
+    assert same_bits(here / "checkpoint.pt", trained("05", *LONG))
     assert os.listdir(here) == ["checkpoint.pt"]
 
 
@@ -149,7 +148,7 @@ def test_whatever_is_missing_each_rule_has_a_verdict(plan_of_05):
 @pytest.mark.parametrize("step", ["02", "03", "04"])
 def test_our_scripts_pass(step, tmp_path):
     """All rules, and the drills that apply: 02 and 03 do not handle SIGTERM."""
-    with check.planned(SCRIPT[step], THREE, 2, 300, None) as plan:
+    with check.planned(SCRIPT[step], LONG, 2, 300, None) as plan:
         verdicts = named(check.judge(plan.undisturbed))
         assert failed(verdicts) == [], plan.undisturbed.output
         unseen = {name for name, verdict in verdicts.items() if verdict.status != PASS}
@@ -206,7 +205,7 @@ def test_pitfall(tmp_path, name):
 @EVERYTHING
 @pytest.mark.parametrize(("name", "drill"), DRILLED.items())
 def test_a_pitfall_fails_its_drill(tmp_path, plan_of_05, name, drill):
-    with check.planned(broken(tmp_path, name), THREE, 2, 300, None) as plan:
+    with check.planned(broken(tmp_path, name), LONG, 2, 300, None) as plan:
         plan.undisturbed = plan_of_05.undisturbed  # none of these pitfalls shows in it
         verdicts = check.perform(drill, plan)
     assert FAIL in {verdict.status for _, verdict in verdicts}, verdicts

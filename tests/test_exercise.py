@@ -13,6 +13,7 @@ import test_slurm
 import torch
 from check_rules import FAIL, PASS, RULES
 from conftest import ROOT, SCRIPT, TORCHRUN, epochs, finished, losses, write
+from test_check import drills_pass
 
 EVERYTHING = pytest.mark.everything
 FOLDER = ROOT / "exercise"
@@ -83,20 +84,15 @@ def test_two_ranks_follow_one_with_twice_the_batch(tmp_path, solution):
 
 @EVERYTHING
 def test_the_checker_passes_the_solution(solution):
-    run, verdicts = check.check(solution, ["2"])
-    found = {rule.__name__: verdict.status for rule, (_, verdict) in zip(RULES, verdicts)}
-    assert FAIL not in found.values(), (verdicts, run.output)
-    seen = {name for name, status in found.items() if status == PASS}
-    assert seen >= {"one_group", "shards", "new_order", "gradients", "progress", "files"}
-    assert seen >= {"the_same_model", "evaluation", "collectives", "printed_loss"}
-
-
-@EVERYTHING
-@pytest.mark.parametrize("name", ["kill", "sigterm", "world-size"])
-def test_the_solution_passes_the_drills(solution, name):
-    verdicts = check.drill(name, solution, ["2" if name == "world-size" else "15"])
-    assert [verdict for _, verdict in verdicts if verdict.status != PASS] == []
-    assert "you may rely on it" in check.conclude(name, verdicts)
+    """All rules, and all drills."""
+    with check.planned(solution, ["15"], 2, 300, None) as plan:
+        verdicts = check.judge(plan.undisturbed)
+        found = {rule.__name__: verdict.status for rule, (_, verdict) in zip(RULES, verdicts)}
+        assert FAIL not in found.values(), (verdicts, plan.undisturbed.output)
+        seen = {name for name, status in found.items() if status == PASS}
+        assert seen >= {"one_group", "shards", "new_order", "gradients", "progress", "files"}
+        assert seen >= {"the_same_model", "evaluation", "collectives", "printed_loss"}
+        drills_pass(plan, check.DRILLS)
 
 
 def definitions(path):

@@ -76,7 +76,9 @@ def test_collective_on_one_rank(tmp_path):
 def test_fixed_port(tmp_path):
     """Two copies at the same time."""
     port = ('"12355"', f'"{free_port()}"')
-    start = command(patched(tmp_path, "pitfalls/fixed_port", port), "99", *SMALL)
+    end = "    dist.destroy_process_group()\n"
+    path = patched(tmp_path, "pitfalls/fixed_port", port, (end, f"    time.sleep(99)\n{end}"))
+    start = command(path, *ONE)
     with Job(start, tmp_path) as job:
         job.wait_for("^epoch 1 ")
         other = tmp_path / "other"

@@ -80,7 +80,7 @@ def test_loader_workers(tmp_path):
     name = "recipes/loader_workers"
     spawned = (
         "num_workers=2",
-        'num_workers=2, multiprocessing_context="spawn", persistent_workers=True',
+        'num_workers=1, multiprocessing_context="spawn", persistent_workers=True',
     )
     none = ("num_workers=2", "num_workers=0")
     job = interrupted_and_resumed(tmp_path / "a", name, step=STEP, resumed=[spawned])
