@@ -24,7 +24,7 @@ BEGIN = """\
 Each script of the ladder differs from the previous one by one lesson. This page goes through the
 four diffs in order. Every change comes with the reason for it, the tests that fail without it, and
 the place in the documentation where you can read more. To run one of these tests, type
-`pytest --everything -k NAME` at the top of the repository.
+`pytest --everything -k 'NAME'` at the top of the repository.
 
 The same text, in two other forms:
 

@@ -19,7 +19,7 @@ KINDS = {
         """\
 Each recipe is a small patch on one of the five scripts. The command beside it writes the patched
 script to a new file and runs it. That file is standalone, too, and yours to copy. A test shows what
-the recipe says: `pytest --everything -k NAME`.""",
+the recipe says: `pytest --everything -k 'NAME'`.""",
         30,
     ),
     "pitfalls": Kind(
@@ -27,7 +27,7 @@ the recipe says: `pytest --everything -k NAME`.""",
         """\
 Each pitfall is a small patch that breaks one of the five scripts. Most of the broken scripts train
 on without a word. The command beside it writes the broken script to a new file and runs it. A test
-runs both, and shows the symptom in the broken one alone: `pytest --everything -k NAME`.""",
+shows the symptom in the broken script, and not in ours: `pytest --everything -k 'NAME'`.""",
         12,
     ),
 }

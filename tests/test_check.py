@@ -101,17 +101,26 @@ APPLY = {  # drills
 }
 
 
-@pytest.fixture(scope="module")
-def plan_of_05(tmp_path_factory):
-    """Run step 5 under observation, once for all tests."""
+def plan_with(nproc, tmp_path_factory):
+    """Run step 5 under observation."""
     folder = tmp_path_factory.mktemp("plan")
     (folder / "here").mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder / "here")
         patch.setenv("OMP_NUM_THREADS", "1")
-        plan = check_run.Plan(SCRIPT["05"], LONG, 2, 300, None, folder)
+        plan = check_run.Plan(SCRIPT["05"], LONG, nproc, 300, None, folder)
         assert plan.undisturbed.returncode == 0, plan.undisturbed.output
     return plan
+
+
+@pytest.fixture(scope="module")
+def plan_of_05(tmp_path_factory):
+    return plan_with(2, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def plan_of_one(tmp_path_factory):
+    return plan_with(1, tmp_path_factory)
 
 
 def test_our_last_step_passes(plan_of_05):
@@ -187,12 +196,14 @@ def broken(tmp_path, name):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else EVERYTHING) for name in FAILS]
 )
-def test_pitfall(tmp_path, name):
+def test_pitfall(tmp_path, plan_of_05, name):
+    """What fails is what the pitfall breaks; step 5 does not fail."""
     timeout = 40 if name in HANG else 200
     run, verdicts = judged(broken(tmp_path, name), "2", *SMALL, timeout=timeout)
     if name in MAY_FAIL:
         verdicts.pop("it_ends")
     assert failed(verdicts) == [*FAILS[name]], run.output
+    assert failed(named(check.judge(plan_of_05.undisturbed))) == []
     for rule, said in FAILS[name].items():
         assert re.search(said, verdicts[rule].text)
     if f"test_pitfall[{name}]" in read(name).tests:  # without a test of its own
@@ -204,9 +215,10 @@ def test_pitfall(tmp_path, name):
 
 @EVERYTHING
 @pytest.mark.parametrize(("name", "drill"), DRILLED.items())
-def test_a_pitfall_fails_its_drill(tmp_path, plan_of_05, name, drill):
-    with check.planned(broken(tmp_path, name), LONG, 2, 300, None) as plan:
-        plan.undisturbed = plan_of_05.undisturbed  # none of these pitfalls shows in it
+def test_a_pitfall_fails_its_drill(tmp_path, plan_of_one, name, drill):
+    """In one process, which these pitfalls do not need more of."""
+    with check.planned(broken(tmp_path, name), LONG, 1, 300, None) as plan:
+        plan.undisturbed = plan_of_one.undisturbed  # none of these pitfalls shows in it
         verdicts = check.perform(drill, plan)
     assert FAIL in {verdict.status for _, verdict in verdicts}, verdicts
     assert "do not rely on it" in check.conclude(drill, verdicts)

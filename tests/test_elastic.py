@@ -46,7 +46,7 @@ def two_nodes(folder):
 
 def listening(port):
     with socket.socket() as client:
-        return client.connect_ex(("localhost", port)) == 0
+        return client.connect_ex(("localhost", int(port))) == 0
 
 
 def wait_for_epoch(jobs, number):

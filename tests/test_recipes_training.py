@@ -201,13 +201,6 @@ def test_randomness(tmp_path):
     assert len({*said(stopped, 0), *said(stopped, 1)}) == 6
 
 
-@EVERYTHING
-def test_steps_draw_the_same_numbers_on_all_ranks(tmp_path):
-    job = finished(command(edited(tmp_path, "05", *RANDOM), "2", *SMALL), tmp_path)
-    assert said(job, 0) == said(job, 1)
-    assert len(set(said(job, 0))) == 2
-
-
 # ---------------------------------------------------------------- the average of the weights
 
 
