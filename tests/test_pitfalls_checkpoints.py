@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,18 @@ from conftest import (
     same_bits,
     weights,
 )
+from observer.srun import free_port
 
 EVERYTHING = pytest.mark.everything
 LOAD = "def load_datasets():\n"
 REPLACE = '        os.replace(f"{self.path}.new", self.path)\n'
+
+
+def alone(script, *args):
+    """Run a script in one process, without torchrun, which would only import PyTorch once more."""
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    return run([sys.executable, script, *args], script.parent, ranks | address)
 
 
 @pytest.fixture
@@ -49,7 +58,7 @@ def resumed(tmp_path):
             make = (patched, f"pitfalls/{name}") if broken else (edited, "05")
             script = make[0](folder, make[1], *changes)
             shutil.copy(checkpoint, folder / "checkpoint.pt")
-            jobs.append(run(command(script, *args, nprocs=1), folder))
+            jobs.append(alone(script, *args))
         return jobs
 
     return resume
@@ -86,10 +95,9 @@ def test_every_rank_saves(tmp_path):
 @EVERYTHING
 def test_module_prefix_saved(saved, tmp_path):
     script = patched(tmp_path, "pitfalls/module_prefix_saved")
-    start = command(script, "1", *SMALL, nprocs=1)
-    assert run(start, tmp_path).returncode == 0
+    assert alone(script, "1", *SMALL).returncode == 0
     assert set(weights(tmp_path / "checkpoint.pt")) == {f"module.{key}" for key in weights(saved)}
-    error = refused(run(start, tmp_path))
+    error = refused(alone(script, "1", *SMALL))
     assert all(text in error for text in on_screen("pitfalls/module_prefix_saved"))
 
 
@@ -105,8 +113,7 @@ NAMED = (
 
 @EVERYTHING
 def test_module_regex(resumed, tmp_path):
-    start = command(edited(tmp_path, "05", NAMED), "1", *SMALL, nprocs=1)
-    assert run(start, tmp_path).returncode == 0
+    assert alone(edited(tmp_path, "05", NAMED), "1", *SMALL).returncode == 0
     checkpoint = tmp_path / "checkpoint.pt"
     broken, step = resumed("module_regex", checkpoint, NAMED, args=("1", *SMALL))
     error = refused(broken)
@@ -139,7 +146,7 @@ def test_epoch_starts_again(saved, resumed, tmp_path):
     """Interrupted after 640 samples of 12,942."""
     line = "            total[0] += self._run_batch(source, targets)\n"
     told = f"            signal.raise_signal(signal.SIGTERM)\n{line}"
-    first = run(command(edited(tmp_path, "05", (line, told)), "1", *SMALL, nprocs=1), tmp_path)
+    first = alone(edited(tmp_path, "05", (line, told)), "1", *SMALL)
     assert "interrupted after 640 samples of the epoch" in first.stdout
     line = "            self.epochs_run += 1\n"
     count = f'            log(f"{{self.samples_run}} samples of "\n{" " * 16}f"{{self.train_data'
@@ -195,4 +202,4 @@ def test_written_in_place(saved, resumed):
     assert same_bits(step, saved)
     assert Path(broken.cwd / "checkpoint.pt").stat().st_size == 1000
     (text,) = on_screen("pitfalls/written_in_place")
-    assert text in refused(run(broken.command, broken.cwd))
+    assert text in refused(alone(broken.cwd / "05_gather_eval.py", "2", *SMALL))
