@@ -66,9 +66,13 @@ def test_missing_barrier(tmp_path):
     assert f"FileNotFoundError: [Errno 2] {text}" in error_lines(job)
     assert re.search(rf"^\[rank1\]: .*{text}", job.stderr, re.MULTILINE)
     assert not re.search(rf"^\[rank0\]: .*{text}", job.stderr, re.MULTILINE)
-    (tmp_path / "checkpoint.pt").unlink(missing_ok=True)
-    job = finished(command(path, "2", *SMALL), tmp_path)
-    assert said(job, 0) != said(job, 1)
+    load = "        checkpoint = torch.load(args.checkpoint_path, map_location=device"
+    barrier = (load, f"        dist.barrier()\n{load}")
+    for changes in (), (barrier,):
+        (tmp_path / "checkpoint.pt").unlink(missing_ok=True)
+        path = patched(tmp_path, "pitfalls/missing_barrier", SHORT, slow, show, *changes)
+        job = finished(command(path, "2", *SMALL), tmp_path)
+        assert (said(job, 0) == said(job, 1)) == bool(changes)
 
 
 # ---------------------------------------------------------------- training
@@ -113,6 +117,15 @@ def test_accumulation_undivided(tmp_path):
     assert len(broken) == 25
     assert broken[0] == 4 * remedied[0]
     assert broken.allclose(4 * remedied, rtol=0.05)
+
+
+@EVERYTHING
+def test_find_unused_without_need(both):
+    broken, ours = both("find_unused_without_need")
+    assert same_bits(broken, ours)
+    [text] = on_screen("pitfalls/find_unused_without_need")
+    assert broken.stderr.count(text) == 2  # once on each rank
+    assert text not in ours.stderr
 
 
 # ---------------------------------------------------------------- evaluation
