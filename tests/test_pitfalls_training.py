@@ -9,10 +9,10 @@ from conftest import (
     END,
     SMALL,
     accuracy,
-    command,
     digest,
     error_lines,
     finished,
+    forked,
     losses,
     on_each_rank,
     on_screen,
@@ -60,7 +60,7 @@ def test_missing_barrier(tmp_path):
     slow = (replace, f"        time.sleep(3)\n{replace}")
     show = (END, f"    {on_each_rank(digest('model.parameters()'))}{END}")
     path = patched(tmp_path, "pitfalls/missing_barrier", SHORT, slow, show)
-    job = run(command(path, *ONE), tmp_path)
+    job = run(forked(path, *ONE), tmp_path)
     assert job.returncode == 1
     [text] = on_screen("pitfalls/missing_barrier")
     assert f"FileNotFoundError: [Errno 2] {text}" in error_lines(job)
@@ -71,7 +71,7 @@ def test_missing_barrier(tmp_path):
     for changes in (), (barrier,):
         (tmp_path / "checkpoint.pt").unlink(missing_ok=True)
         path = patched(tmp_path, "pitfalls/missing_barrier", SHORT, slow, show, *changes)
-        job = finished(command(path, "2", *SMALL), tmp_path)
+        job = finished(forked(path, "2", *SMALL), tmp_path)
         assert (said(job, 0) == said(job, 1)) == bool(changes)
 
 
@@ -111,7 +111,7 @@ def test_accumulation_undivided(tmp_path):
         script = patched(
             tmp_path / name, "pitfalls/accumulation_undivided", (made, hook + made), *changes
         )
-        job = finished(command(script, *ONE), tmp_path / name)
+        job = finished(forked(script, *ONE), tmp_path / name)
         norms.append(torch.tensor([float(text) for text in said(job, 0)]))
     broken, remedied = norms
     assert len(broken) == 25
@@ -143,7 +143,7 @@ def from_the_matrix(job):
 @EVERYTHING
 def test_mean_of_means(trained_with, tmp_path):
     path = patched(tmp_path, "pitfalls/mean_of_means")
-    broken = finished(command(path, "1", "--batch-size=179", "--width=4"), tmp_path)
+    broken = finished(forked(path, "1", "--batch-size=179", "--width=4"), tmp_path)
     ours = trained_with("05", PROBES, ONE)
     assert from_the_matrix(ours) == ours.stdout.splitlines()[-1].split(" (")[0]
     assert from_the_matrix(broken) != broken.stdout.splitlines()[-1]
@@ -152,7 +152,7 @@ def test_mean_of_means(trained_with, tmp_path):
 @EVERYTHING
 def test_rank_0_evaluates_the_wrapper(tmp_path):
     path = patched(tmp_path, "pitfalls/rank_0_evaluates_the_wrapper", SHORT)
-    job = run(command(path, *ONE), tmp_path)
+    job = run(forked(path, *ONE), tmp_path)
     assert job.returncode == 1
     assert "accuracy" not in job.stdout
     assert re.search(r"^\[rank0\]: .* in _sync_buffers$", job.stderr, re.MULTILINE)

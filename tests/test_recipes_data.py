@@ -18,8 +18,8 @@ from conftest import (
     SMALL,
     TORCHRUN,
     Job,
-    command,
     finished,
+    forked,
     on_screen,
     patched,
     run,
@@ -59,16 +59,16 @@ def seen(tmp_path, rank):
 def interrupted_and_resumed(tmp_path, name, *changes, step=SEEN, args=("1", *SMALL), resumed=()):
     """Run a recipe that is told to stop in its first epoch, and start it again."""
     tmp_path.mkdir()
-    start = command(patched(tmp_path, name, *changes, (STEP, TOLD + step)), *args)
+    start = forked(patched(tmp_path, name, *changes, (STEP, TOLD + step)), *args)
     job = run(start, tmp_path)
     assert "interrupted after 3,840 samples" in job.stdout, job
-    again = command(patched(tmp_path, name, *changes, *resumed, (STEP, step)), *args)
+    again = forked(patched(tmp_path, name, *changes, *resumed, (STEP, step)), *args)
     return finished(again, tmp_path)
 
 
 def undisturbed(tmp_path, name, *changes, step=SEEN, args=("1", *SMALL)):
     tmp_path.mkdir()
-    return finished(command(patched(tmp_path, name, *changes, (STEP, step)), *args), tmp_path)
+    return finished(forked(patched(tmp_path, name, *changes, (STEP, step)), *args), tmp_path)
 
 
 # ---------------------------------------------------------------- loader workers
@@ -153,7 +153,7 @@ def may_mount():
 @pytest.mark.skipif(not may_mount(), reason="mounts a small /dev/shm, as only root can")
 def test_shared_memory_is_full(tmp_path):
     """There are 128 kB of it, and a batch takes 65."""
-    start = command(patched(tmp_path, "recipes/loader_workers", SOON), "1", "--batch-size=256")
+    start = forked(patched(tmp_path, "recipes/loader_workers", SOON), "1", "--batch-size=256")
     small = 'mount -t tmpfs -o size=128k tmpfs /dev/shm && exec "$@"'
     job = run(["unshare", "--mount", "sh", "-c", small, "sh", *start], tmp_path)
     assert job.returncode == 1
@@ -268,7 +268,7 @@ def test_prepare_once(tmp_path):
             assert (job.cwd / "digits.pt").exists()
     impatient = ("dist.barrier(patient)", "dist.barrier()")
     path = patched(tmp_path, name, short, (save, slow.format(8)), impatient)
-    job = run(command(path, "1", *SMALL), tmp_path)
+    job = run(forked(path, "1", *SMALL), tmp_path)
     assert job.returncode == 1
     assert job.stdout.count("prepares") == 1  # two ranks on one node
     for text in on_screen(name):
@@ -284,7 +284,7 @@ def test_uneven_inputs(tmp_path):
     one, other = tmp_path / "one", tmp_path / "other"
     one.mkdir()
     other.mkdir()
-    finished(command(patched(one, name, INDEXED, *changes), "2", *SMALL), one)
+    finished(forked(patched(one, name, INDEXED, *changes), "2", *SMALL), one)
     batches = [seen(one, rank) for rank in (0, 1)]
     for epoch in (0, 1):
         mine = [[indices for number, indices, _ in part if number == epoch] for part in batches]
@@ -293,7 +293,7 @@ def test_uneven_inputs(tmp_path):
         assert dealt == list(range(12_929))
     short = ("timedelta(minutes=5)", "timedelta(seconds=5)")
     alone = ("with self.model.join():", "if True:")
-    job = run(command(patched(other, name, INDEXED, *changes, short, alone), "2", *SMALL), other)
+    job = run(forked(patched(other, name, INDEXED, *changes, short, alone), "2", *SMALL), other)
     assert job.returncode == 1
     for text in on_screen(name):
         assert text in job.stderr, job

@@ -8,9 +8,9 @@ import pytest
 import torch
 from conftest import (
     SMALL,
-    command,
     epochs,
     finished,
+    forked,
     patched,
     run,
     same_bits,
@@ -33,7 +33,7 @@ TOLD = (  # all processes of rank 1, in its second epoch; the next vote is at 38
 
 def stopped(path, *args, env=None):
     """Run a script that is told to stop, and check that it saved in mid-epoch."""
-    job = run(command(path, *args), path.parent, env)
+    job = run(forked(path, *args), path.parent, env)
     assert "interrupted after 3,840 samples" in job.stdout, job
     return job
 
@@ -58,7 +58,7 @@ def test_early_stopping(trained, tmp_path):
     path = patched(tmp_path, "recipes/early_stopping", epoch, (line, worse + line), told)
     job = stopped(path, "9", *SMALL)
     assert epochs(job) == [1, 2, 3]
-    again = finished(command(path, "9", *SMALL), tmp_path)
+    again = finished(forked(path, "9", *SMALL), tmp_path)
     assert epochs(again) == [4, 5]
     best = torch.load(tmp_path / "checkpoint.pt.best", weights_only=True)
     second = weights(trained("05", "2", *SMALL))
@@ -83,11 +83,11 @@ def test_log_tensorboard(tmp_path):
     )
     assert (
         run(
-            command(patched(tmp_path, "recipes/log_tensorboard", killed), "2", *SMALL), tmp_path
+            forked(patched(tmp_path, "recipes/log_tensorboard", killed), "2", *SMALL), tmp_path
         ).returncode
         == 1
     )
-    finished(command(patched(tmp_path, "recipes/log_tensorboard"), "2", *SMALL), tmp_path)
+    finished(forked(patched(tmp_path, "recipes/log_tensorboard"), "2", *SMALL), tmp_path)
     folder = tmp_path / "checkpoint.pt.tensorboard"
     assert len(list(folder.iterdir())) == 2  # a file for each run, written by rank 0
 
@@ -129,7 +129,7 @@ def test_log_wandb(tmp_path):
     folders = {f"WANDB_{name}_DIR": str(tmp_path) for name in ("CACHE", "CONFIG", "DATA")}
     env = {"WANDB_MODE": "offline", **folders}
     stopped(path, "3", *SMALL, env=env)
-    finished(command(path, "3", *SMALL), tmp_path, env)
+    finished(forked(path, "3", *SMALL), tmp_path, env)
     ids, logged = set(), []
     for file in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")):
         known = records(file)
@@ -144,7 +144,7 @@ def test_progress(tmp_path):
     """Not into a file; in a terminal, one bar, which starts where the run was stopped."""
     path = patched(tmp_path, "recipes/progress", TOLD)
     assert "%|" not in stopped(path, "2", *SMALL).stderr
-    words = shlex.join(str(word) for word in command(path, "2", *SMALL))
+    words = shlex.join(str(word) for word in forked(path, "2", *SMALL))
     terminal = ["script", "-qefc", f"stty cols 100 rows 50; {words}", "screen"]
     shown = finished(terminal, tmp_path).stdout
     bars = re.findall(r"epoch (\d): +\d+%\|[^|]*\| (\d+/\d+) \[00:00<\?", shown)
@@ -167,7 +167,7 @@ def test_eval_torchmetrics(trained, tmp_path):
         f"    log(f'{{ranks.compute().long().bincount().tolist()}} gathered')\n{line}",
     )
     path = patched(tmp_path, "recipes/eval_torchmetrics", lists)
-    ours, step_5 = finished(command(path, "1", *SMALL), tmp_path), trained("05", "1", *SMALL)
+    ours, step_5 = finished(forked(path, "1", *SMALL), tmp_path), trained("05", "1", *SMALL)
     assert "[180, 179] gathered" in ours.stdout
     tail = step_5.stdout.splitlines()[-11:]  # the confusion matrix, and the accuracy
     assert ours.stdout.splitlines()[-11:] == tail

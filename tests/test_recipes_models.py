@@ -11,9 +11,9 @@ from conftest import (
     ROOT,
     SMALL,
     accuracy,
-    command,
     error_lines,
     finished,
+    forked,
     losses,
     on_screen,
     patched,
@@ -53,7 +53,7 @@ COMPARED = (
 def told_to_stop(folder, recipe, *changes):
     """Tell a recipe in epoch 2 to stop."""
     folder.mkdir()
-    job = run(command(patched(folder, recipe, *changes, TOLD), *UNEVEN), folder)
+    job = run(forked(patched(folder, recipe, *changes, TOLD), *UNEVEN), folder)
     assert f"interrupted after {STOP:,} samples" in job.stdout, job
     assert (folder / "checkpoint.pt.interrupted").exists()
     assert job.returncode != 0
@@ -62,7 +62,7 @@ def told_to_stop(folder, recipe, *changes):
 
 def started_again(folder, recipe, *changes, nprocs=2):
     """Start a recipe again that has finished epoch 1."""
-    job = finished(command(patched(folder, recipe, *changes), *UNEVEN, nprocs=nprocs), folder)
+    job = finished(forked(patched(folder, recipe, *changes), *UNEVEN, nprocs=nprocs), folder)
     assert resumed(job) == [1]
     assert not (folder / "checkpoint.pt.interrupted").exists()
     return job
@@ -146,7 +146,7 @@ def resumed_by_four(folder, recipe, *changes):
 def test_fsdp2(trained_with, tmp_path):
     """The weights of DDP, of which each rank holds half; saved and resumed, also by four ranks."""
     ddp = trained_with("05", (*DOUBLE, HELD), UNEVEN)
-    job = finished(command(patched(tmp_path, "recipes/fsdp2", *DOUBLE, HELD), *UNEVEN), tmp_path)
+    job = finished(forked(patched(tmp_path, "recipes/fsdp2", *DOUBLE, HELD), *UNEVEN), tmp_path)
     assert difference(job, ddp) < 1e-9
     assert accuracy(job) == accuracy(ddp)
     held = 8 * 4 * PARAMETERS  # in float64: parameters, gradients, and two of the optimizer
@@ -168,7 +168,7 @@ def test_fsdp2(trained_with, tmp_path):
 
 @EVERYTHING
 def test_fsdp2_wants_contiguous_parameters(tmp_path):
-    job = run(command(patched(tmp_path, "recipes/fsdp2", CHANNELS_LAST), *ONE), tmp_path)
+    job = run(forked(patched(tmp_path, "recipes/fsdp2", CHANNELS_LAST), *ONE), tmp_path)
     [symptom] = on_screen("recipes/fsdp2")
     assert symptom in "".join(error_lines(job)), job
 
@@ -201,7 +201,7 @@ def test_sharded_checkpoint(trained_with, tmp_path):
             dcp.FileSystemWriter.write_data = lambda *_: signal.raise_signal(signal.SIGKILL)
 """
     kill = ("        dcp.save(", f"{killed}        dcp.save(")
-    run(command(patched(tmp_path, recipe, *DOUBLE, kill), *UNEVEN), tmp_path)
+    run(forked(patched(tmp_path, recipe, *DOUBLE, kill), *UNEVEN), tmp_path)
     broken = tmp_path / "checkpoint.pt.2-0"
     assert broken.exists()
     assert not (broken / ".metadata").exists()
@@ -248,7 +248,7 @@ def test_contrastive(tmp_path):
         folder.mkdir()
         script = patched(folder, "recipes/contrastive", *DOUBLE, *changes)
         args = ("1", f"--batch-size={batch}", "--width=2")
-        jobs[name] = finished(command(script, *args, nprocs=nprocs), folder)
+        jobs[name] = finished(forked(script, *args, nprocs=nprocs), folder)
     assert difference(jobs["one"], jobs["two"]) < 1e-9
     assert difference(jobs["one"], jobs["plain"]) > 1e-3
     assert losses(jobs["one"]) == losses(jobs["two"])
@@ -259,7 +259,7 @@ def test_gan(tmp_path):
     """Both models are the same on all ranks, and resume in mid-epoch with the same bits."""
     compared = (COMPARED[0], COMPARED[1].replace("trainer.model", "trainer.generator"))
     script = patched(tmp_path, "recipes/gan", COMPARED, compared)
-    job = finished(command(script, *UNEVEN), tmp_path)
+    job = finished(forked(script, *UNEVEN), tmp_path)
     assert printed(r"kinds of weights: (\d+)", job) == ["1", "1"]
     told_to_stop(tmp_path / "told", "recipes/gan")
     again = started_again(tmp_path / "told", "recipes/gan")
@@ -290,12 +290,12 @@ def test_frozen_layers(trained, tmp_path, when):
     shutil.copy(pretrained.cwd / "checkpoint.pt", tmp_path / "pretrained.pt")
     if when == "after DDP":
         changes = [(FREEZE, "    #"), (TRAIN, f"    trainer.model.module{FREEZE[9:]}\n{TRAIN}")]
-        job = run(command(patched(tmp_path, "recipes/frozen_layers", *changes), *ONE), tmp_path)
+        job = run(forked(patched(tmp_path, "recipes/frozen_layers", *changes), *ONE), tmp_path)
         [symptom] = on_screen("recipes/frozen_layers")
         assert symptom in "".join(error_lines(job)), job
         return
     changes = [(TRAIN, hook + TRAIN), (BARRIER, '    log(f"reduced {reduced}")\n' + BARRIER)]
-    job = finished(command(patched(tmp_path, "recipes/frozen_layers", *changes), *ONE), tmp_path)
+    job = finished(forked(patched(tmp_path, "recipes/frozen_layers", *changes), *ONE), tmp_path)
     before, after = weights(pretrained), weights(job)
     kept = {name for name in before if torch.equal(before[name], after[name])}
     assert kept == {"0.weight", "0.bias", "2.weight", "2.bias"}
@@ -325,7 +325,7 @@ told_to_stop = """
         ("    dist.destroy", '    log(f"sent {sorted(SENT)}")\n    dist.destroy'),
     ]
     script = patched(tmp_path, "recipes/compressed_gradients", *changes)
-    job = finished(command(script, *ONE), tmp_path)
+    job = finished(forked(script, *ONE), tmp_path)
     [sent] = printed("sent (.*)", job)
     assert str(("torch.float16", PARAMETERS)) in sent
     assert str(("torch.float32", PARAMETERS)) not in sent
@@ -334,7 +334,7 @@ told_to_stop = """
     assert not same_bits(job, step_5)
     bfloat16 = ("import fp16_", "import bf16_compress_hook as fp16_")
     script = patched(tmp_path, "recipes/compressed_gradients", bfloat16)
-    refused = run(command(script, *ONE), tmp_path)
+    refused = run(forked(script, *ONE), tmp_path)
     [symptom] = on_screen("recipes/compressed_gradients")
     assert symptom in "".join(error_lines(refused)), refused
     assert float(losses(job)[0]) == pytest.approx(float(losses(step_5)[0]), abs=0.02)
@@ -346,7 +346,7 @@ told_to_stop = """
 @EVERYTHING
 def test_export(tmp_path):
     """The code in the note reads the file without a process group, and as many digits."""
-    job = finished(command(patched(tmp_path, "recipes/export"), *ONE), tmp_path)
+    job = finished(forked(patched(tmp_path, "recipes/export"), *ONE), tmp_path)
     shutil.move(tmp_path / "05_gather_eval.py", tmp_path / "export.py")
     note = patches.read(ROOT, ROOT / "diffs" / "recipes" / "export.diff").why
     [code] = re.findall("^```python\n(.*?)^```$", note, re.MULTILINE | re.DOTALL)

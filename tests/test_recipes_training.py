@@ -18,6 +18,7 @@ from conftest import (
     edited,
     error_lines,
     finished,
+    forked,
     load,
     on_each_rank,
     on_screen,
@@ -53,7 +54,7 @@ def with_and_without_a_stop(tmp_path, name, *changes):
         folder = tmp_path / kind
         folder.mkdir()
         path = patched(folder, f"recipes/{name}", *told, *changes)
-        start = command(path, "2", *SMALL, torchrun=("--max-restarts=1",))
+        start = forked(path, "2", *SMALL, restarts=1)
         jobs.append(finished(start, folder))
     assert "interrupted after 3,840 samples" in jobs[0].stdout, jobs[0]
     assert [resumed(job) for job in jobs] == [[1], []]
@@ -100,8 +101,8 @@ def test_accumulation(tmp_path):
     recipe = patched(parts, "recipes/accumulation", *changes)
     step_5 = edited(whole, "05", *changes)
     jobs = [
-        finished(command(recipe, "1", "--batch-size=50", "--width=2"), parts),
-        finished(command(step_5, "1", "--batch-size=200", "--width=2"), whole),
+        finished(forked(recipe, "1", "--batch-size=50", "--width=2"), parts),
+        finished(forked(step_5, "1", "--batch-size=200", "--width=2"), whole),
     ]
     counts = [re.findall(r"^(\d+) all-reduces$", job.stdout, re.MULTILINE) for job in jobs]
     assert counts == [["33"], ["33"]]
@@ -139,7 +140,7 @@ def test_bf16(tmp_path):
         (STEP, f"        if self.samples_run == 0:\n            {show}{STEP}"),
         WEIGHTS,
     )
-    job = finished(command(patched(tmp_path, "recipes/bf16", *changes), "1", *SMALL), tmp_path)
+    job = finished(forked(patched(tmp_path, "recipes/bf16", *changes), "1", *SMALL), tmp_path)
     assert len(said(job, 0)) == 2
     assert said(job, 0) == said(job, 1)
     dtype, norm, clipped, _ = said(job, 0)[0].strip("()").split(", ")
@@ -260,7 +261,7 @@ def test_batchnorm_without_sync(tmp_path):
             "    if not trainer.interrupted:\n",
         ),
     )
-    job = finished(command(path, "1", *SMALL), tmp_path)
+    job = finished(forked(path, "1", *SMALL), tmp_path)
     (before, after), (also_before, others) = ([eval(x) for x in said(job, n)] for n in (0, 1))
     assert len(before) == STEPS
     assert before == also_before
@@ -273,7 +274,7 @@ def test_batchnorm_without_sync(tmp_path):
 def test_sync_batchnorm_on_a_cpu(tmp_path):
     always = ('if device.type == "cuda":', "if True:")
     path = patched(tmp_path, "recipes/sync_batchnorm", always)
-    job = run(command(path, "1", *SMALL), tmp_path)
+    job = run(forked(path, "1", *SMALL), tmp_path)
     (error,) = error_lines(job)
     assert error == on_screen("recipes/sync_batchnorm")[0]
 
@@ -318,7 +319,7 @@ def test_compile(trained, tmp_path):
         (END, f"    {on_each_rank(graphs)}{END}"),
     )
     path = patched(tmp_path, "recipes/compile", *changes)
-    job = finished(command(path, "2", *SMALL), tmp_path)
+    job = finished(forked(path, "2", *SMALL), tmp_path)
     assert [said(job, rank) for rank in (0, 1)] == [["2"], ["2"]]
     assert same_bits(job, trained("05", "2", *SMALL))
 
@@ -382,7 +383,7 @@ def test_what_compiles_a_sequential(process_group):
 @EVERYTHING
 def test_activation_checkpointing(trained, tmp_path):
     path = patched(tmp_path, "recipes/activation_checkpointing")
-    job = finished(command(path, "2", *SMALL), tmp_path)
+    job = finished(forked(path, "2", *SMALL), tmp_path)
     assert same_bits(job, trained("05", "2", *SMALL))
 
 
