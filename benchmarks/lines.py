@@ -37,6 +37,8 @@ FORWARD = "loss = nn.functional.cross_entropy(self.model(source), targets, label
 BACKWARD = "loss.backward()"
 SUM = "dist.all_reduce(torch.cat([p.grad.flatten() for p in self.model.parameters()]))"
 DDP = "DDP(model"
+WRAP = "self.model = DDP(model)"
+BUILD = "build_model(args.width)"
 ASK = "step % 10 == 0 and self._stop_agreed()"
 VOTE = """        votes = told_to_stop.clone()
         dist.all_reduce(votes)
@@ -73,7 +75,10 @@ BETWEEN_RANKS = {
 ON_GPUS = {
     "pageable memory, blocking copies": [(LOADER, "pin_memory=False"), (", non_blocking=True", "")],
     "item() in each step": [("loss.detach()", "loss.item()")],
-    "torch.compile": [("build_model(args.width)", "torch.compile(build_model(args.width))")],
+}
+COMPILED = {"torch.compile": [(BUILD, f"torch.compile({BUILD}, dynamic=False)")]}
+COMPILED_BETWEEN_RANKS = {
+    "torch.compile after DDP": [(WRAP, "self.model = torch.compile(DDP(model), dynamic=False)")]
 }
 SUMMING = [("import torch\n", "import torch\nimport torch.distributed as dist\n")]
 SUMMING += [(BACKWARD, f"{BACKWARD}; {SUM}")]

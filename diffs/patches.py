@@ -37,6 +37,7 @@ FORM = re.compile(
     r"# (?P<title>.+)\n\n"
     r"(?P<rows>(?:Symptom: .+\nCause: .+\nRemedy: .+\n\n)*)"
     r"(?P<why>(?s:.+?))\n\n"
+    r"(?:First: `(?P<first>.+)`\n)?"
     r"Shown by: (?P<tests>.+)\n"
     r"Read more: (?P<links>.+)\n\n"
     r"--- (?P<old>.+)\n\+\+\+ (?P<new>.+)\n"
@@ -51,6 +52,7 @@ class Patch:
     title: str
     rows: list  # of the table of symptoms: [(symptom, cause, remedy)]
     why: str
+    first: str | None  # a command that it needs
     tests: list
     links: list  # [(title, address)]
     old: str  # the script it applies to, and the name of the patched one
@@ -82,7 +84,9 @@ class Patch:
         """The command that writes the patched script and runs it, at the top of the repository."""
         start = "python" if self.old[:2] in ("01", "02") else STANDALONE
         start = "sbatch" if self.new.endswith(".sbatch") else start
-        return f"patch -o {self.new} {self.old} diffs/{self.path} &&\n    {start} {self.new}"
+        first = f"{self.first} &&\n    " if self.first else ""
+        write = f"patch -o {self.new} {self.old} diffs/{self.path}"
+        return f"{first}{write} &&\n    {start} {self.new}"
 
     @property
     def markdown(self):
@@ -133,6 +137,7 @@ def read(root, path):
         title=match["title"],
         rows=ROW.findall(match["rows"]),
         why=match["why"],
+        first=match["first"],
         tests=re.findall(r"`(test_[^`]+)`", match["tests"]),
         links=re.findall(r"\[([^]]+)\]\((https://[^)]+)\)", match["links"]),
         old=match["old"],

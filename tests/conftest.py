@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted(ROOT.glob("0[1-9]_*.py"))
 SCRIPT = {path.name[:2]: path for path in SCRIPTS}
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+ON_PATH = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 SMALL = ("--batch-size=64", "--width=4")  # trains in a second, for tests of anything but learning
 LONG = ("4", *SMALL)  # enough epochs to interrupt
 # Parts of the ids of tests that may be skipped even with --everything: they need GPUs, or version 1

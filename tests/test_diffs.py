@@ -11,7 +11,7 @@ import hunks
 import nbformat
 import patches
 import pytest
-from conftest import ROOT, SCRIPTS
+from conftest import ON_PATH, ROOT, SCRIPTS, SMALL, epochs, finished
 from nbclient import NotebookClient
 
 STEPS = list(pairwise(SCRIPTS))
@@ -24,6 +24,9 @@ TERMS = [  # in the order in which the notes define them
     "local rank",
     "rendezvous",
 ]
+NEEDS_PATCH = pytest.mark.skipif(
+    not shutil.which("patch"), reason="needs the program: apt-get install patch"
+)
 HUNKS = [
     pytest.param(diff, hunk, id=f"{diff.slug}-{hunk.note.slug}")
     for diff in hunks.explained(ROOT)
@@ -142,7 +145,7 @@ def test_errors_in_the_notes_are_reported_in_one_line(copy, change, said):
     assert said in line
 
 
-@pytest.mark.skipif(not shutil.which("patch"), reason="needs the program: apt-get install patch")
+@NEEDS_PATCH
 @pytest.mark.parametrize(("old", "new"), STEPS, ids=lambda path: path.name[:2])
 def test_patch_turns_each_step_into_the_next(copy, old, new):
     diff = copy / "diffs" / f"{old.name[:2]}_to_{new.name[:2]}.diff"
@@ -164,23 +167,35 @@ def test_git_apply_does_too(copy, old, new):
 # ---------------------------------------------------------------- recipes and pitfalls
 
 PATCHES = [patch for kind in patches.KINDS for patch in patches.patches(ROOT, kind)]
+RECIPES = [patch for patch in PATCHES if patch.kind == "recipes"]
 
 
-@pytest.mark.skipif(not shutil.which("patch"), reason="needs the program: apt-get install patch")
+@NEEDS_PATCH
 def test_the_command_beside_a_patch_writes_the_patched_script(copy):
     for patch in PATCHES:
-        command, start = patch.command.split(" &&\n")
+        *_, command, start = patch.command.split(" &&\n")
         said = subprocess.run(command.split(), cwd=copy, check=True, capture_output=True, text=True)
         assert not re.search("fuzz|offset", said.stdout), patch.path
         assert (copy / patch.new).read_text(encoding="utf-8") == patch.result
         assert start.split()[-1] == patch.new == f"{patch.name}{patch.diff.old.suffix}"
 
 
+@pytest.mark.everything
+@NEEDS_PATCH
+@pytest.mark.parametrize("patch", RECIPES, ids=[patch.name for patch in RECIPES])
+def test_the_command_beside_a_recipe_runs_it(copy, patch):
+    """As it is printed, for one epoch; of a small model, unless it starts from one of step 1."""
+    args = ("1",) if patch.name == "frozen_layers" else ("1", *SMALL)
+    env = {f"WANDB_{name}_DIR": str(copy) for name in ("CACHE", "CONFIG", "DATA")}
+    env |= {"WANDB_MODE": "offline", "TORCHINDUCTOR_CACHE_DIR": str(copy / "compiled"), **ON_PATH}
+    job = finished(["bash", "-c", f"{patch.command} {' '.join(args)}"], copy, env)
+    assert epochs(job)[-1:] == [1]
+
+
 def test_a_recipe_is_as_tidy_as_a_step(tmp_path):
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    for patch in PATCHES:
-        if patch.kind == "recipes":
-            (tmp_path / patch.new).write_text(patch.result, encoding="utf-8")
+    for patch in RECIPES:
+        (tmp_path / patch.new).write_text(patch.result, encoding="utf-8")
     for words in (["check"], ["format", "--check"]):
         start = [sys.executable, "-m", "ruff", *words, "--no-cache", tmp_path]
         result = subprocess.run(start, capture_output=True, text=True, check=False)
@@ -282,7 +297,7 @@ def test_the_tests_that_the_notes_name_exist():
 
 
 @pytest.mark.everything
-@pytest.mark.skipif(not shutil.which("patch"), reason="needs the program: apt-get install patch")
+@NEEDS_PATCH
 @pytest.mark.parametrize(("diff", "hunk"), HUNKS)
 def test_without_the_hunk_the_tests_that_it_names_fail(copy, diff, hunk):
     one = f"--- {diff.old.name}\n+++ {diff.new.name}\n{hunk.text}\n"

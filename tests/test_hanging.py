@@ -18,6 +18,7 @@ import test_slurm
 from cluster import missing
 from conftest import (
     LONG,
+    ON_PATH,
     ROOT,
     SMALL,
     TORCHRUN,
@@ -37,7 +38,6 @@ from test_readme import shape
 EVERYTHING = pytest.mark.everything
 ON_A_CLUSTER = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 PAGE = (ROOT / "slurm" / "README.md").read_text(encoding="utf-8")
-ON_PATH = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 BY_FORCE = "forcefully exiting via"  # torchrun, before it kills a worker
 
 cluster, clone = test_slurm.cluster, test_slurm.clone

@@ -8,6 +8,7 @@ import pytest
 import test_slurm
 from cluster import missing
 from conftest import (
+    ON_PATH,
     ROOT,
     SMALL,
     TORCHRUN,
@@ -22,7 +23,7 @@ from conftest import (
 )
 from observer.srun import free_port
 from test_gpu import SHIM
-from test_hanging import ON_PATH, look_until, may_trace
+from test_hanging import look_until, may_trace
 
 EVERYTHING = pytest.mark.everything
 ON_A_CLUSTER = pytest.mark.skipif(bool(missing()), reason=str(missing()))

@@ -1,13 +1,10 @@
 """What the READMEs show is what their commands print; what they name exists."""
 
-import os
 import re
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
-from conftest import ROOT, SCRIPTS, finished
+from conftest import ON_PATH, ROOT, SCRIPTS, finished
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("*/README.md")), *ROOT.glob("diffs/*/README.md")]
 README = PAGES[0].read_text(encoding="utf-8")
@@ -37,8 +34,7 @@ def clone(tmp_path_factory):
 @pytest.mark.everything
 @pytest.mark.parametrize(("command", "output"), SHOWN, ids=[command[:60] for command, _ in SHOWN])
 def test_the_command_prints_what_is_shown(clone, command, output):
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    job = finished(["bash", "-c", command], clone, {"PATH": path}, timeout=300)
+    job = finished(["bash", "-c", command], clone, ON_PATH)
     assert shape(job.stdout) == shape(output)
     assert results(job.stdout) == pytest.approx(results(output), rel=0.03)  # CPUs round differently
 
