@@ -18,6 +18,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -38,6 +39,15 @@ BACKWARD = "loss.backward()"
 SUM = "dist.all_reduce(torch.cat([p.grad.flatten() for p in self.model.parameters()]))"
 DDP = "DDP(model"
 WRAP = "self.model = DDP(model)"
+COMPILED = "self.model = torch.compile(DDP(model), dynamic=False)"
+OWN = """class Own(nn.Sequential):
+    def forward(self, images):
+        for layer in self:
+            images = layer(images)
+        return images
+
+
+"""
 BUILD = "build_model(args.width)"
 ASK = "step % 10 == 0 and self._stop_agreed()"
 VOTE = """        votes = told_to_stop.clone()
@@ -64,6 +74,7 @@ ANYWHERE = {
     "bf16 autocast": [
         (FORWARD, f"with torch.autocast(source.device.type, torch.bfloat16): {FORWARD}")
     ],
+    "torch.compile": [(BUILD, f"torch.compile({BUILD}, dynamic=False)")],
 }
 BETWEEN_RANKS = {
     "find_unused_parameters": [(DDP, f"{DDP}, find_unused_parameters=True")],
@@ -71,14 +82,16 @@ BETWEEN_RANKS = {
     "no vote": [(ASK, "False")],
     "a vote in each step": [(ASK, "self._stop_agreed()")],
     "an asynchronous vote": [(VOTE, ASYNCHRONOUS)],
+    "torch.compile after DDP": [(WRAP, COMPILED)],
+    "the same, with a model of our own class": [
+        (WRAP, COMPILED),
+        (BUILD, f"Own(*{BUILD})"),
+        ("def load_datasets", f"{OWN}def load_datasets"),
+    ],
 }
 ON_GPUS = {
     "pageable memory, blocking copies": [(LOADER, "pin_memory=False"), (", non_blocking=True", "")],
     "item() in each step": [("loss.detach()", "loss.item()")],
-}
-COMPILED = {"torch.compile": [(BUILD, f"torch.compile({BUILD}, dynamic=False)")]}
-COMPILED_BETWEEN_RANKS = {
-    "torch.compile after DDP": [(WRAP, "self.model = torch.compile(DDP(model), dynamic=False)")]
 }
 SUMMING = [("import torch\n", "import torch\nimport torch.distributed as dist\n")]
 SUMMING += [(BACKWARD, f"{BACKWARD}; {SUM}")]
@@ -172,6 +185,8 @@ def plan(words, baselines_only):
     runs |= {"a save": step.save}
     tried = ANYWHERE | (BETWEEN_RANKS if RANKS else {})
     tried |= ON_GPUS if torch.cuda.is_available() else {}
+    if not shutil.which(os.environ.get("CXX", "g++")):  # torch.compile needs it
+        tried = {name: c for name, c in tried.items() if "torch.compile(" not in str(c)}
     variants = {name: Run(STEP, words, changes).train for name, changes in tried.items()}
     variants["2 threads per process"] = Run(STEP, words, threads=2).train
     pairs += [(name, STEP) for name in ("a save", *variants)]
