@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from conftest import LONG, SMALL, accuracy, command, edited, finished, load, weights
+from conftest import LONG, SCRIPT, SMALL, accuracy, command, edited, finished, forked, load, weights
 from sklearn.metrics import classification_report, confusion_matrix
 
 
@@ -29,7 +29,7 @@ def test_two_processes(trained):
 def test_exact_at_any_world_size(trained, tmp_path, nprocs):
     """With the weights of a finished run, so that nothing is left to train."""
     shutil.copy(trained("05", *LONG).cwd / "checkpoint.pt", tmp_path)
-    job = finished(command("05", *LONG, nprocs=nprocs), tmp_path)
+    job = finished(forked(SCRIPT["05"], *LONG, nprocs=nprocs), tmp_path)
     check_report(job)
     assert accuracy(job) == accuracy(trained("05", *LONG))
 
