@@ -52,7 +52,7 @@ class Patch:
     title: str
     rows: list  # of the table of symptoms: [(symptom, cause, remedy)]
     why: str
-    first: str | None  # a command that it needs
+    first: str | None  # a command to run before it
     tests: list
     links: list  # [(title, address)]
     old: str  # the script it applies to, and the name of the patched one

@@ -188,7 +188,7 @@ def command(step, *args, nprocs=2, torchrun=()):
 
 
 def forked(path, *args, nprocs=2, restarts=0):
-    """Return the command that runs a copy of a step in less time, without torchrun."""
+    """Return the command that runs a step or a copy of one without torchrun, in less time."""
     return [sys.executable, ROOT / "tests" / "launcher.py", nprocs, restarts, path, *args]
 
 

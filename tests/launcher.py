@@ -1,4 +1,4 @@
-"""Starts ranks like torchrun, sooner: launcher.py NPROC RESTARTS SCRIPT ARGUMENTS.
+"""Starts ranks as torchrun does, but sooner: launcher.py NPROC RESTARTS SCRIPT ARGUMENTS.
 
 Imports take most of the time of a short run. Here they are done once, and the ranks are forked.
 """
@@ -15,7 +15,7 @@ from observer.srun import free_port
 
 
 def start(nproc, port, script, args):
-    """Fork the ranks, and return whether all succeed. Those that run on end by their timeout."""
+    """Fork the ranks, wait for all of them, and return whether all succeed."""
     children = []
     for rank in range(nproc):
         if child := os.fork():
@@ -30,8 +30,10 @@ def start(nproc, port, script, args):
         sys.path[0] = os.path.dirname(script)
         runpy.run_path(script, run_name="__main__")
         sys.exit()
-    statuses = [os.waitpid(child, 0)[1] for child in children]
-    return not any(statuses)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    if any(codes):
+        print(f"exit codes of the ranks: {codes}", file=sys.stderr, flush=True)
+    return not any(codes)
 
 
 def main(nproc, restarts, script, *args):

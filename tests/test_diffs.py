@@ -184,7 +184,7 @@ def test_the_command_beside_a_patch_writes_the_patched_script(copy):
 @NEEDS_PATCH
 @pytest.mark.parametrize("patch", RECIPES, ids=[patch.name for patch in RECIPES])
 def test_the_command_beside_a_recipe_runs_it(copy, patch):
-    """As it is printed, for one epoch; of a small model, unless it starts from one of step 1."""
+    """As it is printed, for one epoch. The models are small, but for the one that is pretrained."""
     args = ("1",) if patch.name == "frozen_layers" else ("1", *SMALL)
     env = {f"WANDB_{name}_DIR": str(copy) for name in ("CACHE", "CONFIG", "DATA")}
     env |= {"WANDB_MODE": "offline", "TORCHINDUCTOR_CACHE_DIR": str(copy / "compiled"), **ON_PATH}
