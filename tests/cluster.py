@@ -99,11 +99,15 @@ exec ip netns exec node$1 unshare --uts --mount --pid --fork --kill-child --moun
 """
 
 
+def with_sbin(environment):
+    """Return a PATH with the folders that ordinary users, and root after `su`, may lack."""
+    return f"{environment.get('PATH', '')}:/usr/sbin:/sbin"
+
+
 def missing():
     """Return why no cluster can run here, or None."""
     programs = ["slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter", "setpriv"]
-    path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # ordinary users may lack the last two
-    if absent := [name for name in programs if not shutil.which(name, path=path)]:
+    if absent := [name for name in programs if not shutil.which(name, path=with_sbin(os.environ))]:
         return f"{absent[0]} is not installed: apt-get install {PACKAGES}"
     if os.geteuid() != 0 or subprocess.call(["unshare", *SPACES, "--fork", "true"]):
         return "a Slurm cluster of namespaces needs root, and a kernel that allows them"
@@ -115,7 +119,8 @@ class Cluster:
 
     def __init__(self, folder, nodes=2, gpus=4, environment=os.environ):
         self.folder, self.nodes, self.gpus = Path(folder), nodes, gpus
-        self.environment = {**environment, "SLURM_CONF": f"{folder}/slurm.conf"}
+        slurm = {"PATH": with_sbin(environment), "SLURM_CONF": f"{folder}/slurm.conf"}
+        self.environment = {**environment, **slurm}
 
     def __enter__(self):
         self._write_files()
