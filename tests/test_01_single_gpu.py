@@ -4,23 +4,9 @@ import re
 
 import pytest
 import torch
-from conftest import (
-    LONG,
-    SCRIPT,
-    SMALL,
-    accuracy,
-    arguments,
-    build_trainer,
-    command,
-    epochs,
-    error_lines,
-    finished,
-    load,
-    resumed,
-    run,
-    same_bits,
-    weights,
-)
+from support.jobs import finished, run
+from support.results import accuracy, epochs, error_lines, resumed, same_bits, weights
+from support.scripts import LONG, SCRIPT, SMALL, arguments, build_trainer, command, forked, load
 
 
 def test_learns_with_the_default_arguments(trained):
@@ -91,8 +77,8 @@ def test_saves_every_so_many_epochs_and_after_the_last(tmp_path):
 
 
 def test_a_resumed_run_ends_with_the_bits_of_an_undisturbed_one(trained, tmp_path):
-    finished(command("01", "2", *SMALL), tmp_path)
-    job = finished(command("01", *LONG), tmp_path)
+    finished(forked("01", "2", *SMALL), tmp_path)
+    job = finished(forked("01", *LONG), tmp_path)
     assert resumed(job) == [2]
     assert epochs(job) == [3, 4]
     assert same_bits(job, trained("01", *LONG))

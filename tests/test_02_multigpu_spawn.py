@@ -5,38 +5,26 @@ import sys
 
 import pytest
 import torch
-from conftest import (
-    LONG,
-    SMALL,
-    Job,
-    accuracy,
-    command,
-    edited,
-    epochs,
-    finished,
-    load,
-    losses,
-    run,
-    same_bits,
-    weights,
-)
+from support.jobs import Job, finished, run
+from support.results import accuracy, epochs, losses, same_bits, weights
+from support.scripts import DOUBLE, LONG, SMALL, command, edited, load
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 
-def test_learns_with_the_default_arguments(trained):
-    job = trained("02")
+def test_learns_with_the_default_arguments(launched):
+    job = launched("02")
     assert accuracy(job)[0] >= 98
     assert epochs(job) == [1, 2, 3, 4]
     assert len(job.stdout.splitlines()) == 5
 
 
 @pytest.mark.everything
-def test_two_copies_at_the_same_time(trained, tmp_path):
+def test_two_copies_at_the_same_time(launched, tmp_path):
     with Job(command("02", "99", *SMALL), tmp_path) as job:
         job.wait_for("^epoch 1 ")
         other = tmp_path / "other"
         other.mkdir()
-        assert same_bits(finished(command("02", *LONG), other), trained("02", *LONG))
+        assert same_bits(finished(command("02", *LONG), other), launched("02", *LONG))
         assert job.process.poll() is None, job
 
 
@@ -55,9 +43,9 @@ def test_a_killed_process_ends_all(tmp_path, rank):
     assert "terminated with signal SIGKILL" in job.stderr or "Connection closed" in job.stderr, job
 
 
-def test_the_saved_names_have_no_prefix(trained, process_group):
+def test_the_saved_names_have_no_prefix(launched, process_group):
     model = load("02").build_model(4)
-    saved = weights(trained("02", *LONG))
+    saved = weights(launched("02", *LONG))
     assert saved.keys() == model.state_dict().keys()
     wrapped = DDP(model)
     assert wrapped.state_dict().keys() == {f"module.{name}" for name in saved}
@@ -107,15 +95,6 @@ def test_ranks_end_with_equal_weights_and_share_the_cores(tmp_path):
 @pytest.mark.everything
 def test_omp_num_threads_is_honoured(tmp_path):
     assert [threads for _, threads, _ in look_inside(tmp_path, "2")] == ["2", "2"]
-
-
-DOUBLE = [  # in float32, AdamW turns rounding errors into whole steps
-    ("scans.float()", "scans.double()"),
-    (
-        "    torch.manual_seed(args",
-        "    torch.set_default_dtype(torch.float64)\n    torch.manual_seed(args",
-    ),
-]
 
 
 @pytest.mark.parametrize("nprocs", [2, pytest.param(3, marks=pytest.mark.everything)])

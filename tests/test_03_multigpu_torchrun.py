@@ -6,29 +6,16 @@ import time
 
 import pytest
 import torch
-from conftest import (
-    LONG,
-    SCRIPT,
-    SMALL,
-    Job,
-    accuracy,
-    command,
-    epochs,
-    error_lines,
-    finished,
-    kill,
-    load,
-    resumed,
-    run,
-    same_bits,
-)
+from support.jobs import RESTARTS, Job, finished, kill, run
+from support.results import accuracy, epochs, error_lines, resumed, same_bits
+from support.scripts import LONG, SCRIPT, SMALL, command, forked, load
 
 
 def test_a_finished_job_only_evaluates(trained, tmp_path):
     undisturbed = trained("03", *LONG)
     saved = (undisturbed.cwd / "checkpoint.pt").read_bytes()
     (tmp_path / "checkpoint.pt").write_bytes(saved)
-    job = finished(command("03", *LONG, nprocs=1), tmp_path)
+    job = finished(forked("03", *LONG, nprocs=1), tmp_path)
     assert resumed(job) == [4]
     assert epochs(job) == []
     assert accuracy(job) == accuracy(undisturbed)
@@ -38,7 +25,7 @@ def test_a_finished_job_only_evaluates(trained, tmp_path):
 def kill_one(tmp_path, nprocs, rank, moment, args=LONG):
     """Kill a worker when a line of output matches `moment`; return the job when it has ended."""
     start = command("03", *args, nprocs=nprocs, torchrun=("--max-restarts=1",))
-    with Job(start, tmp_path) as job:
+    with Job(start, tmp_path, RESTARTS) as job:
         job.wait_for(lambda: len(job.workers()) == nprocs)
         worker = job.workers()[rank]
         job.wait_for(moment)
@@ -53,8 +40,8 @@ def test_kill_9_with_4_processes(trained, tmp_path):
     job = kill_one(tmp_path, 4, 3, "^epoch 1 ")
     assert resumed(job)[0] < 4
     assert sorted(set(epochs(job))) == [1, 2, 3, 4]
-    assert same_bits(job, trained("02", *LONG, nprocs=4))
-    assert accuracy(job) == accuracy(trained("02", *LONG, nprocs=4))
+    assert same_bits(job, trained("03", *LONG, nprocs=4))
+    assert accuracy(job) == accuracy(trained("03", *LONG, nprocs=4))
 
 
 @pytest.mark.everything
@@ -63,20 +50,20 @@ def test_kill_9_repeats_what_was_not_saved(trained, tmp_path):
     assert resumed(job) == [5]
     assert epochs(job)[:6] == [1, 2, 3, 4, 5, 6]
     assert epochs(job)[-3:] == [6, 7, 8]
-    assert same_bits(job, trained("02", "8", *SMALL))
+    assert same_bits(job, trained("03", "8", *SMALL))
 
 
 @pytest.mark.everything
-def test_kill_9_at_any_moment(trained, tmp_path):
-    """Restarts succeed after 20 kills of 20, at any time between the first import and the end."""
-    moments, kills, life = random.Random(2), 0, 8
-    for attempt in range(20):
+def test_kill_9_at_any_moment(trained, tmp_path, repetitions):
+    """Restarts succeed after all kills, at any time between the first import and the end."""
+    moments, kills, life, wanted = random.Random(), 0, 8, repetitions(20)
+    for attempt in range(wanted):
         folder = tmp_path / str(attempt)
         folder.mkdir()
         start = command("03", *LONG, torchrun=("--max-restarts=4",))
-        with Job(start, folder) as job:
+        with Job(start, folder, RESTARTS) as job:
             old = set()
-            for _ in range(min(4, 20 - kills)):
+            for _ in range(min(4, wanted - kills)):
                 time.sleep(moments.uniform(0, life))
                 while job.process.poll() is None:
                     workers = job.workers()
@@ -89,11 +76,11 @@ def test_kill_9_at_any_moment(trained, tmp_path):
                     time.sleep(0.05)
             job.wait(180).wait_until_gone()
         assert job.returncode == 0, (attempt, job)
-        assert same_bits(job, trained("02", *LONG)), (attempt, job)
+        assert same_bits(job, trained("03", *LONG)), (attempt, job)
         assert sorted(set(epochs(job))) == [1, 2, 3, 4], (attempt, job)
-        if kills == 20:
+        if kills == wanted:
             break
-    assert kills == 20
+    assert kills == wanted
 
 
 def test_the_checkpoint_holds_what_a_resume_needs(trained):
@@ -114,7 +101,7 @@ def test_without_torchrun(tmp_path):
 
 def test_restarts_need_a_store_of_their_own(tmp_path):
     start = command("03", "1", *SMALL, nprocs=1, torchrun=("--max-restarts=1",))
-    job = run(start, tmp_path, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": None})
+    job = run(start, tmp_path)
     assert job.returncode == 1
     (line,) = error_lines(job)
     assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in line

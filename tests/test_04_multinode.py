@@ -11,24 +11,9 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import (
-    LONG,
-    SCRIPT,
-    SMALL,
-    TORCHRUN,
-    Job,
-    command,
-    edited,
-    epochs,
-    error_lines,
-    finished,
-    kill,
-    load,
-    resumed,
-    run,
-    same_bits,
-)
-from observer.srun import free_port
+from support.jobs import RESTARTS, Job, finished, free_port, kill, run
+from support.results import epochs, error_lines, resumed, same_bits
+from support.scripts import LONG, SCRIPT, SMALL, TORCHRUN, command, edited, load
 
 
 @contextlib.contextmanager
@@ -49,7 +34,7 @@ def nodes(tmp_path, count, nprocs, args, static=False, path=SCRIPT["04"]):
                 words += ["--node-rank=0"]  # ignored here, or both would be the first node
                 words += ["--max-restarts=3"]
             words += [path, *args, f"--checkpoint-path={tmp_path / 'checkpoint.pt'}"]
-            jobs.append(stack.enter_context(Job(words, folder)))
+            jobs.append(stack.enter_context(Job(words, folder, None if static else RESTARTS)))
         yield jobs
 
 
@@ -72,7 +57,7 @@ def test_two_nodes_of_two_are_one_of_four(trained, tmp_path):
         output = seen_by_all(jobs)
     assert output.count("epoch ") == 4
     assert output.count("accuracy") == 1
-    assert bits_equal(tmp_path, trained("02", *LONG, nprocs=4))
+    assert bits_equal(tmp_path, trained("03", *LONG, nprocs=4))
     left = sorted(path.name for path in tmp_path.rglob("[!.]*"))
     assert left == ["checkpoint.pt", "node0", "node1"]
 
@@ -81,7 +66,7 @@ def test_two_nodes_of_two_are_one_of_four(trained, tmp_path):
 def test_static_rendezvous(trained, tmp_path):
     with nodes(tmp_path, 2, 1, LONG, static=True) as jobs:
         seen_by_all(jobs)
-    assert bits_equal(tmp_path, trained("02", *LONG))
+    assert bits_equal(tmp_path, trained("03", *LONG))
 
 
 @pytest.mark.everything
@@ -94,7 +79,7 @@ def test_any_launcher_that_sets_the_ranks(trained, tmp_path):
         Job(start, tmp_path, {"RANK": "1", "LOCAL_RANK": "0", **common}) as one,
     ):
         seen_by_all([zero, one])
-    assert bits_equal(tmp_path, trained("02", *LONG))
+    assert bits_equal(tmp_path, trained("03", *LONG))
 
 
 @pytest.mark.everything
@@ -110,7 +95,7 @@ def test_kill_9_on_one_of_two_nodes(trained, tmp_path):
     before, after = re.split(r"^resuming from .*\n", output, flags=re.MULTILINE)
     assert "epoch 4 " not in before
     assert "epoch 4 " in after
-    assert bits_equal(tmp_path, trained("02", *LONG, nprocs=4))
+    assert bits_equal(tmp_path, trained("03", *LONG, nprocs=4))
 
 
 def test_local_rank_picks_the_gpu_before_the_group_is_joined(monkeypatch):
@@ -157,7 +142,7 @@ def start_node(folder, port, script=SCRIPT["04"], nnodes="1:2", args=ARGS):
     """Start the agent of a node, with one worker, in a folder that all nodes share."""
     where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"]
     options = [f"--nnodes={nnodes}", "--max-restarts=3", "--rdzv-conf=last_call_timeout=3"]
-    return Job([TORCHRUN, *options, *where, script, *args], folder)
+    return Job([TORCHRUN, *options, *where, script, *args], folder, RESTARTS)
 
 
 @contextlib.contextmanager
@@ -251,7 +236,7 @@ def test_the_host_of_the_rendezvous_is_lost(tmp_path, trained):
     assert "accuracy" not in host.stdout + other.stdout
     start = [TORCHRUN, "--standalone", "--nproc-per-node=2", SCRIPT["04"], *ARGS]
     job = finished(start, tmp_path)
-    assert same_bits(job, trained("02", *ARGS))
+    assert same_bits(job, trained("03", *ARGS))
 
 
 @pytest.mark.everything
@@ -273,4 +258,4 @@ def test_one_node_is_told_to_stop(tmp_path, trained):
     assert 0 <= checkpoint["SAMPLES_RUN"] < 12_942
     assert (tmp_path / "checkpoint.pt.interrupted").exists()
     start = [TORCHRUN, "--standalone", "--nproc-per-node=2", SCRIPT["04"], *ARGS]
-    assert same_bits(finished(start, tmp_path), trained("02", *ARGS))
+    assert same_bits(finished(start, tmp_path), trained("03", *ARGS))

@@ -3,20 +3,9 @@
 import shutil
 
 import pytest
-from conftest import LONG, SCRIPT, SMALL, accuracy, command, edited, finished, forked, load, weights
-from sklearn.metrics import classification_report, confusion_matrix
-
-
-def check_report(job):
-    """Compare the printed report with that of one process that has the same weights."""
-    module = load("05")
-    model = module.build_model(width=len(weights(job)["0.bias"]))
-    model.load_state_dict(weights(job))
-    images, labels = module.load_datasets()[1].tensors
-    predictions = model(images).argmax(dim=1)
-    assert accuracy(job)[1:] == (int((predictions == labels).sum()), 359)
-    assert classification_report(labels, predictions, zero_division=0) in job.stdout
-    assert str(confusion_matrix(labels, predictions)) in job.stdout
+from support.jobs import finished
+from support.results import accuracy, check_report
+from support.scripts import LONG, SCRIPT, SMALL, command, edited, forked, load
 
 
 def test_two_processes(trained):

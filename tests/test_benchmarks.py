@@ -11,7 +11,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 import torch
-from conftest import ROOT, finished
+from support.jobs import finished
+from support.scripts import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
 PAGE = BENCHMARKS / "README.md"

@@ -12,8 +12,9 @@ import check_run
 import patches
 import pytest
 from check_rules import BROKEN, FAIL, PASS, RULES
-from conftest import LONG, ROOT, SCRIPT, SMALL, on_screen, same_bits, write
-from observer.srun import free_port
+from support.jobs import free_port
+from support.results import same_bits
+from support.scripts import LONG, ROOT, SCRIPT, SMALL, on_screen, write
 
 EVERYTHING = pytest.mark.everything
 HERE = ROOT / "tests"

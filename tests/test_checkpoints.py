@@ -7,19 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (
-    SCRIPT,
-    arguments,
-    build_trainer,
-    command,
-    edited,
-    epochs,
-    finished,
-    load,
-    resumed,
-    run,
-    same_bits,
-)
+from support.jobs import RESTARTS, finished, run
+from support.results import epochs, resumed, same_bits
+from support.scripts import SCRIPT, arguments, build_trainer, command, edited, load
 
 EVERYTHING = pytest.mark.everything
 WIDE = ("4", "--batch-size=64", "--width=16")  # its checkpoint is larger than its output
@@ -220,7 +210,7 @@ def test_kill_9_while_writing(trained, tmp_path, step):
     if step == "01":
         assert run(start, tmp_path).returncode == -9
         assert (tmp_path / "checkpoint.pt.new").stat().st_size == 1000
-    job = finished(start, tmp_path)
+    job = finished(start, tmp_path, RESTARTS)
     assert resumed(job) == [1]
     assert not (tmp_path / "checkpoint.pt.new").exists()
     assert same_bits(job, trained(step, *args))

@@ -11,8 +11,11 @@ import hunks
 import nbformat
 import patches
 import pytest
-from conftest import ON_PATH, ROOT, SCRIPTS, SMALL, epochs, finished
 from nbclient import NotebookClient
+from support.generator import generate
+from support.jobs import finished
+from support.results import epochs
+from support.scripts import ON_PATH, ROOT, SCRIPTS, SMALL, edit
 
 STEPS = list(pairwise(SCRIPTS))
 TERMS = [  # in the order in which the notes define them
@@ -32,32 +35,6 @@ HUNKS = [
     for diff in hunks.explained(ROOT)
     for hunk in diff.hunks
 ]
-
-
-def generate(root, *words):
-    """Run the generator of a copy of the repository, from another folder."""
-    start = [sys.executable, root / "diffs" / "generate.py", *words]
-    return subprocess.run(start, capture_output=True, text=True, check=False, cwd="/")
-
-
-def copy_to(folder):
-    """Copy what the generator and the scripts' tests read."""
-    for name in ("diffs", "exercise", "slurm", "tests"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for path in (*SCRIPTS, ROOT / "pyproject.toml"):
-        shutil.copy(path, folder)
-    return folder
-
-
-@pytest.fixture
-def copy(tmp_path):
-    return copy_to(tmp_path / "copy")
-
-
-def edit(path, old, new):
-    text = path.read_text(encoding="utf-8")
-    assert text.count(old) == 1, (old, text.count(old))
-    path.write_text(text.replace(old, new), encoding="utf-8")
 
 
 # ---------------------------------------------------------------- generated, and not stale

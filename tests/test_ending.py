@@ -7,8 +7,9 @@ import signal
 import sys
 
 import pytest
-from conftest import SCRIPT, SMALL, Job, command, edited, finished, resumed
-from observer.srun import free_port
+from support.jobs import Job, finished, free_port
+from support.results import resumed
+from support.scripts import SCRIPT, SMALL, command, edited
 
 EVERYTHING = pytest.mark.everything
 STEPS = ["02", "03", "04", "05"]
@@ -109,7 +110,7 @@ sys.exit(codes.count(0) != len(codes))
 @pytest.mark.parametrize("step", [*(pytest.param(n, marks=EVERYTHING) for n in ("03", "04")), "05"])
 def test_healthy_runs_exit_with_0(trained, tmp_path, exits, step, nprocs):
     """200 exits with --everything; the ranks are forked, which spares each the slow imports."""
-    shutil.copy(trained("02", *ONE).cwd / "checkpoint.pt", tmp_path)
+    shutil.copy(trained("03", *ONE).cwd / "checkpoint.pt", tmp_path)
     env, threads = exits
     port = free_port()
     env |= {"WORLD_SIZE": str(nprocs), "MASTER_ADDR": "localhost", "MASTER_PORT": port}

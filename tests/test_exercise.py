@@ -8,11 +8,13 @@ import sys
 
 import check
 import pytest
-import test_diffs
-import test_slurm
 import torch
 from check_rules import FAIL, PASS, RULES
-from conftest import ROOT, SCRIPT, TORCHRUN, epochs, finished, losses, write
+from support.generator import generate
+from support.jobs import finished
+from support.results import epochs, losses
+from support.scripts import ROOT, SCRIPT, TORCHRUN, edit, write
+from support.slurm import ON_A_CLUSTER
 from test_check import drills_pass
 
 EVERYTHING = pytest.mark.everything
@@ -23,8 +25,6 @@ SMALL = [  # trains in seconds
     ("layers = 2", "layers = 1"),
     ("sorted(topics))", "sorted(topics))[:40_000]"),
 ]
-copy = test_diffs.copy
-cluster, clone, submit = test_slurm.cluster, test_slurm.clone, test_slurm.submit
 
 
 def small(folder, name, batch):
@@ -132,7 +132,7 @@ def test_its_batch_file_is_that_of_step_4():
 
 
 @EVERYTHING
-@test_slurm.pytestmark
+@ON_A_CLUSTER
 def test_submitted_as_it_is(clone, submit):
     (clone / "exercise").mkdir()
     shutil.copy(FOLDER / "solution.sbatch", clone / "exercise")
@@ -148,8 +148,8 @@ def test_submitted_as_it_is(clone, submit):
 
 
 def test_a_stale_page_is_noticed(copy):
-    test_diffs.edit(copy / "exercise" / "solution.py", "  # no sample twice", "  # none twice")
-    result = test_diffs.generate(copy, "--check")
+    edit(copy / "exercise" / "solution.py", "  # no sample twice", "  # none twice")
+    result = generate(copy, "--check")
     assert (result.returncode, result.stdout) == (1, "stale: exercise/README.md\n")
 
 

@@ -6,8 +6,8 @@ import zipfile
 
 import pytest
 import torch
-from conftest import TORCHRUN, finished, run
-from observer.srun import free_port
+from support.jobs import finished, free_port, run
+from support.scripts import TORCHRUN
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.utils.data.distributed import DistributedSampler
 

@@ -11,23 +11,9 @@ import sys
 from threading import Thread
 
 import pytest
-from conftest import (
-    LONG,
-    SCRIPT,
-    SMALL,
-    TORCHRUN,
-    Job,
-    accuracy,
-    command,
-    edited,
-    epochs,
-    error_lines,
-    kill,
-    run,
-    same_bits,
-    weights,
-)
-from observer.srun import free_port
+from support.jobs import Job, free_port, kill, run
+from support.results import accuracy, epochs, error_lines, same_bits, weights
+from support.scripts import LONG, SCRIPT, SMALL, TORCHRUN, command, edited
 
 EVERYTHING = pytest.mark.everything
 NOBODY = "192.0.2.1"  # reserved for documentation by RFC 5737, so nobody answers
@@ -135,7 +121,7 @@ def test_workers_of_a_dead_agent_train_on(trained, tmp_path):
         job.wait_until_gone()
     assert epochs(job) == [1, 2, 3, 4]
     assert accuracy(job)
-    assert same_bits(job, trained("02", *LONG))
+    assert same_bits(job, trained("03", *LONG))
 
 
 # ---------------------------------------------------------------- the rendezvous cannot be reached

@@ -1,51 +1,22 @@
 """The scripts on GPUs, over NCCL; and without a GPU, under a shim that runs their GPU branches."""
 
 import json
-import os
 import re
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import (
-    ROOT,
-    SCRIPT,
-    SMALL,
-    TORCHRUN,
-    Job,
-    accuracy,
-    command,
-    edited,
-    epochs,
-    finished,
-    resumed,
-    run,
-    same_bits,
-)
-from observer.srun import free_port
-from test_05_gather_eval import check_report
+from support.gpus import GPUS, ON_GPUS, SHIM
+from support.jobs import RESTARTS, Job, finished, free_port, run
+from support.results import accuracy, check_report, epochs, resumed, same_bits
+from support.scripts import SCRIPT, SMALL, TORCHRUN, command, edited
 
 SHORT = ("2", *SMALL)
 LINE = "            total[0] += self._run_batch(source, targets)\n"
 EVERYTHING = pytest.mark.everything
-GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 needs_a_gpu = pytest.mark.skipif(not GPUS, reason="torch.cuda.is_available() is False")
 
-# conftest.environment hides the GPUs from the other tests. The rest of this is what the same bits
-# need on GPUs besides deterministic algorithms: workspaces of fixed size for cuBLAS, float32 that
-# is not rounded to TF32, and NCCL without NVLink SHARP, whose order of additions varies.
-ON_GPUS = {
-    "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES"),
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    "NVIDIA_TF32_OVERRIDE": "0",
-    "NCCL_NVLS_ENABLE": "0",
-}
-SHIM = {
-    "CUDA_VISIBLE_DEVICES": "0,1",
-    "PYTHONPATH": str(ROOT / "tests" / "gpu_shim"),
-    "GPU_SHIM_RECORD": ".calls",  # in the folder in which a script runs
-}
 
 WORLD_SIZES = range(1, max(GPUS, 1) + 1)  # every one that this machine allows
 
@@ -154,7 +125,7 @@ def test_killed_and_restarted(machine, undisturbed, tmp_path):
 """
     path = deterministic(tmp_path / "script", "03", (LINE, killed + LINE))
     start = command(path, *SHORT, nprocs=machine.nprocs, torchrun=("--max-restarts=1",))
-    job = finished(start, tmp_path, machine.env)
+    job = finished(start, tmp_path, machine.env | RESTARTS)
     assert resumed(job) == [1]
     assert epochs(job) == [1, 2]
     assert each_rank_occupies_its_own_gpu(job, machine.nprocs), job

@@ -10,38 +10,18 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
-import test_slurm
-from cluster import missing
-from conftest import (
-    LONG,
-    ON_PATH,
-    ROOT,
-    SMALL,
-    TORCHRUN,
-    Job,
-    command,
-    edited,
-    epochs,
-    finished,
-    kill,
-    resumed,
-    run,
-    same_bits,
-    weights,
-)
-from test_readme import shape
+from support.jobs import RESTARTS, Job, finished, kill, run
+from support.results import epochs, resumed, same_bits, shape, weights
+from support.scripts import LONG, ON_PATH, ROOT, SMALL, TORCHRUN, command, edit, edited
+from support.slurm import ON_A_CLUSTER, TWO_BY_TWO
+from support.tracing import look_until, may_trace
 
 EVERYTHING = pytest.mark.everything
-ON_A_CLUSTER = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 PAGE = (ROOT / "slurm" / "README.md").read_text(encoding="utf-8")
 BY_FORCE = "forcefully exiting via"  # torchrun, before it kills a worker
-
-cluster, clone = test_slurm.cluster, test_slurm.clone
-submit, gated = test_slurm.submit, test_slurm.gated
 
 
 def on_the_page(pattern):
@@ -59,7 +39,7 @@ REPLACE = "        os.replace("
 def test_a_save_of_45_seconds(cluster, clone, gated, trained):
     """Longer than torchrun waits by default, and shorter than the batch file lets it wait."""
     slow = f"        time.sleep(45 * self.interrupted)\n{REPLACE}"
-    test_slurm.edit(clone / "04_multinode.py", REPLACE, slow)
+    edit(clone / "04_multinode.py", REPLACE, slow)
     job = gated("--nodes=2", "--gpus-per-node=1")
     cluster.run("scancel", "--signal=TERM", job.number)
     job.wait_for(lambda: "interrupted after 2,560 samples of the epoch" in job.output)
@@ -69,7 +49,7 @@ def test_a_save_of_45_seconds(cluster, clone, gated, trained):
     assert "resuming from 04_multinode.pt after epoch 1" in job.output
     assert job.show("Restarts") == "1"
     assert job.epochs() == [1, 2, 3, 4]
-    assert same_bits(job.checkpoint, trained("02", *LONG))
+    assert same_bits(job.checkpoint, trained("03", *LONG))
 
 
 @EVERYTHING
@@ -124,7 +104,7 @@ def test_a_busy_rank_delays_the_restart(tmp_path):
     """
     options = {"nprocs": 3, "torchrun": ("--max-restarts=2", "--log-dir=logs")}
     start = command(edited(tmp_path, "04", *BUSY), "12", *SMALL, **options)
-    with Job(start, tmp_path, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}) as job:
+    with Job(start, tmp_path, RESTARTS | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}) as job:
         job.wait_for("^epoch 1 ")
         kill(job.workers()[1])
         job.wait_for(lambda: resumed(job))
@@ -205,20 +185,6 @@ LOCKED = (  # rank 1 waits for a lock that it holds itself, in the second epoch
 )
 
 
-def may_trace():
-    """Return whether the system lets py-spy look at processes that it did not start."""
-    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
-    return os.geteuid() == 0 or not scope.exists() or scope.read_text() == "0\n"
-
-
-def look_until(right, ask):
-    """Ask until the answer is right, as the other ranks may still be on their way; return it."""
-    end = time.monotonic() + 120
-    while not right(answer := ask()):
-        assert time.monotonic() < end, answer
-    return answer
-
-
 @pytest.mark.skipif(not may_trace(), reason="py-spy needs: sudo sysctl kernel.yama.ptrace_scope=0")
 def test_a_rank_hangs_on_this_machine(tmp_path):
     """Found in the table, which shows other trainings as well, by py-spy, and by SIGABRT."""
@@ -261,8 +227,8 @@ def test_a_rank_hangs_on_a_cluster(cluster, clone, submit, monkeypatch):
     for name, value in re.findall(r"(\w+)='?([^'\s]+(?: (?='))?)", settings):
         monkeypatch.setitem(cluster.environment, name, value)
     for old, new in STUCK:
-        test_slurm.edit(clone / "04_multinode.py", old, new)
-    job = submit("04", *LONG, options=test_slurm.TWO_BY_TWO)
+        edit(clone / "04_multinode.py", old, new)
+    job = submit("04", *LONG, options=TWO_BY_TWO)
     job.wait_for(lambda: "\n[rank0] epoch 1  " in job.output)  # not only when the job ends
 
     def on_the_login_node(words):

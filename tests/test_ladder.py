@@ -8,7 +8,9 @@ from itertools import combinations, pairwise
 
 import pytest
 import torch
-from conftest import (
+from support.jobs import finished, run
+from support.results import epochs, error_lines, losses, resumed, same_bits
+from support.scripts import (
     LONG,
     SCRIPT,
     SMALL,
@@ -16,14 +18,8 @@ from conftest import (
     build_trainer,
     command,
     edited,
-    epochs,
-    error_lines,
-    finished,
+    forked,
     load,
-    losses,
-    resumed,
-    run,
-    same_bits,
 )
 
 EVERYTHING = pytest.mark.everything
@@ -36,30 +32,32 @@ DISTRIBUTED = ["02", "03", "04", "05"]
 @pytest.mark.parametrize(
     ("step", "nprocs"), [("03", 2), ("04", 2), ("05", 2), pytest.param("05", 4, marks=EVERYTHING)]
 )
-def test_the_same_bits_on_every_step(trained, step, nprocs):
-    """Steps 3 and 4 are compared with step 2 at four processes in their own files."""
-    job, first = trained(step, *LONG, nprocs=nprocs), trained("02", *LONG, nprocs=nprocs)
-    assert same_bits(job, first)
-    assert losses(job) == losses(first)
+def test_the_same_bits_on_every_step(launched, trained, step, nprocs):
+    """And from forked ranks, with which many other tests compare."""
+    job, first = launched(step, *LONG, nprocs=nprocs), launched("02", *LONG, nprocs=nprocs)
+    for other in (first, trained("03", *LONG, nprocs=nprocs)):
+        assert same_bits(job, other)
+        assert losses(job) == losses(other)
 
 
 @EVERYTHING
 def test_each_step_continues_the_checkpoint_of_the_one_before(trained, tmp_path):
     """One epoch on each, and the end has the bits of an undisturbed run of step 2."""
     for number, step in enumerate(DISTRIBUTED):
-        job = finished(command(step, str(number + 1), *SMALL, nprocs=3), tmp_path)
+        start = command if step == "02" else forked
+        job = finished(start(step, str(number + 1), *SMALL, nprocs=3), tmp_path)
         assert resumed(job) == ([number] if number else [])
         assert epochs(job) == [number + 1]
-    assert same_bits(job, trained("02", *LONG, nprocs=3))
+    assert same_bits(job, trained("03", *LONG, nprocs=3))
 
 
 @EVERYTHING
 def test_without_the_first_pass_a_resume_ends_with_other_bits(trained, tmp_path):
     line = "        self.model(source.to(device)).sum().backward()\n"
-    path = edited(tmp_path, "02", (line, ""))
+    path = edited(tmp_path, "03", (line, ""))
     for total in ("1", "4"):
-        finished(command(path, total, *SMALL, nprocs=4), tmp_path)
-    assert not same_bits(tmp_path / "checkpoint.pt", trained("02", *LONG, nprocs=4))
+        finished(forked(path, total, *SMALL, nprocs=4), tmp_path)
+    assert not same_bits(tmp_path / "checkpoint.pt", trained("03", *LONG, nprocs=4))
 
 
 @EVERYTHING
@@ -74,8 +72,8 @@ def test_step_2_continues_the_checkpoint_of_step_1(trained, tmp_path):
 
 
 @pytest.mark.parametrize("step", DISTRIBUTED)
-def test_only_rank_0_prints_and_writes(trained, step):
-    job = trained(step, *LONG)
+def test_only_rank_0_prints_and_writes(launched, step):
+    job = launched(step, *LONG)
     assert epochs(job) == [1, 2, 3, 4]
     assert job.stdout.count("accuracy ") == 1 + (step == "05")  # the class report has one too
     assert [path.name for path in job.cwd.glob("[!.]*")] == ["checkpoint.pt"]

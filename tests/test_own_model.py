@@ -6,20 +6,9 @@ import signal
 import psutil
 import pytest
 import torch
-from conftest import (
-    SCRIPT,
-    Job,
-    accuracy,
-    command,
-    edited,
-    epochs,
-    finished,
-    kill,
-    load,
-    resumed,
-    run,
-    same_bits,
-)
+from support.jobs import RESTARTS, Job, finished, kill, run
+from support.results import accuracy, epochs, resumed, same_bits
+from support.scripts import SCRIPT, command, edited, load
 
 EVERYTHING = pytest.mark.everything
 ARGS = ("6", "--batch-size=16", "--width=4")
@@ -168,7 +157,7 @@ def test_a_resume_in_mid_epoch_draws_other_random_numbers(own, undisturbed, tmp_
 def test_kill_9_and_restart(own, undisturbed, tmp_path, step):
     """With BatchNorm, dropout, and data that loader workers augment at random."""
     start = own(tmp_path, step, FORK, random=True, torchrun=("--max-restarts=1",))
-    with Job(start, tmp_path) as job:
+    with Job(start, tmp_path, RESTARTS) as job:
         job.wait_for("^epoch 2 ")  # so the first was saved
         kill(trainers(job)[1])
         assert job.wait().returncode == 0, job

@@ -8,8 +8,8 @@ import hunks
 import patches
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from conftest import ROOT, SCRIPTS
 from playwright.sync_api import expect, sync_playwright
+from support.scripts import ROOT, SCRIPTS
 
 BROWSER = shutil.which("chromium")
 PAGE = ROOT / "diffs" / "index.html"

@@ -5,7 +5,7 @@ from fractions import Fraction
 from xml.etree import ElementTree
 
 import pytest
-from conftest import ROOT
+from support.scripts import ROOT
 from torch.utils.data.distributed import DistributedSampler
 
 PICTURES = sorted((ROOT / "diffs" / "pictures").glob("*.svg"))

@@ -7,17 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (
-    SMALL,
-    edited,
-    error_lines,
-    forked,
-    on_screen,
-    patched,
-    run,
-    same_bits,
-    weights,
-)
+from support.jobs import run
+from support.results import error_lines, same_bits, weights
+from support.scripts import SMALL, edited, forked, on_screen, patched
 
 EVERYTHING = pytest.mark.everything
 LOAD = "def load_datasets():\n"

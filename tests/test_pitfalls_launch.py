@@ -5,31 +5,26 @@ import signal
 import sys
 
 import pytest
-import test_slurm
-from cluster import missing
-from conftest import (
+from support.gpus import SHIM
+from support.jobs import Job, finished, free_port, run
+from support.results import epochs
+from support.scripts import (
     ON_PATH,
     ROOT,
     SMALL,
     TORCHRUN,
-    Job,
     command,
+    edit,
     edited,
-    epochs,
-    finished,
     on_screen,
     patched,
-    run,
 )
-from observer.srun import free_port
-from test_gpu import SHIM
-from test_hanging import look_until, may_trace
+from support.slurm import ON_A_CLUSTER, TWO_BY_TWO
+from support.tracing import look_until, may_trace
 
 EVERYTHING = pytest.mark.everything
-ON_A_CLUSTER = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 ONE = ("1", *SMALL)
 
-cluster, clone, submit = test_slurm.cluster, test_slurm.clone, test_slurm.submit
 
 # ---------------------------------------------------------------- launching
 
@@ -107,7 +102,7 @@ def test_old_store(tmp_path):
     for attempt in range(8):
         folder = tmp_path / str(attempt)
         folder.mkdir()
-        job = run(start, folder, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": None})
+        job = run(start, folder)
         if job.returncode:
             break
     assert (folder / "killed").exists()  # the first life had no trouble
@@ -120,7 +115,7 @@ def test_old_store(tmp_path):
 def test_without_srun(clone, submit):
     meet = "--rdzv-backend=c10d"
     patched(clone, "pitfalls/without_srun", (meet, f"{meet} --rdzv-conf=join_timeout=5"))
-    job = submit("04_multinode.sbatch", *ONE, options=test_slurm.TWO_BY_TWO)
+    job = submit("04_multinode.sbatch", *ONE, options=TWO_BY_TWO)
     assert job.wait() == "FAILED"
     (error,) = on_screen("pitfalls/without_srun")
     assert error in job.output
@@ -134,11 +129,11 @@ def test_standalone_on_each_node(clone, submit):
     patched(clone, "pitfalls/standalone_on_each_node")
     path = "        self.path = args.checkpoint_path\n"
     own = f"{path}        self.path += os.environ['SLURMD_NODENAME']\n"
-    test_slurm.edit(clone / "04_multinode.py", path, own)
+    edit(clone / "04_multinode.py", path, own)
     train = "    trainer.train("
     say = "    print(f'of {dist.get_world_size()} ranks\\n', end='', flush=True)\n"
-    test_slurm.edit(clone / "04_multinode.py", train, f"{say}{train}")
-    job = submit("04_multinode.sbatch", *ONE, options=test_slurm.TWO_BY_TWO).completed()
+    edit(clone / "04_multinode.py", train, f"{say}{train}")
+    job = submit("04_multinode.sbatch", *ONE, options=TWO_BY_TWO).completed()
     assert re.findall(r"^of (\d) ranks$", job.output, re.MULTILINE) == ["2"] * 4
     assert job.epochs() == [1, 1]
 

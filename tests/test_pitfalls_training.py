@@ -5,22 +5,9 @@ from ast import literal_eval
 
 import pytest
 import torch
-from conftest import (
-    END,
-    SMALL,
-    accuracy,
-    digest,
-    error_lines,
-    finished,
-    forked,
-    losses,
-    on_each_rank,
-    on_screen,
-    patched,
-    run,
-    said,
-    same_bits,
-)
+from support.jobs import finished, run
+from support.results import accuracy, error_lines, losses, said, same_bits
+from support.scripts import END, SMALL, digest, forked, on_each_rank, on_screen, patched
 
 EVERYTHING = pytest.mark.everything
 ONE = ("1", *SMALL)

@@ -19,8 +19,9 @@ from pathlib import Path
 import psutil
 import pytest
 from cluster import missing
-from conftest import ROOT, SMALL, edited, environment, run
-from test_readme import shape
+from support.jobs import environment, run
+from support.results import shape
+from support.scripts import ROOT, SMALL, edited
 
 PROMPT = "login$ "
 GUIDE = (ROOT / "slurm" / "README.md").read_text(encoding="utf-8")

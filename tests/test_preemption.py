@@ -6,7 +6,9 @@ import time
 
 import pytest
 import torch
-from conftest import LONG, Job, accuracy, command, edited, epochs, finished, kill, load, same_bits
+from support.jobs import RESTARTS, Job, finished, kill
+from support.results import accuracy, epochs, same_bits
+from support.scripts import LONG, command, edited, load
 
 EVERYTHING = pytest.mark.everything
 
@@ -75,7 +77,7 @@ def test_told_to_stop_and_started_again(trained, tmp_path, step, nprocs, whom):
     start = command(step, *LONG, nprocs=nprocs)
     job = interrupt(tmp_path, start, "^epoch 1 ", TERM[whom])
     job = resume(tmp_path, start, job)
-    assert same_bits(job, trained("02", *LONG, nprocs=nprocs))
+    assert same_bits(job, trained("03", *LONG, nprocs=nprocs))
 
 
 @EVERYTHING
@@ -84,14 +86,14 @@ def test_told_twice_with_4_processes(trained, tmp_path):
     first = interrupt(tmp_path, start, "^epoch 1 ", term_the_agent)
     second = interrupt(tmp_path, start, f"^epoch {max(epochs(first)) + 1} ", term_the_agent)
     job = resume(tmp_path, start, first, second)
-    assert same_bits(job, trained("02", *LONG, nprocs=4))
+    assert same_bits(job, trained("03", *LONG, nprocs=4))
 
 
 @EVERYTHING
 def test_restarted_in_place(trained, tmp_path):
     """With restarts left, torchrun restarts workers that exit with code 75."""
     start = command("04", *LONG, torchrun=("--max-restarts=1",))
-    with Job(start, tmp_path) as job:
+    with Job(start, tmp_path, RESTARTS) as job:
         job.wait_for("^epoch 1 ")
         TERM["the first worker"](job)
         assert job.wait().returncode == 0, job
@@ -99,7 +101,7 @@ def test_restarted_in_place(trained, tmp_path):
     assert "interrupted after" in job.stdout
     assert epochs(job) == [1, 2, 3, 4]
     assert not (tmp_path / "checkpoint.pt.interrupted").exists()
-    assert same_bits(job, trained("02", *LONG))
+    assert same_bits(job, trained("03", *LONG))
 
 
 def told_at(tmp_path, epochs_run, samples_run):
@@ -133,7 +135,7 @@ def test_the_ranks_stop_at_the_same_step(trained, tmp_path, step, saved):
     assert set(codes) <= {"75", "-15"}  # torchrun may signal a rank that is already exiting
     checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert (checkpoint["EPOCHS_RUN"], checkpoint["SAMPLES_RUN"]) == saved
-    assert same_bits(resume(tmp_path, start, job), trained("02", *LONG))
+    assert same_bits(resume(tmp_path, start, job), trained("03", *LONG))
 
 
 @EVERYTHING
@@ -143,7 +145,7 @@ def test_told_after_the_last_question(trained, tmp_path):
     assert "interrupted" not in job.stdout
     assert not (tmp_path / "checkpoint.pt.interrupted").exists()
     assert accuracy(job)
-    assert same_bits(job, trained("02", *LONG))
+    assert same_bits(job, trained("03", *LONG))
 
 
 # ---------------------------------------------------------------- the sampler

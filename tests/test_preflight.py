@@ -18,7 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import NETWORK, Cluster, missing
-from conftest import ROOT, printed
+from support.jobs import printed
+from support.scripts import ROOT
 
 FOLDER = ROOT / "slurm"
 HEALTHY = "preflight: this allocation can train"

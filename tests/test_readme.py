@@ -4,17 +4,13 @@ import re
 import shutil
 
 import pytest
-from conftest import ON_PATH, ROOT, SCRIPTS, finished
+from support.jobs import finished
+from support.results import shape
+from support.scripts import ON_PATH, ROOT, SCRIPTS
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("*/README.md")), *ROOT.glob("diffs/*/README.md")]
 README = PAGES[0].read_text(encoding="utf-8")
 SHOWN = re.findall(r"^```console\n\$ (.+)\n((?:.*\n)*?)```$", README, re.MULTILINE)
-
-
-def shape(text):
-    """Return the lines of an output, with # for each number."""
-    lines = [re.sub(r"[\d,]*\.?\d+", "#", line) for line in text.splitlines()]
-    return [re.sub(r" +", " ", line).strip() for line in lines]
 
 
 def results(text):

@@ -14,18 +14,9 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import (
-    SMALL,
-    TORCHRUN,
-    Job,
-    finished,
-    forked,
-    on_screen,
-    patched,
-    run,
-    same_bits,
-)
-from observer.srun import free_port
+from support.jobs import Job, finished, free_port, run
+from support.results import same_bits
+from support.scripts import SMALL, TORCHRUN, forked, on_screen, patched
 from torch.utils.data import DataLoader, Dataset
 
 EVERYTHING = pytest.mark.everything

@@ -6,16 +6,9 @@ import struct
 
 import pytest
 import torch
-from conftest import (
-    SMALL,
-    epochs,
-    finished,
-    forked,
-    patched,
-    run,
-    same_bits,
-    weights,
-)
+from support.jobs import finished, run
+from support.results import epochs, same_bits, weights
+from support.scripts import SMALL, forked, patched
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 

@@ -7,22 +7,9 @@ import sys
 import patches
 import pytest
 import torch
-from conftest import (
-    ROOT,
-    SMALL,
-    accuracy,
-    error_lines,
-    finished,
-    forked,
-    losses,
-    on_screen,
-    patched,
-    resumed,
-    run,
-    same_bits,
-    weights,
-)
-from test_02_multigpu_spawn import DOUBLE
+from support.jobs import finished, run
+from support.results import accuracy, error_lines, losses, resumed, same_bits, weights
+from support.scripts import DOUBLE, ROOT, SMALL, forked, on_screen, patched
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 EVERYTHING = pytest.mark.everything

@@ -7,7 +7,11 @@ from types import ModuleType
 import patches
 import pytest
 import torch
-from conftest import (
+from support.gpus import GPUS, ON_GPUS
+from support.jobs import finished, run
+from support.results import error_lines, resumed, said, same_bits, weights
+from support.scripts import (
+    DOUBLE,
     END,
     ROOT,
     SMALL,
@@ -16,21 +20,12 @@ from conftest import (
     command,
     digest,
     edited,
-    error_lines,
-    finished,
     forked,
     load,
     on_each_rank,
     on_screen,
     patched,
-    resumed,
-    run,
-    said,
-    same_bits,
-    weights,
 )
-from test_02_multigpu_spawn import DOUBLE
-from test_gpu import GPUS, ON_GPUS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint_sequential

@@ -12,23 +12,16 @@ import uuid
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, missing
-from conftest import LONG, ROOT, SCRIPT, SCRIPTS, SMALL, environment, same_bits
+from cluster import Cluster
+from support.jobs import environment
+from support.results import same_bits
+from support.scripts import LONG, ROOT, SCRIPT, SCRIPTS, SMALL, edit
+from support.slurm import BATCH, ON_A_CLUSTER, TWO_BY_TWO, Submitted
 
 FILES = sorted((ROOT / "slurm").glob("*.sbatch"))
-BATCH = {path.name[:2]: f"slurm/{path.stem}.sbatch" for path in SCRIPTS}
 EVERYTHING = pytest.mark.everything
-TWO_BY_TWO = ("--nodes=2", "--gpus-per-node=2")
 ON_NODE_1 = ("--nodes=1", "--nodelist=node1")
 
-# In a copy of step 4, all ranks wait in the second epoch while a test looks at them or does harm.
-ASK = "            if step % 10 == 0 and self._stop_agreed():"
-GATE = f"""\
-            if self.epochs_run == 1 and step == 15:
-                Path(f"{{self.path}}.waiting").touch()
-                while not (os.path.exists("go") or told_to_stop):
-                    time.sleep(0.01)
-{ASK}"""
 STOPPED = "interrupted after 5,120 samples of the epoch"  # 20 steps of 4 processes with 64 each
 
 # Instead of a step: a script that says what it finds.
@@ -39,106 +32,7 @@ found = [size, os.environ["OMP_NUM_THREADS"], os.environ["CUDA_VISIBLE_DEVICES"]
 os.write(1, f"finds {' '.join(found)}\\n".encode())
 """
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    with Cluster(tmp_path_factory.mktemp("cluster"), environment=environment()) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def clone(tmp_path):
-    """A copy of the repository with a virtual environment, as a reader has it."""
-    for path in SCRIPTS:
-        shutil.copy(path, tmp_path)
-    for name in ("slurm", "benchmarks"):
-        shutil.copytree(ROOT / name, tmp_path / name)
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    activate = f'export PATH="{Path(sys.executable).parent}:$PATH"\n'
-    (tmp_path / ".venv" / "bin" / "activate").write_text(activate, encoding="utf-8")
-    return tmp_path
-
-
-def edit(path, old, new):
-    """Replace a text that the file contains exactly once."""
-    text = path.read_text(encoding="utf-8")
-    assert text.count(old) == 1, f"{old!r} is {text.count(old)} times in {path.name}"
-    path.write_text(text.replace(old, new), encoding="utf-8")
-
-
-class Submitted:
-    """A job in the queue."""
-
-    def __init__(self, cluster, folder, file, *arguments, options=()):
-        self.cluster, self.folder = cluster, folder
-        self.number = cluster.sbatch(*options, file, *arguments, cwd=folder)
-
-    @property
-    def output(self):
-        found = list(self.folder.glob(f"*_{self.number}.out"))
-        return found[0].read_text(encoding="utf-8") if found else ""
-
-    @property
-    def checkpoint(self):
-        return self.folder / f"{self.show('JobName')}.pt"
-
-    def show(self, name):
-        return self.cluster.show(self.number)[name]
-
-    def wait(self, *states, timeout=180):
-        """Wait until the job has ended or is in one of these states; return the state."""
-        try:
-            return self.cluster.wait(self.number, *states, timeout=timeout)
-        except TimeoutError as error:
-            pytest.fail(f"{error}\n{self.output}")
-
-    def completed(self, timeout=180):
-        assert self.wait(timeout=timeout) == "COMPLETED", self.output
-        return self
-
-    def wait_for(self, ready, timeout=120):
-        """Wait until `ready()` is true."""
-        end = time.monotonic() + timeout
-        while not ready():
-            state = self.show("JobState")
-            if time.monotonic() > end or state not in ("PENDING", "RUNNING", "CONFIGURING"):
-                pytest.fail(f"it did not happen, the job is {state}:\n{self.output}")
-            time.sleep(0.1)
-        return self
-
-    def wait_at_the_gate(self):
-        """Wait until a gated step 4 is in the middle of its second epoch."""
-        return self.wait_for(Path(f"{self.checkpoint}.waiting").exists)
-
-    def open_the_gate(self):
-        (self.folder / "go").touch()
-
-    def epochs(self):
-        return [int(n) for n in re.findall(r"^epoch (\d+) ", self.output, re.MULTILINE)]
-
-
-@pytest.fixture
-def submit(cluster, clone):
-    """Submit a batch file from the clone; cancel what is left of the jobs at the end."""
-    jobs = []
-
-    def submit(step, *arguments, options=(), folder=clone):
-        jobs.append(Submitted(cluster, folder, BATCH.get(step, step), *arguments, options=options))
-        return jobs[-1]
-
-    yield submit
-    for job in jobs:
-        cluster.run("scancel", job.number)
-    cluster.wait_until_idle()
-
-
-@pytest.fixture
-def gated(clone, submit):
-    """Submit step 4 with the gate; return the job once it waits there."""
-    edit(clone / "04_multinode.py", ASK, GATE)
-    return lambda *options, step="04": submit(step, *LONG, options=options).wait_at_the_gate()
+pytestmark = ON_A_CLUSTER
 
 
 @pytest.fixture
@@ -213,7 +107,7 @@ def test_srun_alone(cluster, alone, gated, trained):
     job.wait_for(lambda: STOPPED in job.output)
     job.open_the_gate()
     job.completed()
-    went_on(job, trained("02", *LONG, nprocs=4))
+    went_on(job, trained("03", *LONG, nprocs=4))
 
 
 @EVERYTHING
@@ -225,7 +119,7 @@ def test_two_jobs_at_once_on_one_node(gated, submit, trained):
     a.open_the_gate()
     for job in (a, b):
         assert "world size 2 on node1" in job.completed().output
-        assert same_bits(job.checkpoint, trained("02", *LONG))
+        assert same_bits(job.checkpoint, trained("03", *LONG))
 
 
 @EVERYTHING
@@ -235,7 +129,7 @@ def test_by_hand(cluster, clone, trained):
     allocate, launch = re.search(r"^(salloc .*)\n((?:.*\n)*?)```", guide, re.MULTILINE).groups()
     launch = launch.replace("04_multinode.py", f"04_multinode.py {' '.join(LONG)}")
     assert "accuracy" in cluster.run(*allocate.split(), "bash", "-c", launch, cwd=clone)
-    assert same_bits(clone / "checkpoint.pt", trained("02", *LONG, nprocs=4))
+    assert same_bits(clone / "checkpoint.pt", trained("03", *LONG, nprocs=4))
 
 
 @EVERYTHING
@@ -282,7 +176,7 @@ def test_told_to_stop_it_requeues_itself(cluster, gated, trained):
     job.open_the_gate()
     job.completed()
     assert re.search(r"SignalException: Process \d+ got signal: 15", job.output)  # harmless
-    went_on(job, trained("02", *LONG, nprocs=4))
+    went_on(job, trained("03", *LONG, nprocs=4))
 
 
 @EVERYTHING
@@ -294,7 +188,7 @@ def test_at_the_end_of_its_time(cluster, gated, trained):
     cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=5")
     job.open_the_gate()
     job.completed()
-    went_on(job, trained("02", *LONG, nprocs=4))
+    went_on(job, trained("03", *LONG, nprocs=4))
 
 
 @EVERYTHING
@@ -331,7 +225,7 @@ def test_cancelled_it_stays_cancelled(cluster, gated, submit, trained):
     again = submit("04", *LONG, options=TWO_BY_TWO).completed()
     assert "resuming from 04_multinode.pt after epoch 1" in again.output
     assert job.epochs() + again.epochs() == [1, 2, 3, 4]
-    assert same_bits(again.checkpoint, trained("02", *LONG, nprocs=4))
+    assert same_bits(again.checkpoint, trained("03", *LONG, nprocs=4))
 
 
 @EVERYTHING
@@ -346,7 +240,7 @@ def test_a_chain(cluster, clone, gated, trained):
     first, second = sorted(texts, key=lambda text: STOPPED not in text)
     assert STOPPED in first
     assert "resuming from 04_multinode.pt after epoch 1" in second
-    assert same_bits(job.checkpoint, trained("02", *LONG, nprocs=4))
+    assert same_bits(job.checkpoint, trained("03", *LONG, nprocs=4))
 
 
 # ---------------------------------------------------------------- failing
@@ -380,7 +274,7 @@ def test_a_node_loses_its_power(cluster, gated, trained):
     """Slurm gives the node up, and starts the job again when there are enough nodes."""
     job = gated(*TWO_BY_TWO)
     cluster.cut_the_power(2)
-    restarted(cluster, job, trained("02", *LONG, nprocs=4))
+    restarted(cluster, job, trained("03", *LONG, nprocs=4))
 
 
 @EVERYTHING
@@ -397,7 +291,7 @@ def test_a_cable_is_pulled_for_good(cluster, gated, trained):
     job.wait("PENDING", timeout=120)
     cluster.cut_the_power(2)
     cluster.cable(2, "up")
-    restarted(cluster, job, trained("02", *LONG, nprocs=4))
+    restarted(cluster, job, trained("03", *LONG, nprocs=4))
 
 
 @EVERYTHING
@@ -412,7 +306,7 @@ def test_a_cable_is_pulled_for_a_while(cluster, gated, trained):
     job.completed()
     assert job.show("Restarts") == "0"
     assert job.epochs() == [1, 2, 3, 4]
-    assert same_bits(job.checkpoint, trained("02", *LONG, nprocs=4))
+    assert same_bits(job.checkpoint, trained("03", *LONG, nprocs=4))
 
 
 @EVERYTHING
@@ -632,7 +526,7 @@ def test_in_a_container(cluster, clone, gated, trained, monkeypatch):
     assert set(inside) == {"group", "hosts", "passwd", "resolv.conf"}
     job.open_the_gate()
     job.completed()
-    assert same_bits(job.checkpoint, trained("02", *LONG, nprocs=4))
+    assert same_bits(job.checkpoint, trained("03", *LONG, nprocs=4))
 
 
 @EVERYTHING

@@ -1,0 +1,23 @@
+"""Asks the server to run a script here, with this process's environment, input and output.
+
+client.py NPROCS RESTARTS SCRIPT ARGUMENTS
+"""
+
+import json
+import os
+import socket
+import sys
+
+nprocs, restarts, *argv = sys.argv[1:]
+request = {"argv": argv, "cwd": os.getcwd(), "env": dict(os.environ)}
+request |= {"nprocs": int(nprocs), "restarts": int(restarts)}
+with socket.socket(socket.AF_UNIX) as server:
+    server.connect(os.environ["DDP_LADDER_SERVER"])
+    data = json.dumps(request).encode() + b"\n"
+    sent = socket.send_fds(server, [data[:1]], [0, 1, 2])
+    server.sendall(data[sent:])
+    code, more = b"", True
+    while more:  # until all processes that the script has forked have ended, and so closed it
+        more = server.recv(64)
+        code += more
+sys.exit(int(code or 1) & 255)

@@ -1,0 +1,171 @@
+"""Commands run as real processes, of which none is left behind."""
+
+import contextlib
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+# For --max-restarts. Other commands go without: it makes torchrun choose a port long before anyone
+# listens there.
+RESTARTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command left when it had ended."""
+
+    command: list
+    cwd: Path
+    returncode: int
+    stdout: str
+    stderr: str
+
+    def __repr__(self):
+        return shown(self, self.returncode)
+
+
+class Job:
+    """A running command and all its descendants; leaving its `with` block kills what is left."""
+
+    def __init__(self, command, cwd, env=None):
+        self.mark = uuid.uuid4().hex  # inherited by every descendant, even by orphans
+        self.command, self.cwd = [str(word) for word in command], Path(cwd)
+        self.paths = [self.cwd / f".{self.mark}.{name}" for name in ("stdout", "stderr")]
+        with contextlib.ExitStack() as stack:
+            out, err = (stack.enter_context(path.open("wb")) for path in self.paths)
+            self.process = subprocess.Popen(
+                self.command,
+                cwd=cwd,
+                env=environment(DDP_LADDER_JOB=self.mark, **(env or {})),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for process in self.processes():
+            kill(process)
+        self.process.wait()
+
+    @property
+    def stdout(self):
+        return printed(self.paths[0])
+
+    @property
+    def stderr(self):
+        return self.paths[1].read_text(encoding="utf-8")
+
+    def processes(self):
+        """Return all processes of this job that are alive."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                living = process.status() != psutil.STATUS_ZOMBIE
+                if living and process.environ().get("DDP_LADDER_JOB") == self.mark:
+                    found.append(process)
+        return found
+
+    def workers(self):
+        """Return the worker processes of torchrun, by global rank."""
+        found = {}
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                if "RANK" in (env := process.environ()):
+                    found[int(env["RANK"])] = process
+        return found
+
+    def wait(self, timeout=300):
+        """Wait for the command to exit; after the timeout, fail and show its output."""
+        try:
+            self.returncode = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"still running after {timeout} s: {self}")
+        return self
+
+    def wait_for(self, what, timeout=300):
+        """Wait until `what()` is true or, for a string, until stdout matches that pattern."""
+        ready = what if callable(what) else lambda: re.search(what, self.stdout, re.MULTILINE)
+        end = time.monotonic() + timeout
+        while not (result := ready()):
+            if self.process.poll() is not None or time.monotonic() > end:
+                if result := ready():
+                    break
+                pytest.fail(f"{what!r} did not happen: {self}")
+            time.sleep(0.02)
+        return result
+
+    def wait_until_gone(self, timeout=120):
+        """Wait until no process of this job is left."""
+        end = time.monotonic() + timeout
+        while left := self.processes():
+            if time.monotonic() > end:
+                pytest.fail(f"{left} left behind by {self}")
+            time.sleep(0.05)
+
+    def result(self, timeout=300):
+        """Wait until the command and all its descendants have ended."""
+        self.wait(timeout).wait_until_gone()
+        return Result(self.command, self.cwd, self.returncode, self.stdout, self.stderr)
+
+    def __repr__(self):
+        return shown(self, self.process.poll())
+
+
+def shown(job, code):
+    words = " ".join(job.command)
+    return f"{words}\nexit {code}\n{job.stdout}\n---- stderr\n{job.stderr}"
+
+
+def printed(path):
+    """Return the text in a file without the greetings of gloo, which PyTorch 2.8 prints."""
+    text = path.read_text(encoding="utf-8")
+    return re.sub(r"^.*(?:\[Gloo\]|peer ranks).*\n", "", text, flags=re.MULTILINE)
+
+
+def environment(**changes):
+    """Return this process's environment with what would differ between machines set or removed."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **changes}
+    same = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name in (*same, *RESTARTS):
+        env[name] = changes.get(name)
+    return {name: value for name, value in env.items() if value is not None}
+
+
+def run(command, cwd, env=None, timeout=300):
+    """Run a command until it exits, and check that it leaves no process behind."""
+    with Job(command, cwd, env) as job:
+        return job.result(timeout)
+
+
+def finished(command, cwd, env=None, timeout=300):
+    """Run a command and check that it succeeds."""
+    result = run(command, cwd, env, timeout)
+    assert result.returncode == 0, result
+    return result
+
+
+def kill(process, number=signal.SIGKILL):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(number)
+
+
+def free_port():
+    """Return a port where nothing listens, below those that the system hands out to others."""
+    while True:
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("localhost", port := random.randint(20_000, 32_000)))
+            return str(port)

@@ -1,0 +1,152 @@
+"""The five steps: commands that run them, edited and patched copies, and their parts as modules."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support import server
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted(ROOT.glob("0[1-9]_*.py"))
+SCRIPT = {path.name[:2]: path for path in SCRIPTS}
+TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+ON_PATH = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+SMALL = ("--batch-size=64", "--width=4")  # trains in a second, for tests of anything but learning
+LONG = ("4", *SMALL)  # enough epochs to interrupt
+
+# ---------------------------------------------------------------- commands
+
+
+def command(step, *args, nprocs=2, torchrun=()):
+    """Return the command that runs a step, or an edited copy of it, with `nprocs` processes."""
+    path = SCRIPT.get(step, step)
+    if path.name.startswith("01"):
+        return [sys.executable, path, *args]
+    if path.name.startswith("02"):
+        return [sys.executable, path, f"--nprocs={nprocs}", *args]
+    return [TORCHRUN, "--standalone", f"--nproc-per-node={nprocs}", *torchrun, path, *args]
+
+
+def forked(step, *args, nprocs=2, restarts=0):
+    """Return a command that does the same as `command`, in half the time, but without a launcher.
+
+    Step 2 starts its processes itself, so it needs step 3's `main`, and cannot be run like this.
+    """
+    path = SCRIPT.get(step, step)
+    assert not path.name.startswith("02"), "mp.spawn imports everything anew"
+    return server.command(
+        path, *args, nprocs=0 if path.name.startswith("01") else nprocs, restarts=restarts
+    )
+
+
+# ---------------------------------------------------------------- copies
+
+
+def edited(tmp_path, step, *changes):
+    """Write a copy of a step with some of its text replaced, each piece found exactly once."""
+    return write(tmp_path / SCRIPT[step].name, SCRIPT[step].read_text(encoding="utf-8"), changes)
+
+
+def patched(tmp_path, name, *changes):
+    """Write a recipe or pitfall, like "recipes/fsdp2", under the name of the step that it patches.
+
+    More of its text is replaced as in `edited`.
+    """
+    return write(tmp_path / step_of(name), text_of(name), changes)
+
+
+def page(name):
+    """Return the text of the page that is a patch."""
+    return (ROOT / "diffs" / f"{name}.diff").read_text(encoding="utf-8")
+
+
+def step_of(name):
+    """Return the name of the script that a recipe or pitfall patches."""
+    return re.search(r"^--- (.+)$", page(name), re.MULTILINE)[1]
+
+
+def text_of(name):
+    """Return the script that a recipe or pitfall, like "recipes/fsdp2", becomes."""
+    if not shutil.which("patch"):
+        pytest.skip("needs the program: apt-get install patch")
+    words = ["patch", "--quiet", "--output=-", ROOT / step_of(name)]
+    return subprocess.run(
+        words, input=page(name), check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+
+
+def on_screen(name):
+    """Return what the symptoms of a recipe or pitfall quote from the screen."""
+    rows = re.findall(r"^Symptom: (.+)$", page(name), re.MULTILINE)
+    return [text for symptom in rows for text in re.findall(r"`([^`]+)`", symptom)]
+
+
+def write(path, text, changes=()):
+    """Write a text with some pieces replaced, each found exactly once; return the path."""
+    for old, new in changes:
+        assert text.count(old) == 1, f"{old!r} is {text.count(old)} times in {path.name}"
+        text = text.replace(old, new)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def edit(path, old, new):
+    """Replace a text that the file contains exactly once."""
+    write(path, path.read_text(encoding="utf-8"), [(old, new)])
+
+
+# ---------------------------------------------------------------- pieces of edited copies
+
+END = "    dist.barrier()"  # where each script has finished
+DOUBLE = [  # in float32, AdamW turns rounding errors into whole steps
+    ("scans.float()", "scans.double()"),
+    (
+        "    torch.manual_seed(args",
+        "    torch.set_default_dtype(torch.float64)\n    torch.manual_seed(args",
+    ),
+]
+
+
+def on_each_rank(expression):
+    """Return a line that prints the value of an expression after the rank."""
+    line = f"'rank {{}}: {{}}\\n'.format(dist.get_rank(), ({expression}))"
+    return f"print({line}, end='', flush=True)\n"
+
+
+def digest(tensors):
+    """Return an expression for a checksum of the bits of some tensors."""
+    return f"__import__('zlib').crc32(b''.join(t.detach().numpy().tobytes() for t in {tensors}))"
+
+
+# ---------------------------------------------------------------- scripts as modules
+
+
+def load(step):
+    """Import a step's script."""
+    spec = importlib.util.spec_from_file_location(f"step{step}", SCRIPT[step])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def arguments(path, **changes):
+    """Return what parse_args returns, for a tiny model."""
+    values = {"total_epochs": 1, "save_every": 1, "batch_size": 64, "lr": 4e-3, "width": 1}
+    return SimpleNamespace(**{**values, "seed": 0, "checkpoint_path": str(path), **changes})
+
+
+def build_trainer(module, args):
+    """Build a step's trainer the way its main does, on the CPU."""
+    torch.manual_seed(args.seed)
+    train_set, _ = module.load_datasets()
+    model = module.build_model(args.width).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
+    data = module.prepare_dataloader(train_set, args)
+    return module.Trainer(model, data, optimizer, torch.device("cpu"), args)
