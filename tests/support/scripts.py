@@ -64,7 +64,7 @@ def patched(tmp_path, name, *changes):
 
 def page(name):
     """Return the text of the page that is a patch."""
-    return (ROOT / "diffs" / f"{name}.diff").read_text(encoding="utf-8")
+    return (ROOT / f"{name}.md").read_text(encoding="utf-8")
 
 
 def step_of(name):
@@ -84,7 +84,8 @@ def text_of(name):
 
 def on_screen(name):
     """Return what the symptoms of a recipe or pitfall quote from the screen."""
-    rows = re.findall(r"^Symptom: (.+)$", page(name), re.MULTILINE)
+    _, _, table = page(name).partition("| What you see |")
+    _, *rows = re.findall(r"^\| (.+?) \|", table.partition("\n\n")[0], re.MULTILINE)
     return [text for symptom in rows for text in re.findall(r"`([^`]+)`", symptom)]
 
 
