@@ -20,6 +20,9 @@ TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 ON_PATH = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 SMALL = ("--batch-size=64", "--width=4")  # trains in a second, for tests of anything but learning
 LONG = ("4", *SMALL)  # enough epochs to interrupt
+NEEDS_PATCH = pytest.mark.skipif(
+    not shutil.which("patch"), reason="needs the program: apt-get install patch"
+)
 
 # ---------------------------------------------------------------- commands
 
