@@ -3,7 +3,7 @@
     python benchmarks/learning_rate.py
 
 N processes with a batch of B train as one process with a batch of N x B does. So each run is one
-process, with the patch diffs/recipes/learning_rate.diff and with the batch of all N together. The
+process, with the patch recipes/learning_rate.md and with the batch of all N together. The
 runs differ in the rule for the rate, the number of processes and the seed.
 """
 
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from shared import ROOT, cell, drawing, machine, middle, positive_int, table
 from tqdm import tqdm
 
-sys.path.insert(0, str(ROOT / "diffs"))
+sys.path.insert(0, str(ROOT / "diffs" / "generator"))
 import patches
 
 ROOT_RULE = "math.sqrt(batch / BATCH)"
@@ -37,7 +37,7 @@ BATCH = 128  # per process
 
 def recipe(rule):
     """Import the patched script, with a rule for the rate, and with a group of one process."""
-    text = patches.read(ROOT, ROOT / "diffs" / "recipes" / "learning_rate.diff").result
+    text = patches.read(ROOT, ROOT / "recipes" / "learning_rate.md").result
     assert text.count(ROOT_RULE) == 1
     module = ModuleType("learning_rate_recipe")
     exec(text.replace(ROOT_RULE, RULES[rule]), module.__dict__)

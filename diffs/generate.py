@@ -1,4 +1,4 @@
-"""Write the diffs, the walk-through, the page, the notebook and the exercise from their notes.
+"""Write what is generated: diffs, walk-through, page, notebook, exercise, and two indexes.
 
 python diffs/generate.py [--check | --run]
 """
@@ -7,19 +7,22 @@ import argparse
 import sys
 from pathlib import Path
 
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE / "generator"))
+
 try:
     from hunks import Problem, compare, explained, parse, tie
-    from notebook import notebook, run
-    from page import page
-    from patches import KINDS, patches, symptoms
+    from notebook import run, write_book
+    from page import render
+    from patches import KINDS, collect
 except ModuleNotFoundError as error:
     sys.exit(f"generate.py: {error}: pip install -r requirements-dev.txt")
 
-HERE = Path(__file__).resolve().parent
+WRITTEN = "Written by diffs/generate.py from the scripts: edit those."
 BEGIN = """\
 # The diffs, hunk by hunk
 
-<!-- Written by generate.py from the scripts and notes.md: edit those. -->
+<!-- Written by diffs/generate.py from the scripts and notes.md: edit those. -->
 
 Each script of the ladder differs from the previous one by one lesson. This page goes through the
 four diffs in order. Every change comes with the reason for it, the tests that fail without it, and
@@ -43,36 +46,36 @@ code --diff 02_multigpu_spawn.py 03_multigpu_torchrun.py
 """
 
 
-def table(rows):
-    """Return the table of symptoms, as Markdown."""
-    lines = ["## Symptoms\n", "| what you see | cause | remedy | more |", "|---|---|---|---|"]
-    for *row, patch in rows:
-        page = "../recipes/README.md" if patch.kind == "recipes" else ""
-        lines.append(f"| {' | '.join(row)} | [{patch.name}]({page}#{patch.slug}) |")
-    return "\n".join([*lines, ""])
+def index(kind, collections):
+    """Return the README.md of one kind of pages: a line for each, in groups."""
+    row = {"recipes": recipe_row, "pitfalls": pitfall_row}[kind]
+    head = {
+        "recipes": "| recipe | what it is for |\n|---|---|",
+        "pitfalls": "| what you see | pitfall | what to do |\n|---|---|---|",
+    }[kind]
+    source = f"<!-- Written by diffs/generate.py: edit {kind}/*.md. -->"
+    more = "[`diffs/index.html`](../diffs/index.html) shows them side by side with the scripts"
+    more += ", and has a table of symptoms to search." if kind == "pitfalls" else "."
+    parts = [f"# {KINDS[kind].title}\n\n{source}\n\n{KINDS[kind].story}\n{more}\n"]
+    pages = {patch.name: patch for patch in collections[kind]}
+    for group, names in KINDS[kind].groups.items():
+        parts += [f"## {group}\n\n{head}", *(row(pages[name]) for name in names), ""]
+    if kind == "pitfalls":
+        parts += [f"## Messages that a recipe explains\n\n{head.replace('pitfall', 'recipe')}"]
+        parts += [pitfall_row(patch) for patch in collections["recipes"] if patch.rows]
+        parts += [""]
+    return "\n".join(parts)
 
 
-def contents(patches):
-    """Return the list of the recipes, as Markdown."""
-    return "".join(f"- [{patch.title}](#{patch.slug})\n" for patch in patches)
+def recipe_row(patch):
+    return f"| [{patch.title}]({patch.name}.md) | {' '.join(patch.purpose.split())} |"
 
 
-def collection(kind, collections):
-    """Return the README.md of one kind of patches."""
-    parts = [f"# {KINDS[kind].title}\n", "<!-- Written by generate.py: edit the patches. -->\n"]
-    parts += [f"{KINDS[kind].story}\n[`index.html`](../index.html) shows all side by side.\n"]
-    recipes = kind == "recipes"
-    parts += [contents(collections[kind]) if recipes else table(symptoms(collections))]
-    return "\n".join([*parts, *map(entry, collections[kind])])
-
-
-def entry(patch):
-    """Return a patch with its note and the command that runs it, as Markdown."""
-    file = f"[`{patch.name}.diff`]({patch.name}.diff)"
-    old = f"[`{patch.old}`](../../{patch.old})"
-    heading = f'<a id="{patch.slug}"></a>\n\n## {patch.title}\n\nPatch: {file}, on {old}\n'
-    command = f"```bash\n{patch.command}\n```\n"
-    return "\n".join([heading, f"{patch.markdown}\n", command, f"```diff\n{patch.diff.text}```\n"])
+def pitfall_row(patch):
+    page = f"../{patch.path}" if patch.kind == "recipes" else f"{patch.name}.md"
+    return "\n".join(
+        f"| {seen} | [{patch.title}]({page}) | {remedy} |" for seen, _, remedy in patch.rows
+    )
 
 
 def walkthrough(diffs):
@@ -103,16 +106,18 @@ def generate(root=HERE.parent):
     """Return the content of each generated file: {path: text}."""
     diffs = explained(root)
     folder = root / "diffs"
-    files = {folder / f"{diff.slug.replace('-', '_')}.diff": diff.text for diff in diffs}
+    collections = {kind: collect(root, kind) for kind in KINDS}
+    files = {
+        folder / f"{diff.slug.replace('-', '_')}.diff": f"{WRITTEN}\n{diff.text}" for diff in diffs
+    }
     files[folder / "README.md"] = walkthrough(diffs)
-    collections = {kind: patches(root, kind) for kind in KINDS}
-    for kind, members in collections.items():
-        files |= {folder / patch.path: patch.text for patch in members}
-        files[folder / kind / "README.md"] = collection(kind, collections)
     files[root / "exercise" / "README.md"] = exercise(root / "exercise")
-    files[folder / "index.html"] = page(root, diffs, collections)
-    path = folder / "walkthrough.ipynb"
-    files[path] = notebook(path, diffs)
+    files[folder / "index.html"] = render(root, diffs, collections)
+    book = folder / "walkthrough.ipynb"
+    files[book] = write_book(book, diffs)
+    for kind, members in collections.items():
+        files |= {root / patch.path: patch.text for patch in members}
+        files[root / kind / "README.md"] = index(kind, collections)
     return files
 
 

@@ -9,16 +9,15 @@ import sys
 
 import check
 import check_run
-import patches
 import pytest
 from check_rules import BROKEN, FAIL, PASS, RULES
 from support.jobs import free_port
 from support.results import same_bits
-from support.scripts import LONG, ROOT, SCRIPT, SMALL, on_screen, write
+from support.scripts import LONG, ROOT, SCRIPT, SMALL, on_screen, page, text_of, write
 
 EVERYTHING = pytest.mark.everything
 HERE = ROOT / "tests"
-PITFALLS = ROOT / "diffs" / "pitfalls"
+PITFALLS = ROOT / "pitfalls"
 FAILS = {  # pitfall: what is said of the rules that it fails
     "accumulation_undivided": {"gradients": "4 batches all-reduce their gradients"},
     "accumulation_without_no_sync": {"gradients": "4 batches all-reduce their gradients"},
@@ -189,14 +188,8 @@ def test_our_last_step_passes_the_drill(plan_of_05):
 # ---------------------------------------------------------------- pitfalls
 
 
-def read(name):
-    return patches.read(ROOT, PITFALLS / f"{name}.diff")
-
-
-def broken(tmp_path, name):
-    path = tmp_path / read(name).new
-    path.write_text(read(name).result, encoding="utf-8")
-    return path
+def broken(tmp_path, name, *changes):
+    return write(tmp_path / f"{name}.py", text_of(f"pitfalls/{name}"), changes)
 
 
 @pytest.mark.parametrize(
@@ -212,17 +205,16 @@ def test_pitfall(tmp_path, plan_of_05, name):
     assert failed(named(check.judge(plan_of_05.undisturbed))) == []
     for rule, said in FAILS[name].items():
         assert re.search(said, verdicts[rule].text)
-    if f"test_pitfall[{name}]" in read(name).tests:  # without a test of its own
+    if f"`test_pitfall[{name}]`" in page(f"pitfalls/{name}"):  # without a test of its own
         assert all(text in run.output for text in on_screen(f"pitfalls/{name}")), run.output
-    page = (PITFALLS / "README.md").read_text(encoding="utf-8")
     links = [verdict.pitfall for verdict in verdicts.values() if verdict.pitfall]
-    assert all(f'id="pitfall-{link}"' in page for link in links)
+    assert all((PITFALLS / f"{link.replace('-', '_')}.md").exists() for link in links)
 
 
 @EVERYTHING
 @pytest.mark.parametrize("name", REMEDIES)
 def test_remedy(tmp_path, name):
-    path = write(tmp_path / read(name).new, read(name).result, [REMEDIES[name]])
+    path = broken(tmp_path, name, REMEDIES[name])
     run, verdicts = judged(path, "2", *SMALL)
     assert failed(verdicts) == [], run.output
     assert name != "same_augmentation" or verdicts["randomness"].status == PASS
@@ -247,9 +239,8 @@ def table():
     found = {name: "; ".join(titles[rule] for rule in rules) for name, rules in FAILS.items()}
     found |= {name: f"`--drill {drill}`" for name, drill in DRILLED.items()}
     for name, fails in sorted(found.items()):
-        page = f"../diffs/pitfalls/README.md#pitfall-{name.replace('_', '-')}"
-        lines.append(f"| [{name}]({page}) | {fails} |")
-    every = {path.stem for path in PITFALLS.glob("*.diff")}
+        lines.append(f"| [{name}](../pitfalls/{name}.md) | {fails} |")
+    every = {path.stem for path in PITFALLS.glob("*.md")} - {"README"}
     unseen = ", ".join(f"{name}" for name in sorted(every - {*found}))
     return "\n".join([*lines, "", f"Not seen: {unseen}."])
 

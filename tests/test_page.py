@@ -104,7 +104,7 @@ def test_all_recipes_and_pitfalls_are_shown(visit):
     page = visit()
     for kind in patches.KINDS:
         page.get_by_role("navigation").get_by_role("link", name=kind.capitalize()).click()
-        members = patches.patches(ROOT, kind)
+        members = patches.collect(ROOT, kind)
         shown = page.locator("article:visible")
         expect(shown).to_have_count(len(members))
         for patch in members:

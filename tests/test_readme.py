@@ -9,7 +9,8 @@ from support.results import shape
 from support.scripts import ON_PATH, ROOT, SCRIPT, SCRIPTS
 
 MARKS = (("-", "01"), ("+", "05"))
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("*/README.md")), *ROOT.glob("diffs/*/README.md")]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("*/README.md"))]
+PAGES += sorted({*ROOT.glob("recipes/*.md"), *ROOT.glob("pitfalls/*.md")} - {*PAGES})
 README = PAGES[0].read_text(encoding="utf-8")
 SHOWN = re.findall(r"^```console\n\$ (.+)\n((?:.*\n)*?)```$", README, re.MULTILINE)
 
@@ -56,7 +57,7 @@ def test_the_way_in_is_short():
     assert len(README.splitlines()) <= 350
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
@@ -71,7 +72,7 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors or f'id="{anchor}"' in path.read_text("utf-8"), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_tests_it_names_exist(page):
     tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py"))
     for name in re.findall(r"`(test_\w+)[`\[]", page.read_text(encoding="utf-8")):

@@ -4,12 +4,11 @@ import re
 import shutil
 import sys
 
-import patches
 import pytest
 import torch
 from support.jobs import finished, run
 from support.results import accuracy, error_lines, losses, resumed, same_bits, weights
-from support.scripts import DOUBLE, ROOT, SMALL, forked, on_screen, patched
+from support.scripts import DOUBLE, SMALL, forked, on_screen, page, patched
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 EVERYTHING = pytest.mark.everything
@@ -162,8 +161,8 @@ def test_fsdp2_wants_contiguous_parameters(tmp_path):
 
 def sharding():
     """Return the changes of fsdp2 that have nothing to do with checkpoints."""
-    path = ROOT / "diffs" / "recipes" / "fsdp2.diff"
-    hunks = path.read_text(encoding="utf-8").partition("\n@@")[2].split("\n@@")
+    _, _, diff = page("recipes/fsdp2").partition("\n@@")
+    hunks = diff.partition("\n```")[0].split("\n@@")
     ddp = "from torch.nn.parallel import DistributedDataParallel as DDP\n"
     yield ddp, "from torch.distributed.fsdp import fully_shard\n"
     for hunk in hunks:
@@ -335,8 +334,7 @@ def test_export(tmp_path):
     """The code in the note reads the file without a process group, and as many digits."""
     job = finished(forked(patched(tmp_path, "recipes/export"), *ONE), tmp_path)
     shutil.move(tmp_path / "05_gather_eval.py", tmp_path / "export.py")
-    note = patches.read(ROOT, ROOT / "diffs" / "recipes" / "export.diff").why
-    [code] = re.findall("^```python\n(.*?)^```$", note, re.MULTILINE | re.DOTALL)
+    [code] = re.findall("^```python\n(.*?)^```$", page("recipes/export"), re.M | re.S)
     (tmp_path / "read.py").write_text(code, encoding="utf-8")
     reader = finished([sys.executable, "read.py"], tmp_path)
     _, correct, total = accuracy(job)

@@ -4,7 +4,6 @@ import math
 import re
 from types import ModuleType
 
-import patches
 import pytest
 import torch
 from support.gpus import GPUS, ON_GPUS
@@ -13,7 +12,6 @@ from support.results import error_lines, resumed, said, same_bits, weights
 from support.scripts import (
     DOUBLE,
     END,
-    ROOT,
     SMALL,
     arguments,
     build_trainer,
@@ -25,6 +23,7 @@ from support.scripts import (
     on_each_rank,
     on_screen,
     patched,
+    text_of,
 )
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -65,7 +64,7 @@ def saved(job, name):
 def module(name):
     """Import a recipe."""
     recipe = ModuleType(name)
-    exec(patches.read(ROOT, ROOT / "diffs" / "recipes" / f"{name}.diff").result, recipe.__dict__)
+    exec(text_of(f"recipes/{name}"), recipe.__dict__)
     return recipe
 
 

@@ -20,6 +20,9 @@ TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 ON_PATH = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 SMALL = ("--batch-size=64", "--width=4")  # trains in a second, for tests of anything but learning
 LONG = ("4", *SMALL)  # enough epochs to interrupt
+NEEDS_PATCH = pytest.mark.skipif(
+    not shutil.which("patch"), reason="needs the program: apt-get install patch"
+)
 
 # ---------------------------------------------------------------- commands
 
@@ -64,7 +67,7 @@ def patched(tmp_path, name, *changes):
 
 def page(name):
     """Return the text of the page that is a patch."""
-    return (ROOT / "diffs" / f"{name}.diff").read_text(encoding="utf-8")
+    return (ROOT / f"{name}.md").read_text(encoding="utf-8")
 
 
 def step_of(name):
@@ -84,7 +87,8 @@ def text_of(name):
 
 def on_screen(name):
     """Return what the symptoms of a recipe or pitfall quote from the screen."""
-    rows = re.findall(r"^Symptom: (.+)$", page(name), re.MULTILINE)
+    _, _, table = page(name).partition("| What you see |")
+    _, *rows = re.findall(r"^\| (.+?) \|", table.partition("\n\n")[0], re.MULTILINE)
     return [text for symptom in rows for text in re.findall(r"`([^`]+)`", symptom)]
 
 
