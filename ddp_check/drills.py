@@ -9,6 +9,7 @@ from itertools import chain
 
 import psutil
 import torch
+
 from ddp_check.passes import epochs
 from ddp_check.protocol import STEPS
 from ddp_check.rules import FAIL, NONE, PASS, UNSEEN, Verdict, it_ends, lowest, safe_loads
