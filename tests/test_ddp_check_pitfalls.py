@@ -126,6 +126,5 @@ def table():
 
 
 def test_the_table_is_on_the_page():
-    # To print it, in this folder: PYTHONPATH=.. python -c "import test_ddp_check_pitfalls as test
-    # print(test.table())"
+    """To write it anew, print what `table` returns."""
     assert table() in (ROOT / "ddp_check" / "README.md").read_text(encoding="utf-8")
