@@ -8,11 +8,11 @@ import sys
 
 import pytest
 import torch
-from support.checker import drill_passes, failed, judged, named, passed
+from support.checker import drill_passes, failed, fork_ranks, judged, named, passed
 from support.generator import generate
 from support.jobs import finished
 from support.results import epochs, losses
-from support.scripts import ROOT, SCRIPT, TORCHRUN, edit, write
+from support.scripts import ROOT, SCRIPT, edit, forked, write
 from support.slurm import ON_A_CLUSTER
 
 from ddp_check.drills import DRILLS
@@ -47,10 +47,6 @@ def parts(job):
     return float(loss), text
 
 
-def torchrun(script, *arguments, nprocs=2):
-    return [TORCHRUN, "--standalone", f"--nproc-per-node={nprocs}", script, *arguments]
-
-
 # ---------------------------------------------------------------- the script, and the solution
 
 
@@ -69,13 +65,13 @@ def test_two_ranks_follow_one_with_twice_the_batch(tmp_path, solution):
     alone = tmp_path / "alone"
     alone.mkdir()
     one = finished([sys.executable, small(alone, "train.py", 16), "6"], alone)
-    two = finished(torchrun(solution, "6"), tmp_path)
+    two = finished(forked(solution, "6"), tmp_path)
     assert epochs(one) == epochs(two) == [1, 2, 3, 4, 5, 6]
     for ours, theirs in zip(losses(two), losses(one)):
         assert float(ours) == pytest.approx(float(theirs), rel=0.04)
     assert parts(two)[0] == pytest.approx(parts(one)[0], rel=0.04)
     assert len(parts(two)[1]) == 301
-    more = finished(torchrun(solution, "7", nprocs=1), alone)
+    more = finished(forked(solution, "7", nprocs=1), alone)
     assert more.stdout.startswith("resuming from gpt.pt after epoch 6\nepoch 7  loss ")
     assert parts(more)[0] < parts(one)[0]
     saved = torch.load(alone / "gpt.pt", weights_only=True)["optimizer"]
@@ -156,7 +152,8 @@ def test_a_stale_page_is_noticed(copy):
 
 @EVERYTHING
 @pytest.mark.usefixtures("own_folder")
-def test_the_checker_says_what_is_shown(tmp_path):
+def test_the_checker_says_what_is_shown(tmp_path, monkeypatch):
+    fork_ranks(monkeypatch)
     _, verdicts = judged(small(tmp_path, "train.py", 8), "2")
     titles = {rule.__name__: rule.__doc__ for rule in RULES}
     fails = [line(titles[name], verdicts[name]).splitlines()[0] for name in failed(verdicts)]

@@ -1,12 +1,13 @@
 """The checker, as its tests call it."""
 
 import pytest
+from support import server
 from support.once import once
 from support.scripts import LONG, SCRIPT
 
 from ddp_check.report import conclude, judge, perform, planned
 from ddp_check.rules import BROKEN, FAIL, PASS, RULES
-from ddp_check.run import Plan
+from ddp_check.run import LAUNCHERS, Plan
 
 
 @pytest.fixture
@@ -14,6 +15,15 @@ def own_folder(tmp_path, monkeypatch):
     """Run in a folder of its own: the checker looks for a script's files in the current one."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def fork_ranks(monkeypatch):
+    """Let the checker fork a script's ranks where it would start torchrun: a third of the time.
+
+    They have imported everything before the script does, and a signal to all of them kills them.
+    """
+    *words, _ = server.command("script", nprocs="NPROC")
+    monkeypatch.setitem(LAUNCHERS, "torchrun", [str(word) for word in words])
 
 
 def plan_of(step, folder, nproc=2):
