@@ -1,19 +1,17 @@
 """The options of the test suite, and the fixtures that several files use."""
 
-import hashlib
 import os
-import pickle
 import signal
 import subprocess
 import tempfile
 import zlib
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from filelock import FileLock
+from support.checker import own_folder  # noqa: F401  # a fixture
 from support.generator import copy  # noqa: F401  # a fixture
 from support.jobs import finished
+from support.once import FOLDER, once
 from support.scripts import ROOT, SCRIPT, SMALL, command, edited, forked, patched
 from support.slurm import clone, cluster, gated, submit  # noqa: F401  # fixtures
 
@@ -21,7 +19,6 @@ from support.slurm import clone, cluster, gated, submit  # noqa: F401  # fixture
 # of control groups.
 EXPECTED_SKIPS = ("[nccl-", "test_out_of_memory")
 TURNS = 3  # how many runs of --everything it takes until each repetition has had its turn
-TRAINED = "DDP_LADDER_TRAINED"  # the folder of what was trained; tests that run tests share it
 
 # ---------------------------------------------------------------- what runs
 
@@ -41,10 +38,10 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "everything: takes minutes, runs only with --everything")
     config.addinivalue_line("markers", "repetition: takes turns with its like in --everything")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
-    if TRAINED not in os.environ:
+    if FOLDER not in os.environ:
         folder = tempfile.TemporaryDirectory(prefix="trained-")
         config.add_cleanup(folder.cleanup)
-        os.environ[TRAINED] = folder.name
+        os.environ[FOLDER] = folder.name
 
 
 def turn():
@@ -97,17 +94,6 @@ def pytest_runtest_makereport(item):
 
 
 # ---------------------------------------------------------------- training
-
-
-def once(key, make):
-    """Return what `make(folder)` returns, made once for all workers of pytest-xdist."""
-    name = Path(os.environ[TRAINED], hashlib.sha256(repr(key).encode()).hexdigest())
-    with FileLock(f"{name}.lock", timeout=600):
-        done = name / ".result"
-        if not done.exists():
-            name.mkdir(exist_ok=True)
-            done.write_bytes(pickle.dumps(make(name)))
-        return pickle.loads(done.read_bytes())
 
 
 @pytest.fixture(scope="session")

@@ -6,16 +6,18 @@ import re
 import shutil
 import sys
 
-import check
 import pytest
 import torch
-from check_rules import FAIL, PASS, RULES
+from support.checker import drill_passes, failed, fork_ranks, judged, named, passed
 from support.generator import generate
 from support.jobs import finished
 from support.results import epochs, losses
-from support.scripts import ROOT, SCRIPT, TORCHRUN, edit, write
+from support.scripts import ROOT, SCRIPT, edit, forked, write
 from support.slurm import ON_A_CLUSTER
-from test_check import drills_pass
+
+from ddp_check.drills import DRILLS
+from ddp_check.report import judge, line, planned
+from ddp_check.rules import RULES
 
 EVERYTHING = pytest.mark.everything
 FOLDER = ROOT / "exercise"
@@ -34,10 +36,8 @@ def small(folder, name, batch):
 
 
 @pytest.fixture
-def solution(tmp_path, monkeypatch):
+def solution(tmp_path, own_folder):
     """A small version of the solution, in a folder of its own, which is the current one."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return small(tmp_path, "solution.py", 8)
 
 
@@ -45,10 +45,6 @@ def parts(job):
     """Return the held-out loss and the text at the end of an output."""
     loss, text = re.search(r"^held-out loss ([\d.]+)\n((?s:.*))\n\Z", job.stdout, re.M).groups()
     return float(loss), text
-
-
-def torchrun(script, *arguments, nprocs=2):
-    return [TORCHRUN, "--standalone", f"--nproc-per-node={nprocs}", script, *arguments]
 
 
 # ---------------------------------------------------------------- the script, and the solution
@@ -69,13 +65,13 @@ def test_two_ranks_follow_one_with_twice_the_batch(tmp_path, solution):
     alone = tmp_path / "alone"
     alone.mkdir()
     one = finished([sys.executable, small(alone, "train.py", 16), "6"], alone)
-    two = finished(torchrun(solution, "6"), tmp_path)
+    two = finished(forked(solution, "6"), tmp_path)
     assert epochs(one) == epochs(two) == [1, 2, 3, 4, 5, 6]
     for ours, theirs in zip(losses(two), losses(one)):
         assert float(ours) == pytest.approx(float(theirs), rel=0.04)
     assert parts(two)[0] == pytest.approx(parts(one)[0], rel=0.04)
     assert len(parts(two)[1]) == 301
-    more = finished(torchrun(solution, "7", nprocs=1), alone)
+    more = finished(forked(solution, "7", nprocs=1), alone)
     assert more.stdout.startswith("resuming from gpt.pt after epoch 6\nepoch 7  loss ")
     assert parts(more)[0] < parts(one)[0]
     saved = torch.load(alone / "gpt.pt", weights_only=True)["optimizer"]
@@ -85,14 +81,15 @@ def test_two_ranks_follow_one_with_twice_the_batch(tmp_path, solution):
 @EVERYTHING
 def test_the_checker_passes_the_solution(solution):
     """All rules, and all drills."""
-    with check.planned(solution, ["15"], 2, 300, None) as plan:
-        verdicts = check.judge(plan.undisturbed)
-        found = {rule.__name__: verdict.status for rule, (_, verdict) in zip(RULES, verdicts)}
-        assert FAIL not in found.values(), (verdicts, plan.undisturbed.output)
-        seen = {name for name, status in found.items() if status == PASS}
-        assert seen >= {"one_group", "shards", "new_order", "gradients", "progress", "files"}
-        assert seen >= {"the_same_model", "evaluation", "collectives", "printed_loss"}
-        drills_pass(plan, check.DRILLS)
+    with planned(solution, ["15"]) as plan:
+        verdicts = named(judge(plan.undisturbed))
+        assert failed(verdicts) == [], (verdicts, plan.undisturbed.output)
+        assert passed(verdicts) >= {
+            *("one_group", "shards", "new_order", "mean_gradients", "progress", "one_writer"),
+            *("the_same_model", "evaluation", "same_collectives", "printed_loss"),
+        }
+        for name in DRILLS:
+            drill_passes(plan, name)
 
 
 def definitions(path):
@@ -154,10 +151,12 @@ def test_a_stale_page_is_noticed(copy):
 
 
 @EVERYTHING
+@pytest.mark.usefixtures("own_folder")
 def test_the_checker_says_what_is_shown(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    _, verdicts = check.check(small(tmp_path, "train.py", 8), ["2"])
-    fails = [check.line(*one).splitlines()[0] for one in verdicts if one[1].status == FAIL]
-    (shown,) = re.findall(r"check\.py exercise/train\.py 2 \| grep FAIL\n((?:FAIL.*\n)+)", PAGE)
+    fork_ranks(monkeypatch)
+    _, verdicts = judged(small(tmp_path, "train.py", 8), "2")
+    titles = {rule.__name__: rule.__doc__ for rule in RULES}
+    fails = [line(titles[name], verdicts[name]).splitlines()[0] for name in failed(verdicts)]
+    (shown,) = re.findall(r"ddp_check exercise/train\.py 2 \| grep FAIL\n((?:FAIL.*\n)+)", PAGE)
     said, shown = (re.sub(r"\d+ samples", "# samples", text) for text in ("\n".join(fails), shown))
     assert said == shown.rstrip("\n")

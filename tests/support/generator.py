@@ -16,7 +16,8 @@ def generate(root, *words):
 
 def copy_to(folder):
     """Copy what the generator and the scripts' tests read."""
-    for name in ("diffs", "exercise", "pitfalls", "recipes", "slurm", "tests"):
+    names = ("ddp_check", "diffs", "exercise", "pitfalls", "recipes", "slurm", "tests")
+    for name in names:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in (*SCRIPTS, ROOT / "pyproject.toml"):
         shutil.copy(path, folder)

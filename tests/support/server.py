@@ -139,6 +139,9 @@ def become(argv):
     import numpy as np
 
     np.random.seed()  # as in a process that imports it itself; Python's random does it, too
+    for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        if (path := Path(folder, "sitecustomize.py")).exists():
+            runpy.run_path(str(path))
     if argv[0] == "-m":
         sys.argv, sys.path[0] = argv[1:], os.getcwd()
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)

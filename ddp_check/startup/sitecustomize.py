@@ -5,6 +5,15 @@ import importlib.util
 import os
 import sys
 
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+def observe():
+    sys.path.insert(0, ROOT)  # only for now: the script finds its own modules
+    import ddp_check.observer  # noqa: F401
+
+    sys.path.remove(ROOT)
+
 
 class AfterTorch(importlib.abc.MetaPathFinder):
     """Starts to observe when the script has imported torch, and no sooner."""
@@ -18,11 +27,14 @@ class AfterTorch(importlib.abc.MetaPathFinder):
 
         def load_and_observe(module):
             load(module)
-            import observe  # noqa: F401
+            observe()
 
         spec.loader.exec_module = load_and_observe
         return spec
 
 
 if "DDP_CHECK" in os.environ and "resource_tracker" not in str(sys.orig_argv):
-    sys.meta_path.insert(0, AfterTorch())
+    if "torch" in sys.modules:  # this process was forked by one that has imported it
+        observe()
+    else:
+        sys.meta_path.insert(0, AfterTorch())

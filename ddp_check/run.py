@@ -1,11 +1,10 @@
-"""Runs a script under observation, for check.py."""
+"""Runs a script under observation."""
 
 import contextlib
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -15,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-HERE = Path(__file__).resolve().parent
-STACKS = signal.SIGRTMIN + 5  # as in observer/observe.py
+from ddp_check.protocol import HERE, STACKS, VARIABLE, Task
+
 CHECKPOINT = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".new", ".interrupted")
 STARTS = r"\bspawn\(|\bstart_processes\(|\bProcess\(\s*target"  # processes of its own
 ASKS_TORCHRUN = r"""(environ(\.get)?|getenv)[\[(]["'](LOCAL_)?RANK["'](\](?!\s*=[^=])|[,)])"""
@@ -83,7 +82,7 @@ class Run:
 
 LAUNCHERS = {  # how the script is started, before its name and arguments
     "python": [sys.executable],  # it starts its processes itself
-    "srun": [sys.executable, str(HERE / "observer" / "srun.py"), "NPROC"],
+    "srun": [sys.executable, str(HERE / "srun.py"), "NPROC"],
     "torchrun": [
         sys.executable,
         "-m",
@@ -188,20 +187,13 @@ def observe(command, nproc, timeout, cwd, during=None, scale=0, translate=False)
     number = len(list(cwd.parent.glob(f"{cwd.name}.run*")))
     events = cwd.with_name(f"{cwd.name}.run{number}")
     events.mkdir()
-    path = os.pathsep.join([str(HERE / "observer"), os.environ.get("PYTHONPATH", "")])
-    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    env |= {"PYTHONPATH": path.rstrip(os.pathsep), "DDP_CHECK": str(events)}
-    env |= {"DDP_CHECK_CWD": f"{cwd}{os.sep}", "CUDA_VISIBLE_DEVICES": ""}
-    env |= {"PYTHONDONTWRITEBYTECODE": "1"}
-    env |= {"DDP_CHECK_SCALE": str(scale), "DDP_CHECK_NPROC": str(nproc)}
-    env |= {"DDP_CHECK_TRANSLATE": "1"} if translate else {}
-    env.setdefault("OMP_NUM_THREADS", "1")
+    task = Task(str(events), f"{cwd}{os.sep}", nproc, scale, translate)
     run, start = Run(nproc, events), time.monotonic()
     with open(events / "output", "w+", encoding="utf-8", errors="replace") as output:
         process = subprocess.Popen(
             command,
             cwd=cwd,
-            env=env,
+            env=environment(task),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -218,13 +210,23 @@ def observe(command, nproc, timeout, cwd, during=None, scale=0, translate=False)
         run.seconds = time.monotonic() - start
         output.seek(0)
         run.output = output.read()
-    run.ranks = {rank: found for rank, (_, found) in ranks(events).items()}
+    run.ranks = {rank: found for rank, (_, found) in reports(events).items()}
     busy = [event["time"] for event in run.all("batch", "step")]
     run.idle = start + run.seconds - max(busy, default=start)
     return run
 
 
-def ranks(events):
+def environment(task):
+    """Return the environment of a script with this task: observed, without GPUs or Slurm."""
+    path = os.pathsep.join([str(HERE / "startup"), os.environ.get("PYTHONPATH", "")])
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    env |= {VARIABLE: str(task), "PYTHONPATH": path.rstrip(os.pathsep)}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    env.setdefault("OMP_NUM_THREADS", "1")
+    return env
+
+
+def reports(events):
     """Return process ID and events of each rank.
 
     A process has the rank with which it joined a process group or, before that, the one that its
@@ -244,7 +246,7 @@ def ranks(events):
 
 def look(events):
     """Return the stack of each rank."""
-    pids = {rank: pid for rank, (pid, _) in ranks(events).items()}
+    pids = {rank: pid for rank, (pid, _) in reports(events).items()}
     for pid in pids.values():
         with contextlib.suppress(ProcessLookupError):  # it may have ended
             os.kill(pid, STACKS)
@@ -255,10 +257,20 @@ def look(events):
     }
 
 
-def kill_all(process, events):
-    """Kill the command and all of its descendants, torchrun's workers included."""
+def processes(events):
+    """Return the processes that report to this folder: a command and all of its descendants."""
+    found = []
     for candidate in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if candidate.environ().get("DDP_CHECK") == str(events):
-                candidate.kill()
+            asked = candidate.environ().get(VARIABLE)
+            if asked and json.loads(asked)["events"] == str(events):
+                found.append(candidate)
+    return found
+
+
+def kill_all(process, events):
+    """Kill the command and all of its descendants, torchrun's workers included."""
+    for candidate in processes(events):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            candidate.kill()
     process.wait()

@@ -1,4 +1,4 @@
-"""The drills of check.py: what a run that is killed, stopped or resized ends with."""
+"""The drills: what a run that is killed, stopped or resized ends with."""
 
 import contextlib
 import os
@@ -9,27 +9,19 @@ from itertools import chain
 
 import psutil
 import torch
-from check_rules import (
-    FAIL,
-    NONE,
-    PASS,
-    UNSEEN,
-    Verdict,
-    first,
-    it_ends,
-    loads,
-    samples,
-    trained,
-)
-from check_run import kill_all, ranks
 
-STEPS = 3  # as in observer/observe.py
+from ddp_check.passes import epochs
+from ddp_check.protocol import STEPS
+from ddp_check.rules import FAIL, NONE, PASS, UNSEEN, Verdict, it_ends, lowest, safe_loads
+from ddp_check.run import kill_all, processes, reports
+
 TOLERANCE = 1e-6
+GOES_ON, SAME_SAMPLES = "it goes on", "each step has the same samples"  # titles of verdicts
 
 
 def steps_of(run):
     """Return how many steps the optimizers of the lowest rank have taken."""
-    return len(first(run.of("step")))
+    return len(lowest(run.of("step")))
 
 
 def saved_steps(run):
@@ -41,7 +33,7 @@ def wait_for_a_save(process, events, end):
     """Wait for a step after a save; return the seconds from the first step to that one."""
     start = None
     while time.monotonic() < end and process.poll() is None:
-        for _, found in ranks(events).values():
+        for _, found in reports(events).values():
             kinds = [event["kind"] for event in found]
             if "step" in kinds:
                 start = start or time.monotonic()
@@ -54,7 +46,7 @@ def wait_for_a_save(process, events, end):
 def kill_one(process, events, end):
     """Kill a rank at a random moment after the first save, and soon, or it may be over."""
     time.sleep(random.uniform(0, min(1, wait_for_a_save(process, events, end))))
-    found = ranks(events)
+    found = reports(events)
     if found and process.poll() is None:
         pid, _ = found[random.choice(list(found))]
         with contextlib.suppress(ProcessLookupError):
@@ -64,10 +56,9 @@ def kill_one(process, events, end):
 def stop_all(process, events, end):
     """Tell all processes to stop, as Slurm does."""
     wait_for_a_save(process, events, end)
-    for candidate in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if candidate.environ().get("DDP_CHECK") == str(events):
-                candidate.terminate()
+    for candidate in processes(events):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            candidate.terminate()
 
 
 def end_after_some_steps(nproc):
@@ -75,7 +66,7 @@ def end_after_some_steps(nproc):
 
     def wait(process, events, end):
         while time.monotonic() < end and process.poll() is None:
-            found = [[event["kind"] for event in of] for _, of in ranks(events).values()]
+            found = [[event["kind"] for event in of] for _, of in reports(events).values()]
             if len(found) == nproc and min(kinds.count("step") for kinds in found) > STEPS:
                 return kill_all(process, events)
             time.sleep(0.05)
@@ -95,7 +86,7 @@ def compare(plan, resumed):
     if any(name not in again or not torch.equal(one[name], again[name]) for name in one):
         return Verdict(UNSEEN, "two undisturbed runs differ, too: seed the script")
     text = f"{len(differing)} of {len(one)} tensors differ{apart_by(one, other, differing)}"
-    return Verdict(FAIL, f"{text}; the first is {differing[0]}", "", "resume-without-optimizer")
+    return Verdict(FAIL, f"{text}; the first is {differing[0]}", "", "resume_without_optimizer")
 
 
 def apart_by(one, other, names):
@@ -151,17 +142,17 @@ def kill(plan):
     interrupted = plan.run("interrupted", during=kill_one)
     resumed, verdict, lost = go_on(plan, interrupted)
     if verdict.status != PASS:
-        return [("it goes on", verdict)]
+        return [(GOES_ON, verdict)]
     again = steps_of(interrupted) - saved_steps(interrupted)
     most = Verdict(PASS, f"{lost} steps are repeated, of {again} since the last save")
     if lost > again:
         text = f"{lost} steps are repeated, although {lost - again} of them were saved"
-        most = Verdict(FAIL, text, "", "epoch-starts-again")
+        most = Verdict(FAIL, text, "", "epoch_starts_again")
     return [
-        ("it goes on", verdict),
+        (GOES_ON, verdict),
         ("no saved step is repeated", most),
         ("it ends alike", compare(plan, resumed)),
-        (loads.__doc__, loads(resumed)),
+        (safe_loads.__doc__, safe_loads(resumed)),
     ]
 
 
@@ -170,39 +161,46 @@ def sigterm(plan):
     interrupted = plan.run("stopped", during=stop_all)
     if not interrupted.all("handler"):
         saved = saved_steps(interrupted)
-        lost = "all steps" if saved is None else f"{steps_of(interrupted) - saved} steps"
-        return [("it goes on", Verdict(NONE, f"nothing handles SIGTERM: {lost} are lost"))]
+        steps = "all steps" if saved is None else f"{steps_of(interrupted) - saved} steps"
+        return [(GOES_ON, Verdict(NONE, f"nothing handles SIGTERM: {steps} are lost"))]
     resumed, verdict, lost = go_on(plan, interrupted)
     if verdict.status != PASS:
-        return [("it goes on", verdict)]
+        return [(GOES_ON, verdict)]
     if lost:
-        lost = Verdict(FAIL, f"{lost} steps are lost")
-        return [("it goes on", verdict), ("no step is lost", lost)]
-    none = ("no step is lost", Verdict(PASS, "none"))
-    return [("it goes on", verdict), none, ("it ends alike", compare(plan, resumed))]
+        return [(GOES_ON, verdict), ("no step is lost", Verdict(FAIL, f"{lost} steps are lost"))]
+    return [
+        (GOES_ON, verdict),
+        ("no step is lost", Verdict(PASS, "none")),
+        ("it ends alike", compare(plan, resumed)),
+    ]
 
 
 def world_size(plan):
     """N processes train as one with a batch N times as large"""
-    same = "each step has the same samples"
     many = plan.run("many", scale=1, during=end_after_some_steps(plan.nproc))
-    if not (many.folder / "step1").exists():
-        return [(same, Verdict(UNSEEN, not_kept(many)))]
+    if not kept(many):
+        return [(SAME_SAMPLES, Verdict(UNSEEN, not_kept(many)))]
     one = plan.run("one", nproc=1, scale=plan.nproc, during=end_after_some_steps(1))
     if len(one.ranks) != 1 or len(many.ranks) != plan.nproc:
         text = f"asked for 1 and {plan.nproc} processes, the script starts"
-        return [(same, Verdict(UNSEEN, f"{text} {len(one.ranks)} and {len(many.ranks)}"))]
-    if not (one.folder / "step1").exists():
-        return [(same, Verdict(UNSEEN, f"in one process: {not_kept(one)}"))]
+        text += f" {len(one.ranks)} and {len(many.ranks)}"
+        return [(SAME_SAMPLES, Verdict(UNSEEN, text))]
+    if not kept(one):
+        return [(SAME_SAMPLES, Verdict(UNSEEN, f"in one process: {not_kept(one)}"))]
     verdict = same_samples(many, one)
     if verdict.status != PASS:
-        return [(same, verdict)]
+        return [(SAME_SAMPLES, verdict)]
     results = [same_gradients(many, one), same_weights(many, one)]
     reason = by_process(many)
     if reason and FAIL in {result.status for result in results}:
         results = [Verdict(UNSEEN, reason)] * 2
     titles = ("the gradients agree", "the weights agree")
-    return [(same, verdict), *zip(titles, results)]
+    return [(SAME_SAMPLES, verdict), *zip(titles, results)]
+
+
+def kept(run):
+    """Return whether a model was kept to compare."""
+    return (run.folder / "step1").exists()
 
 
 def not_kept(run):
@@ -214,7 +212,7 @@ def not_kept(run):
 
 def by_process(run):
     """Return why the gradients of a right script may depend on the number of processes."""
-    drawn = {step["random"] for epoch in trained(run)[:1] for step in first(epoch)["steps"]}
+    drawn = {step["random"] for epoch in epochs(run)[:1] for step in lowest(epoch).steps}
     if len(drawn) > 1:
         return "the script draws random numbers, such as dropout's, while it trains"
     if any(wrap["buffers"] for wrap in run.all("wrap")):
@@ -224,29 +222,26 @@ def by_process(run):
 
 def same_samples(many, one):
     """Return the verdict on the samples in the first steps of both runs."""
-    epochs = [trained(run)[:1] for run in (many, one)]
-    if not all(epochs):
+    if not epochs(many) or not epochs(one):
         return Verdict(UNSEEN, "no DataLoader was used to train")
-    if None in (samples(p) for (epoch,) in epochs for p in epoch.values()):
+    pair = [list(epochs(run)[0].values()) for run in (many, one)]
+    if any(of.samples() is None for ranks in pair for of in ranks):
         return Verdict(UNSEEN, "the samples have no index")
-    batches = [
-        [[batch["base"] for batch in of["batches"]] for of in epoch.values()] for (epoch,) in epochs
-    ]
-    steps = min(STEPS, *(len(of) for ranks in batches for of in ranks))
+    steps = min(STEPS, *(len(of.batches) for ranks in pair for of in ranks))
     for step in range(steps):
-        several, alone = (sorted(chain(*(of[step] for of in ranks))) for ranks in batches)
-        if several != alone:
-            text = (
-                f"step {step + 1} has others: the data is not dealt out as DistributedSampler does"
-            )
-            return Verdict(UNSEEN, text)
+        ours, theirs = (
+            sorted(chain(*(of.batches[step]["base"] for of in ranks))) for ranks in pair
+        )
+        if ours != theirs:
+            text = f"step {step + 1} has others: the data is not dealt out"
+            return Verdict(UNSEEN, f"{text} as DistributedSampler does")
     return Verdict(PASS, f"in the first {steps} steps")
 
 
-def kept(run, step):
+def models(run, step):
     """Return parameters and gradients of rank 0 before a step: {name: (parameter, gradient)}."""
-    models = torch.load(run.folder / f"step{step}", weights_only=True)
-    return {name: (value, gradient) for model in models for name, value, gradient in model}
+    found = torch.load(run.folder / f"step{step}", weights_only=True)
+    return {name: (value, gradient) for model in found for name, value, gradient in model}
 
 
 def apart(one, other):
@@ -258,9 +253,9 @@ def apart(one, other):
 
 def same_gradients(many, one):
     """Return the verdict on the gradients of the first step, and name the first that differs."""
-    several, alone = kept(many, 1), kept(one, 1)
-    for name, (_, gradient) in several.items():
-        other = alone[name][1]
+    ours, theirs = models(many, 1), models(one, 1)
+    for name, (_, gradient) in ours.items():
+        other = theirs[name][1]
         if gradient is None or other is None:
             continue
         if (far := apart(gradient, other)) > TOLERANCE:
@@ -273,8 +268,8 @@ def same_gradients(many, one):
 def same_weights(many, one):
     """Return the verdict on the weights after the first steps."""
     step = min(STEPS, steps_of(many), steps_of(one))
-    several, alone = kept(many, step), kept(one, step)
-    far = {name: apart(value, alone[name][0]) for name, (value, _) in several.items()}
+    ours, theirs = models(many, step), models(one, step)
+    far = {name: apart(value, theirs[name][0]) for name, (value, _) in ours.items()}
     name = max(far, key=far.get)
     if far[name] > TOLERANCE:
         return Verdict(FAIL, f"after {step - 1} steps, {name} is off by {far[name]:.1e}")

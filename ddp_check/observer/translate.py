@@ -4,12 +4,13 @@ import os
 
 import torch
 import torch.distributed as dist
-from observe import called_by_script, say, watch, where
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import dataloader
+
+from ddp_check.observer.report import TASK, called_by_script, say, watch, where
 
 CPU = torch.device("cpu")
 said = set()
@@ -40,10 +41,10 @@ class OnTheCPU(TorchFunctionMode):
         if func is Tensor.pin_memory:
             return args[0]
         if func in (Tensor.to, torch._C._nn._parse_to):  # a number is that of a GPU
-            first = 1 if func is Tensor.to else 0
-            if len(args) > first and type(args[first]) is int:
-                translated(f".to({args[first]})")
-                args = (*args[:first], CPU, *args[first + 1 :])
+            place = 1 if func is Tensor.to else 0
+            if len(args) > place and type(args[place]) is int:
+                translated(f".to({args[place]})")
+                args = (*args[:place], CPU, *args[place + 1 :])
         if func is not torch.device:
             gpus = [value for value in (*args, *kwargs.values()) if is_gpu(value)]
             if gpus:
@@ -64,7 +65,7 @@ def answer(owner, name, value):
     setattr(owner, name, call)
 
 
-COUNT = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("DDP_CHECK_NPROC", "1")))
+COUNT = int(os.environ.get("LOCAL_WORLD_SIZE", TASK.nproc))
 for name, value in {
     "is_available": True,
     "device_count": COUNT,

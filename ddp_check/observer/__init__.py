@@ -1,0 +1,61 @@
+"""Reports what a training script does, one JSON object per line, without changing its results.
+
+Each process writes to a file of its own, named after its process ID, in the folder of the events.
+Each object has a kind, a time in seconds and, where it applies, the line of the script in "where".
+To import this package is to observe.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import time
+
+import torch.distributed as dist
+
+from ddp_check.observer import data, files, group  # noqa: F401  # each observes one subject
+from ddp_check.observer.models import describe_models
+from ddp_check.observer.report import TASK, say, seen, watch, where
+from ddp_check.protocol import STACKS
+
+
+@watch(signal, "signal")
+def handle(do, number, handler):
+    if number == signal.SIGTERM and handler not in (signal.SIG_DFL, signal.SIG_IGN) and where():
+        say("handler", where=where())
+    return do(number, handler)
+
+
+def gloo_threads():
+    names = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{task}/comm", encoding="utf-8") as file:
+                names.append(file.read().strip())
+    return sum("gloo" in name for name in names)
+
+
+@atexit.register  # before the script can register anything, so it is called last
+def end():
+    if seen.pid != os.getpid():
+        return
+    open_group = dist.is_initialized()
+    if not seen.described:
+        describe_models()
+    left = 0
+    for _ in range(20):  # Linux lists a thread for a moment after it has ended
+        left = 0 if open_group else gloo_threads()
+        if not left:
+            break
+        time.sleep(0.1)
+    nn = "torch.distributed.nn" in sys.modules
+    say("exit", open_group=open_group, threads=left, nn=nn)
+
+
+stacks = open(os.path.join(TASK.events, f"{os.getpid()}.stack"), "w", encoding="utf-8")  # noqa: SIM115
+faulthandler.register(STACKS, file=stacks, all_threads=False)
+if TASK.translate:
+    from ddp_check.observer import translate  # noqa: F401
+say("start", rank=os.environ.get("RANK", os.environ.get("SLURM_PROCID")))

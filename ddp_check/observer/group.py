@@ -1,0 +1,74 @@
+"""Observes the process group and its collectives."""
+
+import os
+import re
+import sys
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ddp_check.observer.models import describe_models
+from ddp_check.observer.report import say, seen, watch, where
+
+COLLECTIVES = [
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "reduce",
+    "scatter",
+    "reduce_scatter_tensor",
+    "scatter_object_list",
+    "all_to_all",
+    "all_to_all_single",
+]
+
+
+@watch(c10d, "init_process_group")
+def init_process_group(do, *args, **kwargs):
+    early = "torch.distributed.nn" in sys.modules
+    result = do(*args, **kwargs)
+    method = str(kwargs.get("init_method") or (args[1] if len(args) > 1 else ""))
+    address = re.fullmatch(r"tcp://.*:(\d+).*", method)
+    port = address[1] if address else os.environ.get("MASTER_PORT")
+    say("init", rank=dist.get_rank(), port=port, nn=early, where=where())
+    return result
+
+
+@watch(c10d, "destroy_process_group")
+def destroy_process_group(do, *args, **kwargs):
+    describe_models()
+    say("destroy", where=where())
+    return do(*args, **kwargs)
+
+
+def is_of_all(arguments):
+    """Return whether a collective with these arguments is one of all ranks."""
+    groups = [value for value in arguments if isinstance(value, dist.ProcessGroup)]
+    return all(group is dist.group.WORLD for group in groups)
+
+
+def watch_collective(name):
+    @watch(c10d, name)
+    def collective(do, *args, **kwargs):
+        inner = seen.in_collective  # all_gather_object calls all_gather
+        if not inner and is_of_all([*args, *kwargs.values()]):
+            line = where()
+            if line:  # called by the script, or by a library on its behalf
+                say("collective", name=name, where=line)
+        seen.in_collective += 1
+        try:
+            return do(*args, **kwargs)
+        finally:
+            seen.in_collective -= 1
+
+
+for name in COLLECTIVES:
+    watch_collective(name)
+for name in (*COLLECTIVES, "init_process_group", "destroy_process_group"):
+    setattr(dist, name, getattr(c10d, name))

@@ -1,0 +1,81 @@
+"""The checker finds nothing wrong with our steps, and watching them changes nothing."""
+
+import dataclasses
+import os
+import random
+import re
+
+import pytest
+from support.checker import drill_passes, failed, named, passed, plan_of
+from support.results import same_bits
+from support.scripts import LONG
+
+from ddp_check.report import judge, perform
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+EVERYTHING = pytest.mark.everything
+UNSHOWN = {"equal_buffers", "safe_loads", "randomness", "beyond"}
+
+
+def test_our_last_step_passes(tmp_path):
+    verdicts = named(judge(plan_of("05", tmp_path).undisturbed))
+    assert failed(verdicts) == []
+    assert verdicts.keys() - passed(verdicts) == UNSHOWN
+
+
+@EVERYTHING
+@pytest.mark.parametrize("step", ["02", "03", "04"])
+def test_our_scripts_pass(step, tmp_path):
+    run = plan_of(step, tmp_path).undisturbed
+    verdicts = named(judge(run))
+    assert failed(verdicts) == [], run.output
+    assert verdicts.keys() - passed(verdicts) - UNSHOWN <= {"evaluation"}
+
+
+@EVERYTHING
+def test_observation_changes_no_bit(tmp_path, trained):
+    """Nor does it leave a file behind."""
+    run = plan_of("05", tmp_path).undisturbed
+    here = run.folder.with_name(run.place)
+    assert same_bits(here / "checkpoint.pt", trained("05", *LONG))
+    assert os.listdir(here) == ["checkpoint.pt"]
+
+
+def test_whatever_is_missing_each_rule_has_a_verdict(tmp_path):
+    """Ranks that never join, kinds of events that are not there, and runs cut short anywhere."""
+    run, chance = plan_of("05", tmp_path).undisturbed, random.Random(0)
+    kinds = {event["kind"] for event in run.ranks[0]}
+    assert kinds >= {"start", "init", "wrap", "pass", "batch", "step", "save", "final", "exit"}
+    less = [{}, {0: run.ranks[0]}, {1: run.ranks[1]}, {0: [], 1: run.ranks[1]}]
+    for kind in kinds:
+        left = {r: [e for e in of if e["kind"] != kind] for r, of in run.ranks.items()}
+        less += [left, {**run.ranks, 0: left[0]}, {**run.ranks, 1: left[1]}]
+    for _ in range(10):
+        less.append({r: of[: chance.randrange(len(of))] for r, of in run.ranks.items()})
+    for ranks in less:
+        for code in (0, 1, None):
+            named(judge(dataclasses.replace(run, ranks=ranks, returncode=code)))
+
+
+# ---------------------------------------------------------------- drills
+
+DRILLS = [  # those that apply: 02 and 03 do not handle SIGTERM
+    *[("05", "kill"), ("05", "sigterm"), ("05", "world-size")],
+    *[("04", "kill"), ("04", "sigterm"), ("04", "world-size")],
+    *[("03", "kill"), ("03", "world-size"), ("02", "kill")],
+]
+
+
+@EVERYTHING
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [pytest.param(*one, marks=[] if "05" in one else pytest.mark.repetition) for one in DRILLS],
+)
+def test_our_scripts_pass_the_drills(step, name, tmp_path):
+    drill_passes(plan_of(step, tmp_path), name)
+
+
+@EVERYTHING
+def test_a_drill_that_does_not_apply(tmp_path):
+    ((_, verdict),) = perform("sigterm", plan_of("02", tmp_path))
+    assert re.fullmatch(r"nothing handles SIGTERM: \d+ steps are lost", verdict.text)
