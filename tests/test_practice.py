@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster import missing
+from practice.cluster import missing
 from support.jobs import environment, run
 from support.results import shape
 from support.scripts import ROOT, SMALL, edited

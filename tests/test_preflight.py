@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from cluster import NETWORK, Cluster, missing
+from practice.cluster import NETWORK, Cluster, missing
 from support.jobs import printed
 from support.scripts import ROOT
 

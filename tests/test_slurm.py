@@ -12,7 +12,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from cluster import Cluster
+from practice.cluster import Cluster
 from support.jobs import environment
 from support.results import same_bits
 from support.scripts import LONG, ROOT, SCRIPT, SCRIPTS, SMALL, edit

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, missing
+from practice.cluster import Cluster, missing
 from support.jobs import environment
 from support.scripts import LONG, ROOT, SCRIPTS, edit
 
