@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 sys.dont_write_bytecode = True  # it would belong to root, in the user's repository
@@ -25,7 +26,7 @@ leave the shell. slurm/README.md shows a job that survives a lost node."""
 HELP = """\
 Besides the commands of Slurm, the shell has five that cause trouble:
   power-off NODE    end everything on a node at once
-  power-on NODE     boot it again, once Slurm has marked it down
+  power-on NODE     boot it again, after Slurm has marked it down
   pull-cable NODE   cut a node off the network
   plug-in NODE      connect it again
   preempt JOB       send SIGTERM, as Slurm does to a job that it preempts with a grace time"""
@@ -62,13 +63,15 @@ def temporary_folder():
 
 
 def power_on(cluster, number, say):
-    """Boot a node as late as a real machine would, whose boot takes minutes."""
+    """Boot a node, and not before Slurm has missed it: a real machine takes minutes."""
     if cluster.is_on(number):
         return
-    say(f"waiting until Slurm has marked node{number} down, since a real machine takes longer ...")
-    cluster.wait_until_down(number)
+    if not cluster.is_down(number):
+        say(f"node{number} boots when Slurm has marked it down, within a minute ...")
+        end = time.monotonic() + 60
+        while not cluster.is_down(number) and time.monotonic() < end:
+            time.sleep(0.5)
     cluster.switch_on(number)
-    say(f"node{number} is on")
 
 
 TROUBLE = {

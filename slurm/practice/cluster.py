@@ -154,19 +154,16 @@ class Cluster:
             self.run("timeout", "10", "bash", "-c", f"{script} {wait}")
 
     def is_on(self, number):
+        """Return whether the node has power."""
         alive = f"{self._alive(number)} && echo on || true"
         return bool(self.run("bash", "-c", alive))
 
     def _alive(self, number):
         return f"kill -0 $(cat {self.folder}/node{number}.pid) 2> /dev/null"
 
-    def wait_until_down(self, number, timeout=60):
-        """Wait until Slurm has given up a node that no longer answers."""
-        end = time.monotonic() + timeout
-        while "down" not in self.run("sinfo", "-hN", f"--nodes=node{number}", "-o%T"):
-            if time.monotonic() > end:
-                raise TimeoutError(f"Slurm has not marked node{number} down")
-            time.sleep(0.2)
+    def is_down(self, number):
+        """Return whether Slurm has given the node up."""
+        return "down" in self.run("sinfo", "-hN", f"--nodes=node{number}", "-o%T")
 
     def cable(self, number, state):
         """Pull a node's network cable ("down") or plug it in again ("up")."""
