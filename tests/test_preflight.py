@@ -1,7 +1,6 @@
 """What the preflight says about healthy and broken nodes, on a real Slurm cluster."""
 
 import contextlib
-import importlib.util
 import os
 import queue
 import re
@@ -13,6 +12,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import preflight
 import psutil
 import pytest
 import torch
@@ -23,10 +23,6 @@ from support.scripts import ROOT
 
 FOLDER = ROOT / "slurm"
 HEALTHY = "preflight: this allocation can train"
-
-spec = importlib.util.spec_from_file_location("preflight", FOLDER / "preflight.py")
-preflight = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(preflight)
 
 
 # ---------------------------------------------------------------- on a cluster

@@ -157,7 +157,7 @@ def test_scaling_over_nodes(submit):
 
 
 def stopped(output, ranks=2):
-    """Return whether a gated job was stopped where it should: after 20 steps of 64 samples a rank."""
+    """Return whether a gated job was stopped where it should be: 20 steps of 64 samples a rank."""
     return f"interrupted after {ranks * 20 * 64:,} samples of the epoch" in output
 
 
