@@ -273,5 +273,5 @@ def test_shellcheck():
     practice = ROOT / "slurm" / "practice"
     programs = [ROOT / ".ci" / "run", practice / "shell.rc", *practice.glob("*.sh")]
     subprocess.run(["shellcheck", *programs], check=True)
-    batch = (ROOT / "slurm").glob("*.sbatch")
+    batch = ROOT.glob("*/*.sbatch")
     subprocess.run(["shellcheck", "--exclude=SC1091,SC2154", *batch], check=True)

@@ -126,6 +126,7 @@ def test_healthy(cluster, repository):
 
 
 @pytest.mark.everything
+@pytest.mark.repetition
 @pytest.mark.parametrize("shape", [(1, 0), (1, 3), (2, 0)], ids=str)
 def test_other_allocations(cluster, repository, shape):
     nodes, gpus = shape

@@ -290,6 +290,8 @@ def test_a_node_reboots_before_slurm_misses_it(cluster, gated, submit, trained):
     cluster.cut_the_power(2)
     cluster.switch_on(2)
     assert job.wait() == "FAILED"
+    booted = cluster.run("scontrol", "show", "node", "node2")
+    assert re.search(r"BootTime=(\S+)", booted)[1] > job.show("StartTime")
     assert (job.show("ExitCode"), job.show("Restarts")) == ("137:0", "0")
     assert "missing step on node 1" in job.output
     assert "srun: error: Timed out waiting for job step to complete" in job.output
