@@ -188,7 +188,9 @@ def test_told_to_stop_it_requeues_itself(cluster, gated, trained):
 def test_at_the_end_of_its_time(cluster, gated, trained):
     """The limit is moved nearer, which is the same to Slurm: it looks at the clock every 30 s."""
     job = gated(*ON_TWO_NODES)
-    cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=1")
+    hours, minutes, seconds = map(int, job.show("RunTime").split(":"))
+    near = 60 * hours + minutes + (1 if seconds < 30 else 2)  # 30 to 90 seconds are left
+    cluster.run("scontrol", "update", f"JobId={job.number}", f"TimeLimit={near}")
     job.wait("PENDING")
     cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=5")
     job.open_the_gate()
