@@ -22,7 +22,7 @@ from pathlib import Path
 
 COLUMNS = ("names", "network", "port", "GPU", "clock", "folder")
 TO_THE_FIRST = ("network", "port", "folder")  # what the other nodes share with the first node
-FINE = ("no GPU", "ok", "-")  # cells without a fault; "-" was not checked
+FINE = ("no GPU", "ok", "-")  # cells without a fault, the most telling first; "-": not checked
 SIZES = (2**10, 2**20, 2**24)  # bytes
 SIOCGIFADDR = 0x8915  # from linux/sockios.h: the IPv4 address of an interface
 TURNS = 7  # how often each node is paired with another; enough for all pairs of 8 nodes
@@ -157,13 +157,21 @@ class Task:
     """One process of the job, and its link to task 0."""
 
     def __init__(self, args, environ):
-        self.seconds, self.port, self.nodes = args.timeout, args.port, args.nodes
-        self.rank, self.local_rank = int(environ["SLURM_PROCID"]), int(environ["SLURM_LOCALID"])
-        self.tasks, self.node = int(environ["SLURM_NTASKS"]), environ["SLURMD_NODENAME"]
+        self.seconds = args.timeout
+        self.port = args.port
+        self.nodes = args.nodes
+        self.rank = int(environ["SLURM_PROCID"])
+        self.local_rank = int(environ["SLURM_LOCALID"])
+        self.tasks = int(environ["SLURM_NTASKS"])
+        self.node = environ["SLURMD_NODENAME"]
         life = environ.get("SLURM_RESTART_COUNT", 0)  # a requeued job keeps its ID
         self.folder = Path(f".preflight-{environ['SLURM_JOB_ID']}.{life}")
-        self.link = self.offset = self.port_fault = self.network = None
-        self.server, self.server_known = None, threading.Event()  # task 0's, at gloo's address
+        self.port_fault = None  # why task 0 cannot listen at the port
+        self.link = None  # to task 0, if the port can be reached
+        self.offset = None  # seconds that this clock is ahead of task 0's
+        self.network = None  # the interface that gloo uses here, and its address
+        self.server = None  # where task 0 listens at gloo's address
+        self.server_known = threading.Event()
 
     def connect(self):
         """Connect to task 0 at the port that training uses."""
@@ -228,16 +236,17 @@ class Task:
         per_node, first = self.tasks // len(self.nodes), self.nodes[0]
         checks = {"port": self.check_port, "GPU": lambda: check_gpu(self.local_rank, per_node)}
         if self.local_rank == 0:
-            folder = self.folder, self.node, first, self.seconds
-            checks |= {"names": lambda: check_names(self.nodes), "network": self.check_network}
-            checks |= {"folder": lambda: check_folder(*folder)}
+            checks["names"] = lambda: check_names(self.nodes)
+            checks["network"] = self.check_network
+            checks["folder"] = lambda: check_folder(self.folder, self.node, first, self.seconds)
         cells = at_once(checks, 1.5 * self.seconds)
         bad = self.complain(cells)
         answer = self.report(cells=cells, offset=self.offset, network=self.network)
         if answer and answer["go"]:
             measure = {"all_reduce": lambda: self.measure(answer["store"], answer["ranks"])}
             result = at_once(measure, 2 * self.seconds)
-            bad = self.complain(result) if isinstance(result["all_reduce"], str) else False
+            failed = isinstance(result["all_reduce"], str)
+            bad = failed and self.complain(result)
             answer = self.report(**result)
         return int(bad or answer is None)
 
@@ -276,7 +285,8 @@ class Task:
         store = dist.TCPStore(self.nodes[0], port, timeout=limit)
         group = {"store": store, "rank": self.rank, "world_size": self.tasks, "timeout": limit}
         dist.init_process_group(backend, **group)
-        times, pairs = all_reduce_times(SIZES), {}
+        times = all_reduce_times(SIZES)
+        pairs = {}
         for other in partners(self.node, self.nodes, TURNS):
             both = sorted(ranks[self.node] + ranks[other])
             group = dist.new_group(both, limit, use_local_synchronization=True)
@@ -301,7 +311,8 @@ def all_reduce_times(sizes, group=None, repeats=5):
     wait = torch.cuda.synchronize if cuda else lambda: None
     times = []
     for size in sizes:
-        tensor, seconds = torch.zeros(size // 4, device="cuda" if cuda else "cpu"), []
+        tensor = torch.zeros(size // 4, device="cuda" if cuda else "cpu")
+        seconds = []
         for _ in range(2 + repeats):  # one to connect the ranks, one to align them
             wait()
             start = time.perf_counter()
@@ -326,8 +337,9 @@ def partners(node, nodes, turns):
 
     With an odd number of nodes, each node sits out one turn, which its list omits.
     """
-    ring, found = [*nodes, None] if len(nodes) % 2 else [*nodes], []
-    for _ in ring[1 : turns + 1]:
+    ring = [*nodes, None] if len(nodes) % 2 else [*nodes]
+    found = []
+    for _ in range(min(turns, len(ring) - 1)):
         found.append(ring[-1 - ring.index(node)])
         ring.insert(1, ring.pop())
     return [other for other in found if other]
@@ -353,25 +365,39 @@ def clock_cells(offsets):
     The median clock counts as right; of two clocks, the first node's does.
     """
     right = statistics.median(offsets.values()) if len(offsets) > 2 else 0
-    off = {node: offset - right for node, offset in offsets.items()}
-    word = {node: f"{abs(by):.1f} s {'ahead' if by > 0 else 'behind'}" for node, by in off.items()}
-    return {node: word[node] if abs(by) > 1 else "ok" for node, by in off.items()}
+    cells = {}
+    for node, offset in offsets.items():
+        by = offset - right
+        direction = "ahead" if by > 0 else "behind"
+        cells[node] = f"{abs(by):.1f} s {direction}" if abs(by) > 1 else "ok"
+    return cells
+
+
+def worst(cells):
+    """Return the first fault among some cells or, if there is none, the most telling cell."""
+    faults = [cell for cell in cells if cell not in FINE]
+    return faults[0] if faults else next(cell for cell in FINE if cell in cells)
+
+
+def node_row(reports, tasks):
+    """Return a cell for each column, given the reports of a node that should have sent `tasks`."""
+    row = {}
+    for column in COLUMNS:
+        row[column] = worst([report["cells"].get(column, "-") for report in reports] or ["-"])
+    if not reports:
+        row["names"] = "did not report"
+    elif lost := tasks - len(reports):
+        row["names"] = f"{lost} of {tasks} tasks did not report"
+    return row
 
 
 def node_rows(reports, nodes, tasks):
-    """Return a cell for each node and column: the worst that any task of the node reported."""
+    """Return a row of cells for each node; some can be judged only beside those of the others."""
     rows = {}
-    offsets = {r["node"]: r["offset"] for r in reports if r["offset"] is not None}
     for node in nodes:
         own = [report for report in reports if report["node"] == node]
-        rows[node] = {}
-        for column in COLUMNS:
-            cells = [report["cells"].get(column, "-") for report in own] or ["-"]
-            rows[node][column] = min(cells, key=lambda c: FINE.index(c) if c in FINE else -1)
-        if lost := tasks // len(nodes) - len(own):
-            rows[node]["names"] = (
-                f"{lost} of {tasks // len(nodes)} tasks did not report" if own else "did not report"
-            )
+        rows[node] = node_row(own, tasks // len(nodes))
+    offsets = {r["node"]: r["offset"] for r in reports if r["offset"] is not None}
     for node, cell in clock_cells(offsets).items():
         rows[node]["clock"] = cell
     if any(row["GPU"] == "ok" for row in rows.values()):
@@ -385,7 +411,8 @@ def node_faults(rows, first):
     bad = {}
     for column in COLUMNS:
         faults = {node: row[column] for node, row in rows.items() if row[column] not in FINE}
-        if column in TO_THE_FIRST and (first in faults or 1 < len(faults) == len(rows) - 1):
+        all_others = len(faults) > 1 and len(faults) == len(rows) - 1
+        if column in TO_THE_FIRST and (first in faults or all_others):
             faults = {first: faults.get(first) or "out of reach of all other nodes"}
         for node, cell in faults.items():
             reason = cell if "did not report" in cell else f"{column}: {cell}"
@@ -405,7 +432,10 @@ class Collector:
     """The part of task 0 that collects the reports of all tasks, answers them and judges."""
 
     def __init__(self, task):
-        self.task, self.nodes, self.inbox, self.links = task, task.nodes, queue.SimpleQueue(), []
+        self.task = task
+        self.nodes = task.nodes
+        self.inbox = queue.SimpleQueue()  # rank and report
+        self.links = []  # to the tasks that have reported over TCP
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         try:
@@ -447,7 +477,8 @@ class Collector:
 
     def gather(self, seconds):
         """Return the reports by rank, of all tasks or of those that report in time."""
-        reports, end = {}, time.monotonic() + seconds
+        reports = {}
+        end = time.monotonic() + seconds
         while len(reports) < self.task.tasks and time.monotonic() < end:
             with contextlib.suppress(queue.Empty):
                 reports.update([self.inbox.get(timeout=0.2)])
@@ -485,20 +516,22 @@ class Collector:
         ranks = {node: [r["rank"] for r in reports if r["node"] == node] for node in self.nodes}
         self.answer(go=True, store=store.port, ranks=ranks)
         results = self.gather(2.5 * self.task.seconds)
-        if lost := [n for n in self.nodes if not results.keys() >= set(ranks[n])]:
+        if lost := [node for node in self.nodes if not results.keys() >= set(ranks[node])]:
             return {node: ["all_reduce: did not report"] for node in lost}
-        found = [(r["node"], r["all_reduce"]) for _, r in sorted(results.items())]
-        if failed := {n: result for n, result in found if isinstance(result, str)}:
-            return {node: [f"all_reduce: {reason}"] for node, reason in failed.items()}
-        found = dict(found)  # one task per node: tasks of one group measure the same
-        print_times(found[self.nodes[0]], len(results))
-        pairs = {node: result["pairs"] for node, result in found.items()}
+        measured = {}  # by node, as tasks of one group measure the same
+        faults = {}
+        for _, report in sorted(results.items()):
+            node, result = report["node"], report["all_reduce"]
+            if isinstance(result, str):
+                faults[node] = [f"all_reduce: {result}"]
+            else:
+                measured[node] = result
+        if faults:
+            return faults
+        print_times(measured[self.nodes[0]], len(results))
+        pairs = {node: result["pairs"] for node, result in measured.items()}
         if len(pairs) > 1:
-            print(f"all_reduce of {SIZES[-1] / 2**10:g} KiB between two nodes, GB/s")
-            rows = [("node", "fastest pair", "slowest pair")]
-            for node, speeds in pairs.items():
-                rows.append((node, *(f"{end(speeds.values()):.3f}" for end in (max, min))))
-            print_table(*rows)
+            print_pairs(pairs)
         return slow_nodes(pairs)
 
 
@@ -509,6 +542,15 @@ def print_times(result, ranks):
     for size, seconds in zip(SIZES, result["times"], strict=True):
         speed = bus_bandwidth(size, seconds, ranks)
         rows.append((f"{size / 2**10:g}", f"{seconds * 1e3:.3f}", f"{speed:.3f}"))
+    print_table(*rows)
+
+
+def print_pairs(pairs):
+    """Print the extremes of what each node measured with its partners."""
+    print(f"all_reduce of {SIZES[-1] / 2**10:g} KiB between two nodes, GB/s")
+    rows = [("node", "fastest pair", "slowest pair")]
+    for node, speeds in pairs.items():
+        rows.append((node, f"{max(speeds.values()):.3f}", f"{min(speeds.values()):.3f}"))
     print_table(*rows)
 
 

@@ -1,11 +1,11 @@
-"""Show where each rank of a training is: its node, its process and the line that it runs.
+"""Show where each rank of a training job is: its node, its process and the line that it runs.
 
     python slurm/where.py JOB    # a Slurm job, on all of its nodes
     python slurm/where.py        # what torchrun has started on this machine
 
 An arrow marks the ranks that are not where most ranks are. If they hang, the others wait for them
-in a collective. Look twice: in a healthy training the ranks move on. This needs Linux, and py-spy
-in the environment of the training (pip install py-spy).
+in a collective. Look twice: in a healthy job the ranks move on. This needs Linux, and py-spy in the
+environment of the job (pip install py-spy).
 """
 
 import argparse
@@ -47,18 +47,26 @@ def look(pid):
     frames = next((t["frames"] for t in threads if t["os_thread_id"] == pid), None)
     if not frames:
         return spy.stderr.partition("\n")[0] or "not in Python yet", ""
-    own = next((f for f in frames if not LIBRARY.search(f["filename"])), frames[0])
-    lines = (f"{Path(f['filename']).name}:{f['line']} {f['name']}" for f in (own, frames[0]))
-    return next(lines), next(lines) if own is not frames[0] else ""
+    innermost = frames[0]
+    own = next((f for f in frames if not LIBRARY.search(f["filename"])), innermost)
+    return line_of(own), "" if own is innermost else line_of(innermost)
+
+
+def line_of(frame):
+    """Return where a frame is: the file, the line and the function."""
+    return f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}"
 
 
 def ranks_here():
     """Return a row for each rank on this machine or, inside a Slurm job, of that job."""
-    found, job, rows = processes(), os.environ.get("SLURM_JOB_ID"), []
+    found = processes()
+    job = os.environ.get("SLURM_JOB_ID")
+    rows = []
     for pid, (parent, env) in found.items():
-        if parent not in found and job in (None, env.get("SLURM_JOB_ID")):  # no loader's worker
+        loader_worker = parent in found
+        if not loader_worker and job in (None, env.get("SLURM_JOB_ID")):
             cells = [int(env["RANK"]), socket.gethostname(), pid, *look(pid)]
-            rows.append({**dict(zip(COLUMNS, cells)), "training": env.get("MASTER_PORT", "")})
+            rows.append({**dict(zip(COLUMNS, cells)), "port": env.get("MASTER_PORT", "")})
     return rows
 
 
@@ -70,15 +78,22 @@ def ranks_of(job):
 
 
 def table(rows):
-    """Return the lines of a table. Of two places with equally many ranks, one may be waiting."""
+    """Return the lines of a table, with an arrow at the ranks that are not where most ranks are.
+
+    Of two places with the same number of ranks, the one where ranks wait for others gets no arrow.
+    """
     places = [(row["your line"], row["inside"]) for row in rows]
-    waits = re.compile("distributed|backward").search
-    most = max(places, key=lambda place: (places.count(place), bool(waits(place[1]))))
-    cells = [COLUMNS, *([str(row[name]) for name in COLUMNS] for row in rows)]
+
+    def weight(place):
+        return places.count(place), bool(re.search("distributed|backward", place[1]))
+
+    most = max(places, key=weight)
+    arrows = ["" if place == most else "<--" for place in places]
+    cells = [[*COLUMNS, ""]]
+    for row, arrow in zip(rows, arrows):
+        cells.append([*(str(row[name]) for name in COLUMNS), arrow])
     widths = [max(map(len, column)) for column in zip(*cells)]
-    arrows = ["", *("" if place == most else "<--" for place in places)]
-    padded = ("  ".join(map(str.ljust, line, widths)) for line in cells)
-    return [f"{line}  {arrow}".rstrip() for line, arrow in zip(padded, arrows)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
 
 
 if __name__ == "__main__":
@@ -89,11 +104,12 @@ if __name__ == "__main__":
     if not shutil.which("py-spy"):
         sys.exit("py-spy is missing: pip install py-spy")
     rows = ranks_of(args.job) if args.job else ranks_here()
-    rows.sort(key=lambda row: (row["training"], row["rank"]))
+    rows.sort(key=lambda row: (row["port"], row["rank"]))
     if args.json:
-        print("".join(json.dumps(row) + "\n" for row in rows), end="")
+        for row in rows:
+            print(json.dumps(row))
     elif not rows:
         sys.exit("no rank was found")
     else:
-        for _, training in groupby(rows, key=lambda row: row["training"]):
-            print(*table(list(training)), sep="\n")
+        for _, job in groupby(rows, key=lambda row: row["port"]):
+            print(*table(list(job)), sep="\n")

@@ -16,7 +16,7 @@ import pytest
 from support.jobs import RESTARTS, Job, finished, kill, run
 from support.results import epochs, resumed, same_bits, shape, weights
 from support.scripts import LONG, ON_PATH, ROOT, SMALL, TORCHRUN, command, edit, edited
-from support.slurm import ON_A_CLUSTER, TWO_BY_TWO
+from support.slurm import ON_A_CLUSTER, ON_TWO_NODES, TWO_BY_TWO
 from support.tracing import look_until, may_trace
 
 EVERYTHING = pytest.mark.everything
@@ -40,7 +40,7 @@ def test_a_save_of_45_seconds(cluster, clone, gated, trained):
     """Longer than torchrun waits by default, and shorter than the batch file lets it wait."""
     slow = f"        time.sleep(45 * self.interrupted)\n{REPLACE}"
     edit(clone / "04_multinode.py", REPLACE, slow)
-    job = gated("--nodes=2", "--gpus-per-node=1")
+    job = gated(*ON_TWO_NODES)
     cluster.run("scancel", "--signal=TERM", job.number)
     job.wait_for(lambda: "interrupted after 2,560 samples of the epoch" in job.output)
     job.open_the_gate()

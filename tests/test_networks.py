@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from cluster import missing
+from practice.cluster import missing
 from support.jobs import Job
 from support.results import epochs, resumed, same_bits
 from support.scripts import LONG, ROOT, SCRIPT, SMALL, edited

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster import missing
 from support.jobs import environment, run
 from support.results import shape
 from support.scripts import ROOT, SMALL, edited
+from support.slurm import ON_A_CLUSTER
 
 PROMPT = "login$ "
 GUIDE = (ROOT / "slurm" / "README.md").read_text(encoding="utf-8")
@@ -42,10 +42,7 @@ GATE = f"""\
                     time.sleep(0.01)
 {STEP}"""
 
-pytestmark = [
-    pytest.mark.everything,
-    pytest.mark.skipif(bool(missing()), reason=str(missing())),
-]
+EVERYTHING = pytest.mark.everything
 
 
 class Terminal:
@@ -130,8 +127,8 @@ def folder():
 def clone(folder):
     """A copy of the repository with a virtual environment, as a reader has it."""
     clone = folder / "clone"
-    for name in ("slurm", "tests"):
-        shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "slurm", clone / "slurm", ignore=ignored)
     edited(clone, "04", (STEP, GATE))
     (clone / ".venv" / "bin").mkdir(parents=True)
     activate = f'export PATH="{Path(sys.executable).parent}:$PATH"\n'
@@ -158,6 +155,9 @@ def start(folder, clone):
     assert str(temporary) not in Path("/proc/self/mountinfo").read_text(encoding="utf-8")
 
 
+LATE = "node2 boots when Slurm has marked it down, within a minute ...\n"
+
+
 def ended(terminal, end):
     """End the program in some way, check that it leaves no process, and return its exit code."""
     processes = psutil.Process(terminal.process.pid).children(recursive=True)
@@ -168,9 +168,11 @@ def ended(terminal, end):
     return terminal.process.wait(timeout=30)
 
 
+@EVERYTHING
+@ON_A_CLUSTER
 def test_the_session_of_the_guide(clone, start):
     """As it is shown, but with fewer epochs of a smaller model."""
-    files = set(clone.iterdir())
+    files = set(clone.rglob("*"))
     terminal = start()
     assert shows(terminal.screen, SESSION[0][1]), terminal.screen
     for command, output in SESSION[1:-1]:
@@ -187,9 +189,11 @@ def test_the_session_of_the_guide(clone, start):
             time.sleep(0.5)  # a reader looks again, too
     assert SESSION[-1] == ["exit", ""]
     assert ended(terminal, lambda: terminal.type("exit\n")) == 0
-    assert set(clone.iterdir()) == files
+    assert set(clone.rglob("*")) == files
 
 
+@EVERYTHING
+@ON_A_CLUSTER
 def test_the_shell_belongs_to_the_user_of_sudo(clone, start):
     user = pwd.getpwnam("nobody")
     os.chown(clone, user.pw_uid, user.pw_gid)
@@ -205,13 +209,35 @@ def test_the_shell_belongs_to_the_user_of_sudo(clone, start):
     for harm, repair in (("pull-cable", "plug-in"), ("power-off", "power-on")):
         assert terminal.run(f"{harm} node2") == ""
         assert terminal.run(reach) == ""
-        assert terminal.run(f"{repair} node2") == ""
+        said = terminal.run(f"{repair} node2")
+        assert said == (LATE if repair == "power-on" else "")
         assert "reached" in terminal.run(f"for n in {{1..30}}; do {reach} && break; done")
     for words in ("power-off", "power-on node3", "pull-cable node1 node2"):
         assert terminal.run(words) == f"usage: {words.split()[0]} NODE, one of node1, node2\n"
     assert ended(terminal, lambda: terminal.type("\x04")) == 0  # Ctrl-D
 
 
+@EVERYTHING
+@ON_A_CLUSTER
+def test_power_on_comes_after_slurm_has_given_the_node_up(start):
+    """Typed at once, it still lets Slurm requeue the job. On a node that is on, it does nothing."""
+    terminal = start()
+    assert terminal.run("power-on node2") == ""
+    terminal.run("sbatch --nodes=2 --output=job.out --wrap='srun bash -c \"echo runs; sleep 600\"'")
+    terminal.run("until [ $(grep -sc runs job.out) = 2 ]; do sleep 0.1; done")
+    assert terminal.run("power-off node2") == ""
+    terminal.type("power-on node2\n")
+    terminal.wait_for(lambda screen: LATE in screen)
+    terminal.type("\x03")  # it boots all the same
+    terminal.prompt()
+    assert terminal.run("power-on node2") == ""
+    show = "scontrol show job 1 | grep -oE '(JobState|Restarts)=[A-Z0-9]+'"
+    running = f"for n in {{1..300}}; do {show} | grep -q PENDING || break; sleep 0.1; done; {show}"
+    assert terminal.run(running) == "JobState=RUNNING\nRestarts=1\n"
+
+
+@EVERYTHING
+@ON_A_CLUSTER
 @pytest.mark.parametrize(
     "end",
     [
@@ -227,13 +253,25 @@ def test_it_is_ended_from_outside(start, end):
     ended(terminal, lambda: end(terminal))
 
 
+@EVERYTHING
+@ON_A_CLUSTER
 def test_what_is_missing(tmp_path):
     """Without any program, and in a namespace where root is nobody."""
-    command = [sys.executable, ROOT / "tests" / "cluster.py"]
+    command = [sys.executable, ROOT / "slurm" / "practice"]
     for start, path, reason in (
-        ([], "", "sbatch is not installed: apt-get install "),
+        ([], "", "sbatch is not installed: apt-get install slurmctld slurmd "),
         (["unshare", "--user"], os.environ["PATH"], "needs root"),
     ):
         job = run([*start, *command], tmp_path, {"PATH": path})
         assert (job.returncode, job.stdout, job.stderr.count("\n")) == (1, "", 1), job
         assert reason in job.stderr
+
+
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="apt-get install shellcheck")
+def test_shellcheck():
+    """Batch files use what may not exist: .venv, and in_container."""
+    practice = ROOT / "slurm" / "practice"
+    programs = [ROOT / ".ci" / "run", practice / "shell.rc", *practice.glob("*.sh")]
+    subprocess.run(["shellcheck", *programs], check=True)
+    batch = ROOT.glob("*/*.sbatch")
+    subprocess.run(["shellcheck", "--exclude=SC1091,SC2154", *batch], check=True)

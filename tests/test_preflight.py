@@ -1,7 +1,6 @@
 """What the preflight says about healthy and broken nodes, on a real Slurm cluster."""
 
 import contextlib
-import importlib.util
 import os
 import queue
 import re
@@ -13,20 +12,17 @@ import threading
 import time
 from types import SimpleNamespace
 
+import preflight
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from cluster import NETWORK, Cluster, missing
+from practice.cluster import NETWORK, Cluster, missing
 from support.jobs import printed
 from support.scripts import ROOT
 
 FOLDER = ROOT / "slurm"
 HEALTHY = "preflight: this allocation can train"
-
-spec = importlib.util.spec_from_file_location("preflight", FOLDER / "preflight.py")
-preflight = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(preflight)
 
 
 # ---------------------------------------------------------------- on a cluster
@@ -130,6 +126,7 @@ def test_healthy(cluster, repository):
 
 
 @pytest.mark.everything
+@pytest.mark.repetition
 @pytest.mark.parametrize("shape", [(1, 0), (1, 3), (2, 0)], ids=str)
 def test_other_allocations(cluster, repository, shape):
     nodes, gpus = shape

@@ -7,12 +7,13 @@ import time
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, missing
+from practice.cluster import Cluster, missing
 from support.jobs import environment
 from support.scripts import LONG, ROOT, SCRIPTS, edit
 
 ON_A_CLUSTER = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 BATCH = {path.name[:2]: f"slurm/{path.stem}.sbatch" for path in SCRIPTS}
+ON_TWO_NODES = ("--nodes=2", "--gpus-per-node=1")
 TWO_BY_TWO = ("--nodes=2", "--gpus-per-node=2")
 
 # In a copy of step 4, all ranks wait in the second epoch while a test looks at them or does harm.

@@ -1,0 +1,154 @@
+"""Open a shell on the login node of a Slurm cluster to practise on: sudo python3 slurm/practice."""
+
+import argparse
+import contextlib
+import os
+import pwd
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+sys.dont_write_bytecode = True  # it would belong to root, in the user's repository
+
+from cluster import SPACES, Cluster, child, missing  # noqa: E402
+
+HERE = Path(__file__).resolve().parent
+
+DESCRIPTION = """\
+Start a Slurm cluster on this machine, and open a shell on its login node. The shell starts in the
+repository: try sinfo, and sbatch slurm/04_multinode.sbatch. Nothing is left of the cluster when you
+leave the shell. slurm/README.md shows a job that survives a lost node."""
+
+HELP = """\
+Besides the commands of Slurm, the shell has five that cause trouble:
+  power-off NODE    end everything on a node at once
+  power-on NODE     boot it again, after Slurm has marked it down
+  pull-cable NODE   cut a node off the network
+  plug-in NODE      connect it again
+  preempt JOB       send SIGTERM, as Slurm does to a job that it preempts with a grace time"""
+
+WELCOME = """\
+{version} with {nodes} nodes of {gpus} GPUs each. This shell is on the login node.
+
+Real: Slurm, and for each node a network address, a host name and processes of its own.
+Not real: the GPUs, which are only names, so the scripts train on the CPU over gloo. All nodes share
+the cores and the file system of this machine, and none of them reaches the internet.
+
+{help}
+
+Jobs run as {user}. Ctrl-D or exit ends the cluster and its jobs, and leaves the files they wrote.
+"""
+
+
+@contextlib.contextmanager
+def temporary_folder():
+    """Make a folder that another process removes once this one has ended, even if it was killed."""
+    folder = tempfile.mkdtemp(prefix="cluster-")
+    os.chmod(folder, 0o755)
+    remove = 'cat; for _ in $(seq 50); do rm -rf "$0" && exit; sleep 0.1; done'
+    with subprocess.Popen(
+        ["sh", "-c", remove, folder],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ):
+        yield Path(folder)
+
+
+# ---------------------------------------------------------------- trouble
+
+
+def power_on(cluster, number, say):
+    """Boot a node, and not before Slurm has missed it: a real machine takes minutes."""
+    if cluster.is_on(number):
+        return
+    if not cluster.is_down(number):
+        say(f"node{number} boots when Slurm has marked it down, within a minute ...")
+        end = time.monotonic() + 60
+        while not cluster.is_down(number) and time.monotonic() < end:
+            time.sleep(0.5)
+    cluster.switch_on(number)
+
+
+TROUBLE = {
+    "power-off": lambda cluster, number, _: cluster.cut_the_power(number),
+    "power-on": power_on,
+    "pull-cable": lambda cluster, number, _: cluster.cable(number, "down"),
+    "plug-in": lambda cluster, number, _: cluster.cable(number, "up"),
+}
+
+
+def serve(cluster):
+    """Do to the nodes what the shell asks for."""
+    numbers = {f"node{number}": number for number in range(1, cluster.nodes + 1)}
+    while True:
+        verb, *names = (cluster.folder / "ask").read_text(encoding="utf-8").split()
+        with (
+            contextlib.suppress(BrokenPipeError),  # Ctrl-C: the shell no longer listens
+            (cluster.folder / "answer").open("w", encoding="utf-8", buffering=1) as answer,
+        ):
+            if number := numbers.get(" ".join(names)):
+                with contextlib.suppress(subprocess.CalledProcessError):  # it has said why
+                    TROUBLE[verb](cluster, number, lambda text: print(text, file=answer))
+            else:
+                print(f"usage: {verb} NODE, one of {', '.join(numbers)}", file=answer)
+
+
+# ---------------------------------------------------------------- the shell
+
+
+def open_shell(cluster, user):
+    """Give the user a shell on the login node."""
+    for name in ("ask", "answer"):
+        os.mkfifo(cluster.folder / name, 0o600)
+        os.chown(cluster.folder / name, user.pw_uid, user.pw_gid)
+    threading.Thread(target=serve, args=[cluster], daemon=True).start()
+    print(
+        WELCOME.format(
+            version=cluster.run("sinfo", "--version").strip(),
+            nodes=cluster.nodes,
+            gpus=cluster.gpus,
+            help=HELP,
+            user=user.pw_name,
+        ),
+        flush=True,
+    )
+    enter = ["nsenter", *SPACES, "-t", str(child(cluster.outer.pid))]
+    become = ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--init-groups"]
+    values = ["env", f"--chdir={HERE.parents[1]}", f"CLUSTER={cluster.folder}"]
+    bash = ["bash", "--rcfile", HERE / "shell.rc", "-i"]
+    subprocess.run([*enter, *become, "--reset-env", *values, *bash], check=False)
+
+
+def positive_int(text):
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        prog="slurm/practice",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=DESCRIPTION,
+        epilog=HELP,
+    )
+    parser.add_argument("--nodes", type=positive_int, default=2, help="default: 2")
+    parser.add_argument("--gpus", type=positive_int, default=4, help="per node; default: 4")
+    args = parser.parse_args()
+    if reason := missing():
+        sys.exit(reason)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    os.umask(0o022)  # the user has to read slurm.conf
+    user = pwd.getpwuid(int(os.environ.get("SUDO_UID", "0")))
+    with temporary_folder() as folder, Cluster(folder, args.nodes, args.gpus) as cluster:
+        open_shell(cluster, user)
+
+
+if __name__ == "__main__":
+    main()
