@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from support.jobs import RESTARTS, Job, finished, kill, run
 from support.results import epochs, resumed, same_bits, shape, weights
-from support.scripts import LONG, ON_PATH, ROOT, SMALL, TORCHRUN, command, edit, edited
+from support.scripts import LONG, ON_PATH, ROOT, SMALL, TORCHRUN, command, edit, edited, forked
 from support.slurm import ON_A_CLUSTER, TWO_BY_TWO
 from support.tracing import look_until, may_trace
 
@@ -57,7 +57,7 @@ def test_a_save_longer_than_the_timeout(tmp_path):
     """The others wait for rank 0 in their next collective, which has a timeout."""
     short = ("timedelta(minutes=5)", "timedelta(seconds=10)")
     slow = (REPLACE, f"        time.sleep(15)\n{REPLACE}")
-    job = run(command(edited(tmp_path, "04", short, slow), *LONG), tmp_path)
+    job = run(forked(edited(tmp_path, "04", short, slow), *LONG), tmp_path)
     assert job.returncode == 1
     assert "Timed out waiting 10000ms" in job.stderr
     assert epochs(job) == [1]

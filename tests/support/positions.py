@@ -1,12 +1,16 @@
 """What is to happen at a position in a run: changes to steps 2 to 5, for `scripts.edited`.
 
-A position is an epoch and a step, both counted from 0. The step is counted from where the process
-entered the epoch.
+A position is an epoch and a step in it, both counted from 0.
 """
 
 import textwrap
 
 BATCH = "            total[0] += self._run_batch(source, targets)\n"
+# Steps 2 and 3 count no samples, since they always start at the beginning of an epoch.
+STEP = (
+    'vars(self).get("samples_run", total[1] * dist.get_world_size())'
+    " / (self.train_data.batch_size * dist.get_world_size())"
+)
 
 ON_RANK_1 = "dist.get_rank() == 1"
 TOLD = "signal.raise_signal(signal.SIGTERM)"
@@ -26,7 +30,7 @@ while not os.path.exists(f"{self.path}.go"):
 
 def at(epoch, step, lines, when="True"):
     """Return a change that runs some lines before a step, on the ranks where a condition holds."""
-    here = f"(self.epochs_run, total[1]) == ({epoch}, {step} * self.train_data.batch_size)"
+    here = f"(self.epochs_run, {STEP}) == ({epoch}, {step})"
     text = f"if {here} and {when}:\n{textwrap.indent(lines, '    ')}"
     return BATCH, f"{textwrap.indent(text, ' ' * 12).rstrip()}\n{BATCH}"
 

@@ -35,7 +35,7 @@ def command(step, *args, nprocs=2, torchrun=()):
 
 
 def forked(step, *args, nprocs=2, restarts=0):
-    """Return a command that does the same as `command`, in half the time, but without a launcher.
+    """Return a command that does the same as `command`, in a third of the time, without a launcher.
 
     Step 2 starts its processes itself, so it is edited to leave that out.
     """

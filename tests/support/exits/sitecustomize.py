@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import time
+from pathlib import Path
 
 
 def report():
@@ -17,8 +18,7 @@ def report():
     is_rank = "RANK" in os.environ or multiprocessing.parent_process()
     if folder and is_rank:  # so neither torchrun nor step 2's parent
         time.sleep(1)  # Linux lists a thread for a moment after it has ended
-        tasks = os.listdir("/proc/self/task")
-        names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in tasks]
+        names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
         with open(f"{folder}/{os.getpid()}", "w") as file:
             json.dump(names, file)
 
