@@ -26,6 +26,7 @@ def case(nprocs, *step):
     name, mark = (f"nccl-{nprocs}", needs_a_gpu) if nprocs else ("shim", EVERYTHING)
     machine = SimpleNamespace(nprocs=nprocs or 2, env=ON_GPUS if nprocs else SHIM)
     machine.start = command if nprocs else forked
+    machine.restart = {"torchrun": ("--max-restarts=1",)} if nprocs else {"restarts": 1}
     return pytest.param(machine, *step, id="-".join([name, *step]), marks=mark)
 
 
@@ -119,7 +120,7 @@ def test_learns(machine, tmp_path, step):
 def test_killed_and_restarted(machine, undisturbed, tmp_path):
     killed = at(1, 1, KILLED, f"dist.get_rank() == {machine.nprocs - 1}")
     path = deterministic(tmp_path / "script", "03", killed)
-    start = command(path, *SHORT, nprocs=machine.nprocs, torchrun=("--max-restarts=1",))
+    start = machine.start(path, *SHORT, nprocs=machine.nprocs, **machine.restart)
     job = finished(start, tmp_path, machine.env | RESTARTS)
     assert resumed(job) == [1]
     assert epochs(job) == [1, 2]

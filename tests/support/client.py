@@ -3,6 +3,7 @@
 client.py NPROCS RESTARTS SCRIPT ARGUMENTS
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ with socket.socket(socket.AF_UNIX) as server:
     server.sendall(data[sent:])
     code = int(server.recv(64) or 1)
 if code < 0:  # end by the same signal
-    signal.signal(-code, signal.SIG_DFL)
+    with contextlib.suppress(OSError):  # nobody can change what SIGKILL does
+        signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
 sys.exit(code)
