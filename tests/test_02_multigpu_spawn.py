@@ -104,9 +104,9 @@ def test_omp_num_threads_is_honoured(tmp_path):
     joined = "    ddp_setup(rank, args.nprocs)\n"
     leave = f"    {on_each_rank(THREADS)}    return\n"
     path = edited(tmp_path, "02", (joined, joined + leave))
-    given = str(os.cpu_count() + 1)
-    job = finished(command(path, nprocs=1), tmp_path, {"OMP_NUM_THREADS": given})
-    assert said(job, 0) == [given]
+    given = str(len(os.sched_getaffinity(0)))
+    job = finished(command(path), tmp_path, {"OMP_NUM_THREADS": given})
+    assert said(job, 0) == said(job, 1) == [given]
 
 
 @pytest.mark.parametrize("nprocs", [2, pytest.param(3, marks=pytest.mark.everything)])
