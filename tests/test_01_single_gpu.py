@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.jobs import finished, run
 from support.results import accuracy, epochs, error_lines, resumed, same_bits, weights
-from support.scripts import LONG, SCRIPT, SMALL, arguments, build_trainer, command, forked, load
+from support.scripts import LONG, SCRIPT, SMALL, arguments, build_trainer, forked, load
 
 
 def test_learns_with_the_default_arguments(trained):
@@ -87,7 +87,7 @@ def test_a_resumed_run_ends_with_the_bits_of_an_undisturbed_one(trained, tmp_pat
 @pytest.mark.parametrize("lr", ["-1", "nan"])
 def test_a_wrong_learning_rate_leaves_the_checkpoint_alone(tmp_path, lr):
     (tmp_path / "checkpoint.pt").write_bytes(b"precious")
-    job = run(command("01", f"--lr={lr}"), tmp_path)
+    job = run(forked("01", f"--lr={lr}"), tmp_path)
     assert job.returncode == 1
     assert error_lines(job) == [f"ValueError: Invalid learning rate: {float(lr)}"]
     assert (tmp_path / "checkpoint.pt").read_bytes() == b"precious"

@@ -1,13 +1,27 @@
 """Step 2: several processes train one model, on a free port, and end together."""
 
+import os
 import re
 import sys
 
 import pytest
 import torch
 from support.jobs import Job, finished, run
-from support.results import accuracy, epochs, losses, same_bits, weights
-from support.scripts import DOUBLE, LONG, SMALL, command, edited, load
+from support.positions import GATE, KILLED, at, open_the_gate, wait_at_the_gate
+from support.results import accuracy, epochs, losses, said, same_bits, weights
+from support.scripts import (
+    DOUBLE,
+    END,
+    LONG,
+    SMALL,
+    command,
+    digest,
+    edited,
+    forked,
+    load,
+    on_each_rank,
+    without_spawn,
+)
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 
@@ -19,27 +33,24 @@ def test_learns_with_the_default_arguments(launched):
 
 
 @pytest.mark.everything
-def test_two_copies_at_the_same_time(launched, tmp_path):
-    with Job(command("02", "99", *SMALL), tmp_path) as job:
-        job.wait_for("^epoch 1 ")
-        other = tmp_path / "other"
-        other.mkdir()
-        assert same_bits(finished(command("02", *LONG), other), launched("02", *LONG))
-        assert job.process.poll() is None, job
+def test_two_copies_at_the_same_time(trained, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    with Job(command(edited(tmp_path, "02", at(0, 5, GATE)), "1", *SMALL), tmp_path) as job:
+        wait_at_the_gate(job)
+        finished(command("02", "1", *SMALL), other)
+        open_the_gate(job)
+        assert job.wait().returncode == 0, job
+    for folder in (tmp_path, other):
+        assert same_bits(folder / "checkpoint.pt", trained("03", "1", *SMALL))
 
 
 @pytest.mark.everything
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_process_ends_all(tmp_path, rank):
-    line = "    ddp_setup(rank, args.nprocs)\n"
-    say = "    print(f'rank {rank} is {os.getpid()}', flush=True)\n"
-    with Job(command(edited(tmp_path, "02", (line, line + say)), "99", *SMALL), tmp_path) as job:
-        job.wait_for("^epoch 1 ")
-        pid = int(re.search(rf"rank {rank} is (\d+)", job.stdout)[1])
-        (worker,) = [process for process in job.processes() if process.pid == pid]
-        worker.kill()
-        assert job.wait(60).returncode != 0
-        job.wait_until_gone()
+    killed = at(0, 5, KILLED, when=f"dist.get_rank() == {rank}")
+    job = run(command(edited(tmp_path, "02", killed), *LONG), tmp_path)
+    assert job.returncode != 0
     assert "terminated with signal SIGKILL" in job.stderr or "Connection closed" in job.stderr, job
 
 
@@ -70,41 +81,42 @@ def test_bad_nprocs(monkeypatch, capsys, nprocs):
     assert "error: argument --nprocs: " in capsys.readouterr().err.splitlines()[-1]
 
 
-def look_inside(tmp_path, given):
-    """Return (rank, number of threads, hash of the final weights) for each rank."""
-    end = "    dist.barrier()"
-    say = (
-        "    bits = b''.join(p.numpy().tobytes() for p in model.state_dict().values())\n"
-        "    bits = __import__('hashlib').sha256(bits).hexdigest()\n"
-        "    print(f'rank {rank} {torch.get_num_threads()} {bits}\\n', end='', flush=True)\n"
-    )
-    path = edited(tmp_path, "02", (end, say + end))
-    job = finished(command(path, "1", *SMALL), tmp_path, {"OMP_NUM_THREADS": given})
-    return sorted(re.findall(r"^rank (\d) (\d+) (\w{64})$", job.stdout, re.MULTILINE))
+THREADS = "torch.get_num_threads()"
 
 
 def test_ranks_end_with_equal_weights_and_share_the_cores(tmp_path):
-    say = "import torch; print(torch.get_num_threads())"
-    available = run([sys.executable, "-c", say], tmp_path, {"OMP_NUM_THREADS": None}).stdout
-    (rank_0, threads_0, bits_0), (rank_1, threads_1, bits_1) = look_inside(tmp_path, None)
-    assert (rank_0, rank_1) == ("0", "1")
+    spawn = "    mp.spawn("
+    path = edited(
+        tmp_path,
+        "02",
+        (END, f"    {on_each_rank(THREADS)}    {on_each_rank(digest('model.parameters()'))}{END}"),
+        (spawn, f"    print('available:', {THREADS})\n{spawn}"),
+    )
+    job = finished(command(path, "1", *SMALL), tmp_path, {"OMP_NUM_THREADS": None})
+    (available,) = re.findall(r"^available: (\d+)$", job.stdout, re.MULTILINE)
+    (threads_0, bits_0), (threads_1, bits_1) = said(job, 0), said(job, 1)
     assert int(threads_0) == int(threads_1) == max(1, int(available) // 2)
     assert bits_0 == bits_1
 
 
 @pytest.mark.everything
 def test_omp_num_threads_is_honoured(tmp_path):
-    assert [threads for _, threads, _ in look_inside(tmp_path, "2")] == ["2", "2"]
+    joined = "    ddp_setup(rank, args.nprocs)\n"
+    leave = f"    {on_each_rank(THREADS)}    return\n"
+    path = edited(tmp_path, "02", (joined, joined + leave))
+    given = str(len(os.sched_getaffinity(0)))
+    job = finished(command(path), tmp_path, {"OMP_NUM_THREADS": given})
+    assert said(job, 0) == said(job, 1) == [given]
 
 
 @pytest.mark.parametrize("nprocs", [2, pytest.param(3, marks=pytest.mark.everything)])
 def test_n_processes_follow_one_with_the_same_effective_batch(tmp_path, nprocs):
     """The printed loss agrees too: it is the loss of all ranks."""
-    path = edited(tmp_path, "02", *DOUBLE)
+    path = without_spawn(tmp_path, *DOUBLE)
     jobs, results = [], []
     for count, batch in ((nprocs, 64), (1, 64 * nprocs)):
         args = ("1", f"--batch-size={batch}", "--width=2", f"--checkpoint-path={count}.pt")
-        jobs.append(finished(command(path, *args, nprocs=count), tmp_path))
+        jobs.append(finished(forked(path, *args, nprocs=count), tmp_path))
         results.append(weights(tmp_path / f"{count}.pt"))
     many, one = results
     assert any(not torch.equal(one[name], many[name]) for name in one)
@@ -114,11 +126,11 @@ def test_n_processes_follow_one_with_the_same_effective_batch(tmp_path, nprocs):
 
 @pytest.mark.everything
 def test_in_float32_too_for_one_step(tmp_path):
-    results = []
+    path, results = without_spawn(tmp_path), []
     for nprocs, batch in ((2, 6471), (1, 12_942)):
-        path = f"--checkpoint-path={nprocs}.pt"
-        args = ("1", f"--batch-size={batch}", "--lr=1e-3", path)
-        finished(command("02", *args, nprocs=nprocs), tmp_path)
+        saved = f"--checkpoint-path={nprocs}.pt"
+        args = ("1", f"--batch-size={batch}", "--width=8", "--lr=1e-3", saved)
+        finished(forked(path, *args, nprocs=nprocs), tmp_path)
         results.append(weights(tmp_path / f"{nprocs}.pt"))
     two, one = results
     assert max((one[name] - two[name]).abs().max() for name in one) < 1e-4

@@ -1,14 +1,14 @@
 """Step 3: torchrun restarts a killed run, which ends with the bits of an undisturbed one."""
 
 import random
-import sys
 import time
 
 import pytest
 import torch
 from support.jobs import RESTARTS, Job, finished, kill, run
+from support.positions import KILLED, at
 from support.results import accuracy, epochs, error_lines, resumed, same_bits
-from support.scripts import LONG, SCRIPT, SMALL, command, forked, load
+from support.scripts import LONG, SMALL, command, edited, forked, load
 
 
 def test_a_finished_job_only_evaluates(trained, tmp_path):
@@ -22,41 +22,31 @@ def test_a_finished_job_only_evaluates(trained, tmp_path):
     assert (tmp_path / "checkpoint.pt").read_bytes() == saved
 
 
-def kill_one(tmp_path, nprocs, rank, moment, args=LONG):
-    """Kill a worker when a line of output matches `moment`; return the job when it has ended."""
-    start = command("03", *args, nprocs=nprocs, torchrun=("--max-restarts=1",))
-    with Job(start, tmp_path, RESTARTS) as job:
-        job.wait_for(lambda: len(job.workers()) == nprocs)
-        worker = job.workers()[rank]
-        job.wait_for(moment)
-        worker.kill()  # raises if the worker has already ended
-        job.wait(180).wait_until_gone()
-    assert job.returncode == 0, job
-    assert len(resumed(job)) == 1, job
-    return job
-
-
 def test_kill_9_with_4_processes(trained, tmp_path):
-    job = kill_one(tmp_path, 4, 3, "^epoch 1 ")
-    assert resumed(job)[0] < 4
-    assert sorted(set(epochs(job))) == [1, 2, 3, 4]
+    killed = at(1, 20, KILLED, when="dist.get_rank() == 3")
+    start = forked(edited(tmp_path, "03", killed), *LONG, nprocs=4, restarts=1)
+    job = finished(start, tmp_path)
+    assert resumed(job) == [1]
+    assert epochs(job) == [1, 2, 3, 4]
     assert same_bits(job, trained("03", *LONG, nprocs=4))
     assert accuracy(job) == accuracy(trained("03", *LONG, nprocs=4))
 
 
 @pytest.mark.everything
 def test_kill_9_repeats_what_was_not_saved(trained, tmp_path):
-    job = kill_one(tmp_path, 2, 0, "^epoch 6 ", ("8", "5", *SMALL))
-    assert resumed(job) == [5]
-    assert epochs(job)[:6] == [1, 2, 3, 4, 5, 6]
-    assert epochs(job)[-3:] == [6, 7, 8]
-    assert same_bits(job, trained("03", "8", *SMALL))
+    """torchrun restarts the ranks, after the third epoch, which was not saved."""
+    killed = edited(tmp_path, "03", at(3, 20, KILLED, when="dist.get_rank() == 0"))
+    start = command(killed, "4", "2", *SMALL, torchrun=("--max-restarts=1",))
+    job = finished(start, tmp_path, RESTARTS)
+    assert resumed(job) == [2]
+    assert epochs(job) == [1, 2, 3, 3, 4]
+    assert same_bits(job, trained("03", *LONG))
 
 
 @pytest.mark.everything
 def test_kill_9_at_any_moment(trained, tmp_path, repetitions):
     """Restarts succeed after all kills, at any time between the first import and the end."""
-    moments, kills, life, wanted = random.Random(), 0, 8, repetitions(20)
+    moments, kills, life, wanted = random.Random(), 0, 8, 4 * repetitions(3)
     for attempt in range(wanted):
         folder = tmp_path / str(attempt)
         folder.mkdir()
@@ -94,7 +84,7 @@ def test_the_checkpoint_holds_what_a_resume_needs(trained):
 
 
 def test_without_torchrun(tmp_path):
-    job = run([sys.executable, SCRIPT["03"]], tmp_path)
+    job = run(forked("03", nprocs=0), tmp_path)
     assert job.returncode == 1
     assert "environment variable RANK expected" in job.stderr.splitlines()[-1]
 
@@ -110,7 +100,7 @@ def test_restarts_need_a_store_of_their_own(tmp_path):
 
 def test_torchrun_reports_the_exception(tmp_path):
     (tmp_path / "checkpoint.pt").write_bytes(b"not a checkpoint")
-    job = run(command("03", "1", *SMALL), tmp_path)
+    job = run(command("03", "1", *SMALL, nprocs=1), tmp_path)
     assert job.returncode == 1
     report = job.stderr.split("Root Cause (first observed failure):")[1]
     assert "RuntimeError: cannot load checkpoint.pt, move it away: " in report

@@ -3,8 +3,6 @@
 import contextlib
 import re
 import signal
-import socket
-import sys
 from datetime import timedelta
 
 import psutil
@@ -12,8 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.jobs import RESTARTS, Job, finished, free_port, kill, run
-from support.results import epochs, error_lines, resumed, same_bits
-from support.scripts import LONG, SCRIPT, SMALL, TORCHRUN, command, edited, load
+from support.positions import (
+    GATE,
+    KILLED,
+    ON_RANK_1,
+    TOLD,
+    at,
+    open_the_gate,
+    wait_at_the_gate,
+)
+from support.results import epochs, error_lines, resumed, said, same_bits
+from support.scripts import LONG, SCRIPT, SMALL, TORCHRUN, edited, forked, load, on_each_rank
 
 
 @contextlib.contextmanager
@@ -73,7 +80,7 @@ def test_static_rendezvous(trained, tmp_path):
 def test_any_launcher_that_sets_the_ranks(trained, tmp_path):
     """The way srun alone would start it, without torchrun."""
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
-    start = [sys.executable, SCRIPT["04"], *LONG]
+    start = forked("04", *LONG, nprocs=0)
     with (
         Job(start, tmp_path, {"RANK": "0", "LOCAL_RANK": "0", **common}) as zero,
         Job(start, tmp_path, {"RANK": "1", "LOCAL_RANK": "0", **common}) as one,
@@ -84,18 +91,15 @@ def test_any_launcher_that_sets_the_ranks(trained, tmp_path):
 
 @pytest.mark.everything
 def test_kill_9_on_one_of_two_nodes(trained, tmp_path):
-    with nodes(tmp_path, 2, 2, LONG) as jobs:
-        host = next(job for job in jobs if 0 in job.wait_for(job.workers))
-        other = jobs[1 - jobs.index(host)]
-        other.wait_for(lambda: len(other.workers()) == 2)
-        worker = other.workers()[max(other.workers())]
-        host.wait_for("^epoch 1 ")
-        kill(worker)
-        output = seen_by_all(jobs)
-    before, after = re.split(r"^resuming from .*\n", output, flags=re.MULTILINE)
-    assert "epoch 4 " not in before
-    assert "epoch 4 " in after
-    assert bits_equal(tmp_path, trained("03", *LONG, nprocs=4))
+    path = edited(tmp_path, "04", at(1, 20, KILLED, when=ON_RANK_1))
+    with nodes(tmp_path, 2, 1, LONG, path=path) as jobs:
+        for job in jobs:
+            assert job.wait().returncode == 0, job
+            job.wait_until_gone()
+    # After the restart either node may have rank 0, which prints.
+    assert sorted(number for job in jobs for number in epochs(job)) == [1, 2, 3, 4]
+    assert [number for job in jobs for number in resumed(job)] == [1]
+    assert bits_equal(tmp_path, trained("03", *LONG))
 
 
 def test_local_rank_picks_the_gpu_before_the_group_is_joined(monkeypatch):
@@ -114,18 +118,17 @@ def test_local_rank_picks_the_gpu_before_the_group_is_joined(monkeypatch):
 @pytest.mark.everything
 def test_a_node_that_falls_silent_is_an_error_and_not_a_hang(tmp_path):
     """A stopped process keeps its connections open, as a lost node does."""
-    path = edited(tmp_path, "04", ("timedelta(minutes=5)", "timedelta(seconds=8)"))
-    with Job(command(path, "99", *SMALL), tmp_path) as job:
-        job.wait_for("^epoch 1 ")
-        job.workers()[1].send_signal(signal.SIGSTOP)
+    short = ("timedelta(minutes=5)", "timedelta(seconds=8)")
+    stops = f"{on_each_rank('os.getpid()')}os.kill(os.getpid(), signal.SIGSTOP)"
+    path = edited(tmp_path, "04", short, at(0, 5, stops, when=ON_RANK_1))
+    with Job(forked(path, *LONG), tmp_path) as job:
         job.wait_for(lambda: re.search("Timed out|Application timeout", job.stderr))
-        kill(job.workers()[1], signal.SIGCONT)
+        kill(psutil.Process(int(said(job, 1)[0])), signal.SIGCONT)
         assert job.wait().returncode == 1
-        job.wait_until_gone()
 
 
 def test_without_torchrun(tmp_path):
-    job = run([sys.executable, SCRIPT["04"]], tmp_path)
+    job = run(forked("04", nprocs=0), tmp_path)
     assert job.returncode == 1
     (line,) = error_lines(job)
     assert "environment variable RANK expected" in line
@@ -134,36 +137,28 @@ def test_without_torchrun(tmp_path):
 
 # ---------------------------------------------------------------- nodes are lost, and join again
 
-EPOCHS = 30
-ARGS = (str(EPOCHS), *SMALL)
 
+def start_node(folder, port, script, nnodes="1:2", host=False):
+    """Start the agent of a node, with one worker, in a folder that all nodes share.
 
-def start_node(folder, port, script=SCRIPT["04"], nnodes="1:2", args=ARGS):
-    """Start the agent of a node, with one worker, in a folder that all nodes share."""
+    A node waits for a second one for some seconds, then it goes on alone.
+    """
     where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"]
-    options = [f"--nnodes={nnodes}", "--max-restarts=3", "--rdzv-conf=last_call_timeout=3"]
-    return Job([TORCHRUN, *options, *where, script, *args], folder, RESTARTS)
+    where += [f"--rdzv-conf=is_host={int(host)},last_call_timeout=10"]
+    words = [TORCHRUN, f"--nnodes={nnodes}", "--max-restarts=3", *where, script, *LONG]
+    return Job(words, folder, RESTARTS)
 
 
 @contextlib.contextmanager
-def two_nodes(folder):
-    """Start the node that hosts the rendezvous, then another; yield once both train."""
+def two_nodes(folder, script, **options):
+    """Start the node that hosts the rendezvous, and another; yield once both are at the gate."""
     port = free_port()
-    with start_node(folder, port) as host:
-        host.wait_for(lambda: listening(port))
-        with start_node(folder, port) as other:
-            wait_for_epoch([host, other], 2)
-            yield port, host, other
-
-
-def listening(port):
-    with socket.socket() as client:
-        return client.connect_ex(("localhost", int(port))) == 0
-
-
-def wait_for_epoch(jobs, number):
-    """Wait until the node that has rank 0 prints this epoch or a later one."""
-    jobs[0].wait_for(lambda: max((n for job in jobs for n in epochs(job)), default=0) >= number)
+    with (
+        start_node(folder, port, script, host=True, **options) as host,
+        start_node(folder, port, script, **options) as other,
+    ):
+        wait_at_the_gate(host)
+        yield port, host, other
 
 
 def world_size(job):
@@ -192,62 +187,58 @@ def samples_at_stops(job):
 def test_a_node_is_lost_and_comes_back(tmp_path):
     folder = tmp_path / "elastic"
     folder.mkdir()
-    with two_nodes(folder) as (port, host, other):
+    until_told = "while not told_to_stop:\n    time.sleep(0.01)"
+    script = edited(
+        folder,
+        "04",
+        at(1, 15, GATE, when="dist.get_world_size() == 2"),
+        at(2, 15, until_told, when="dist.get_world_size() == 1"),
+    )
+    with two_nodes(folder, script) as (port, host, other):
         assert world_size(host) == world_size(other) == 2
         cut_the_power(other)
-        host.wait_for(lambda: world_size(host) == 1)
-        host.wait_for("^resuming from ")
-        run_by_two = resumed(host)[0]
-        wait_for_epoch([host], run_by_two + 2)
-        with start_node(folder, port) as again:
-            for job in (host, again):
-                job.wait_for(lambda job=job: world_size(job) == 2)
+        open_the_gate(host)
+        host.wait_for(lambda: 2 in epochs(host))
+        assert world_size(host) == 1
+        with start_node(folder, port, script) as again:
             for job in (host, again):
                 assert job.wait().returncode == 0, job
                 job.wait_until_gone()
     # After the return either node may have rank 0, which prints.
-    (samples,) = samples_at_stops(host)  # told by its agent to stop, so nothing was lost
-    (run_by_one,) = resumed(host)[1:] + resumed(again)
-    assert 0 < run_by_two < run_by_one < EPOCHS
-    assert 0 <= samples < 12_942
+    assert resumed(host)[0] == 1
+    assert samples_at_stops(host) == [20 * 64]  # told by its agent to stop, so nothing was lost
+    assert resumed(host)[1:] + resumed(again) == [2]
     printed = [number for job in (other, host, again) for number in epochs(job)]
-    assert set(printed) == set(range(1, EPOCHS + 1))
+    assert sorted(printed) == [1, 2, 3, 4]
 
     steady = tmp_path / "steady"  # the same world sizes at the same positions, without a fault
     steady.mkdir()
-    two = [TORCHRUN, "--standalone", "--nproc-per-node=2", SCRIPT["04"]]
-    finished([*two, str(run_by_two), *SMALL], steady)
-    line = "if step % 10 == 0 and self._stop_agreed():"
-    there = f"if (self.epochs_run, self.samples_run) == ({run_by_one}, {samples}):"
-    stops = edited(tmp_path, "04", (line, there))
-    with Job([TORCHRUN, "--standalone", stops, *ARGS], steady) as job:
-        assert job.wait().returncode == 1
-    finished([*two, *ARGS], steady)
+    stops = edited(tmp_path, "04", at(2, 15, TOLD, when="dist.get_world_size() == 1"))
+    finished(forked(stops, "1", *SMALL), steady)
+    assert run(forked(stops, *LONG, nprocs=1), steady).returncode == 1
+    finished(forked(stops, *LONG), steady)
     assert same_bits(steady / "checkpoint.pt", folder / "checkpoint.pt")
 
 
 @pytest.mark.everything
 def test_the_host_of_the_rendezvous_is_lost(tmp_path, trained):
     """The job ends on every node. Started again on any node, it resumes."""
-    with two_nodes(tmp_path) as (_, host, other):
+    with two_nodes(tmp_path, edited(tmp_path, "04", at(2, 15, GATE))) as (_, host, other):
         cut_the_power(host)
+        open_the_gate(other)
         assert other.wait(120).returncode == 1
         other.wait_until_gone()
     assert "accuracy" not in host.stdout + other.stdout
-    start = [TORCHRUN, "--standalone", "--nproc-per-node=2", SCRIPT["04"], *ARGS]
-    job = finished(start, tmp_path)
-    assert same_bits(job, trained("03", *ARGS))
+    job = finished(forked("04", *LONG), tmp_path)
+    assert resumed(job) == [2]
+    assert same_bits(job, trained("03", *LONG))
 
 
 @pytest.mark.everything
 def test_one_node_is_told_to_stop(tmp_path, trained):
     """The other stops at the same step, and both exit with an error."""
-    port = free_port()
-    with (
-        start_node(tmp_path, port, nnodes=2) as one,
-        start_node(tmp_path, port, nnodes=2) as two,
-    ):
-        wait_for_epoch([one, two], 1)
+    script = edited(tmp_path, "04", at(1, 15, GATE))
+    with two_nodes(tmp_path, script, nnodes=2) as (_, one, two):
         one.process.send_signal(signal.SIGTERM)
         assert one.wait().returncode == 1
         two.process.send_signal(signal.SIGTERM)  # or it would wait for the first node to return
@@ -255,7 +246,6 @@ def test_one_node_is_told_to_stop(tmp_path, trained):
         for job in (one, two):
             job.wait_until_gone()
     checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert 0 <= checkpoint["SAMPLES_RUN"] < 12_942
+    assert (checkpoint["EPOCHS_RUN"], checkpoint["SAMPLES_RUN"]) == (1, 20 * 128)
     assert (tmp_path / "checkpoint.pt.interrupted").exists()
-    start = [TORCHRUN, "--standalone", "--nproc-per-node=2", SCRIPT["04"], *ARGS]
-    assert same_bits(finished(start, tmp_path), trained("03", *ARGS))
+    assert same_bits(finished(forked("04", *LONG), tmp_path), trained("03", *LONG))

@@ -5,7 +5,7 @@ import shutil
 import pytest
 from support.jobs import finished
 from support.results import accuracy, check_report
-from support.scripts import LONG, SCRIPT, SMALL, command, edited, forked, load
+from support.scripts import LONG, SCRIPT, SMALL, edited, forked, load
 
 
 def test_two_processes(trained):
@@ -27,7 +27,7 @@ def test_exact_at_any_world_size(trained, tmp_path, nprocs):
 def test_all_ranks_evaluate_or_they_wait_for_each_other(tmp_path):
     """A collective that not all ranks call would fail after this short timeout."""
     short = edited(tmp_path, "05", ("timedelta(minutes=5)", "timedelta(seconds=20)"))
-    assert accuracy(finished(command(short, "1", *SMALL), tmp_path))[2] == 359
+    assert accuracy(finished(forked(short, "1", *SMALL), tmp_path))[2] == 359
 
 
 def test_padding_would_count_some_digits_twice():

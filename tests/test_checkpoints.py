@@ -9,10 +9,10 @@ import pytest
 import torch
 from support.jobs import RESTARTS, finished, run
 from support.results import epochs, resumed, same_bits
-from support.scripts import SCRIPT, arguments, build_trainer, command, edited, load
+from support.scripts import LONG, SCRIPT, arguments, build_trainer, command, edited, forked, load
 
 EVERYTHING = pytest.mark.everything
-WIDE = ("4", "--batch-size=64", "--width=16")  # its checkpoint is larger than its output
+WIDE = ("3", "--batch-size=64", "--width=16")  # its checkpoint is larger than its output
 
 
 # ---------------------------------------------------------------- loading
@@ -172,23 +172,22 @@ def test_the_new_file_is_on_the_disk_before_it_replaces_the_old_one(trainer, pat
     assert path.read_bytes() != whole
 
 
-def on_a_full_disk(words):
-    """Keep the files that a command writes below 64 KiB."""
-    return ["bash", "-c", 'ulimit -f 64; exec "$@"', "bash", *words]
+SEED = "    torch.manual_seed(args.seed)\n"
+FULL = "    __import__('resource').setrlimit(1, (65536, 65536))  # RLIMIT_FSIZE, in bytes\n"
 
 
 @EVERYTHING
 @pytest.mark.parametrize("step", ["01", "04"])
 def test_a_full_disk(trained, tmp_path, step):
-    finished(command(step, "1", *WIDE[1:]), tmp_path)
+    finished(forked(step, "1", *WIDE[1:]), tmp_path)
     saved = (tmp_path / "checkpoint.pt").read_bytes()
     assert len(saved) > 100_000
-    job = run(on_a_full_disk(command(step, *WIDE)), tmp_path)
+    job = run(forked(edited(tmp_path, step, (SEED, FULL + SEED)), *WIDE), tmp_path)
     assert job.returncode != 0
     assert "in _save_checkpoint" in job.stderr
     assert (tmp_path / "checkpoint.pt").read_bytes() == saved
-    job = finished(command(step, *WIDE), tmp_path)
-    assert epochs(job) == [2, 3, 4]
+    job = finished(forked(step, *WIDE), tmp_path)
+    assert epochs(job) == [2, 3]
     assert same_bits(job, trained(step, *WIDE))
 
 
@@ -203,14 +202,15 @@ KILLED = """
 @pytest.mark.parametrize("step", [*(pytest.param(n, marks=EVERYTHING) for n in ("01", "03")), "04"])
 def test_kill_9_while_writing(trained, tmp_path, step):
     """The second save is killed when it has written 1000 bytes."""
-    args = ("4", "--batch-size=64", "--width=4")
     line = 'torch.save(checkpoint, f"{self.path}.new")  # a crash leaves the old file alone\n'
     path = edited(tmp_path, step, (line, line + KILLED))
-    start = command(path, *args, torchrun=("--max-restarts=1",))
+    start = command(path, *LONG, torchrun=("--max-restarts=1",))
+    if step != "04":
+        start = forked(path, *LONG, restarts=int(step == "03"))
     if step == "01":
         assert run(start, tmp_path).returncode == -9
         assert (tmp_path / "checkpoint.pt.new").stat().st_size == 1000
     job = finished(start, tmp_path, RESTARTS)
     assert resumed(job) == [1]
     assert not (tmp_path / "checkpoint.pt.new").exists()
-    assert same_bits(job, trained(step, *args))
+    assert same_bits(job, trained(step, *LONG))

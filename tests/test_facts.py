@@ -7,7 +7,7 @@ import zipfile
 import pytest
 import torch
 from support.jobs import finished, free_port, run
-from support.scripts import TORCHRUN
+from support.scripts import TORCHRUN, forked
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.utils.data.distributed import DistributedSampler
 
@@ -152,7 +152,7 @@ def two_ranks(tmp_path, body, *changes):
     for old, new in changes:
         body = body.replace(old, new)
     (tmp_path / "program.py").write_text(BEGIN + body + END, encoding="utf-8")
-    return run([TORCHRUN, "--standalone", "--nproc-per-node=2", "program.py"], tmp_path)
+    return run(forked(tmp_path / "program.py"), tmp_path)
 
 
 @pytest.mark.everything

@@ -1,28 +1,23 @@
 """A fault on one rank ends all ranks, with a non-zero status and the cause on stderr."""
 
-import contextlib
 import os
 import re
+import shutil
 import signal
 import socket
 import socketserver
 import subprocess
-import sys
 from threading import Thread
 
 import pytest
 from support.jobs import Job, free_port, kill, run
+from support.positions import GATE, KILLED, ON_RANK_1, at, open_the_gate, wait_at_the_gate
 from support.results import accuracy, epochs, error_lines, same_bits, weights
-from support.scripts import LONG, SCRIPT, SMALL, TORCHRUN, command, edited
+from support.scripts import LONG, SCRIPT, SMALL, TORCHRUN, command, edited, forked, without_spawn
 
 EVERYTHING = pytest.mark.everything
+REPETITION = [EVERYTHING, pytest.mark.repetition]
 NOBODY = "192.0.2.1"  # reserved for documentation by RFC 5737, so nobody answers
-
-
-def quick_for(*chosen, of):
-    """Mark all parameters but the chosen ones as `everything`."""
-    return [pytest.param(n, marks=() if n in chosen else EVERYTHING) for n in of]
-
 
 # ---------------------------------------------------------------- one rank fails
 
@@ -65,10 +60,10 @@ def build_model(width):
     ("step", "bad"),
     [
         pytest.param("04", BAD_SAMPLE, id="04-data"),
-        pytest.param("02", BAD_SAMPLE, id="02-data", marks=EVERYTHING),
+        pytest.param("02", BAD_SAMPLE, id="02-data", marks=REPETITION),
         pytest.param("02", BAD_MODEL, id="02-model", marks=EVERYTHING),
         pytest.param("03", BAD_MODEL, id="03-model", marks=EVERYTHING),
-        pytest.param("05", BAD_MODEL, id="05-model", marks=EVERYTHING),
+        pytest.param("05", BAD_MODEL, id="05-model", marks=REPETITION),
     ],
 )
 def test_an_exception_on_one_rank(tmp_path, step, bad):
@@ -85,27 +80,24 @@ def test_an_exception_on_one_rank(tmp_path, step, bad):
 
 @EVERYTHING
 @pytest.mark.parametrize("step", ["02", "04"])
-def test_rank_0_cannot_save(tmp_path, step):
-    with Job(command(step, "99", *SMALL), tmp_path) as job:
-        job.wait_for((tmp_path / "checkpoint.pt").exists)
-        in_the_way = tmp_path / "checkpoint.pt.new"
-        while not in_the_way.is_dir():
-            with contextlib.suppress(FileExistsError):
-                in_the_way.mkdir()
-        assert job.wait().returncode != 0
-        job.wait_until_gone()
+def test_rank_0_cannot_save(trained, tmp_path, step):
+    saved = trained("03", "1", *SMALL).cwd / "checkpoint.pt"
+    shutil.copy(saved, tmp_path)
+    (tmp_path / "checkpoint.pt.new").mkdir()  # is in the way
+    script = without_spawn(tmp_path) if step == "02" else step
+    job = run(forked(script, "2", *SMALL), tmp_path)
+    assert job.returncode != 0
+    assert not re.search(r"exit codes of the ranks: .*\b0\b", job.stderr), job
     assert any("Is a directory" in line for line in error_lines(job)), job
-    assert weights(job)
+    assert same_bits(job, saved)
 
 
-@pytest.mark.parametrize("step", quick_for("04", of=["03", "04"]))
+@pytest.mark.parametrize("step", [pytest.param("03", marks=EVERYTHING), "04"])
 def test_a_killed_rank_is_named(tmp_path, step):
     """The others get SIGTERM from torchrun, which 04 handles, but fail in their next collective."""
-    with Job(command(step, "99", *SMALL), tmp_path) as job:
-        job.wait_for("^epoch 1 ")
-        kill(job.workers()[1])
-        assert job.wait().returncode == 1
-        job.wait_until_gone()
+    script = edited(tmp_path, step, at(0, 15, KILLED, ON_RANK_1))
+    job = run(command(script, *LONG), tmp_path)
+    assert job.returncode == 1
     assert "Signal 9 (SIGKILL) received by PID" in job.stderr
     assert "forcefully exiting via" not in job.stderr  # the others had ended by then
     assert not (tmp_path / "checkpoint.pt.interrupted").exists()
@@ -114,14 +106,15 @@ def test_a_killed_rank_is_named(tmp_path, step):
 @EVERYTHING
 def test_workers_of_a_dead_agent_train_on(trained, tmp_path):
     """Nobody stops them, and nobody restarts them if they fail."""
-    with Job(command("04", *LONG), tmp_path) as job:
-        job.wait_for("^epoch 1 ")
+    with Job(command(edited(tmp_path, "04", at(0, 15, GATE)), "1", *SMALL), tmp_path) as job:
+        wait_at_the_gate(job)
         kill(job.process)
         job.wait()
+        open_the_gate(job)
         job.wait_until_gone()
-    assert epochs(job) == [1, 2, 3, 4]
+    assert epochs(job) == [1]
     assert accuracy(job)
-    assert same_bits(job, trained("03", *LONG))
+    assert same_bits(job, trained("03", "1", *SMALL))
 
 
 # ---------------------------------------------------------------- the rendezvous cannot be reached
@@ -173,7 +166,7 @@ def test_rank_0_cannot_be_reached_without_torchrun(tmp_path, host):
     short = edited(tmp_path, "04", ("timedelta(minutes=5)", "timedelta(seconds=5)"))
     ranks = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
     env = {**ranks, "MASTER_ADDR": host, "MASTER_PORT": free_port()}
-    job = run([sys.executable, short], tmp_path, env)
+    job = run(forked(short, nprocs=0), tmp_path, env)
     assert job.returncode == 1
     assert host in job.stderr
 
@@ -181,7 +174,16 @@ def test_rank_0_cannot_be_reached_without_torchrun(tmp_path, host):
 # ---------------------------------------------------------------- Ctrl-C
 
 
-@pytest.mark.parametrize("step", quick_for("04", of=SCRIPT))
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param("01", marks=EVERYTHING),
+        pytest.param("02", marks=EVERYTHING),
+        pytest.param("03", marks=REPETITION),
+        "04",
+        pytest.param("05", marks=REPETITION),
+    ],
+)
 def test_ctrl_c(tmp_path, step):
     with Job(command(step, "99", *SMALL), tmp_path) as job:
         job.wait_for("^epoch 2 ")

@@ -9,11 +9,11 @@ import pytest
 import torch
 from support.gpus import GPUS, ON_GPUS, SHIM
 from support.jobs import RESTARTS, Job, finished, free_port, run
-from support.results import accuracy, check_report, epochs, resumed, same_bits
-from support.scripts import SCRIPT, SMALL, TORCHRUN, command, edited
+from support.positions import KILLED, TOLD, at
+from support.results import accuracy, check_report, epochs, resumed, said, same_bits
+from support.scripts import END, SCRIPT, SMALL, TORCHRUN, command, edited, forked, on_each_rank
 
 SHORT = ("2", *SMALL)
-LINE = "            total[0] += self._run_batch(source, targets)\n"
 EVERYTHING = pytest.mark.everything
 needs_a_gpu = pytest.mark.skipif(not GPUS, reason="torch.cuda.is_available() is False")
 
@@ -25,6 +25,8 @@ def case(nprocs, *step):
     """Return parameters of a test: so many real GPUs or, for 0, two GPUs of the shim."""
     name, mark = (f"nccl-{nprocs}", needs_a_gpu) if nprocs else ("shim", EVERYTHING)
     machine = SimpleNamespace(nprocs=nprocs or 2, env=ON_GPUS if nprocs else SHIM)
+    machine.start = command if nprocs else forked
+    machine.restart = {"torchrun": ("--max-restarts=1",)} if nprocs else {"restarts": 1}
     return pytest.param(machine, *step, id="-".join([name, *step]), marks=mark)
 
 
@@ -34,7 +36,7 @@ on_gpus = pytest.mark.parametrize("machine", CASES, indirect=True, scope="module
 
 @pytest.fixture(scope="module")
 def machine(request):
-    """The number of processes, and the environment in which they find as many GPUs."""
+    """The number of processes, how they are started, and the environment with as many GPUs."""
     return request.param
 
 
@@ -76,15 +78,13 @@ def deterministic(folder, step, *changes):
     seed = "    torch.manual_seed(args.seed)\n"
     settings = "    torch.use_deterministic_algorithms(True)\n"
     settings += "    torch.backends.cudnn.benchmark = False\n"
-    end = "    dist.barrier()"
     gpus = "[n for n in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(n)]"
-    say = f"    print(f'rank {{dist.get_rank()}} occupies {{{gpus}}}\\n', end='', flush=True)\n"
-    return edited(folder, step, (seed, settings + seed), (end, say + end), *changes)
+    say = f"    {on_each_rank(gpus)}"
+    return edited(folder, step, (seed, settings + seed), (END, say + END), *changes)
 
 
 def each_rank_occupies_its_own_gpu(job, nprocs):
-    said = re.findall(r"^rank (\d+) occupies (\[.*\])$", job.stdout, re.MULTILINE)
-    return sorted(said) == sorted((str(rank), f"[{rank}]") for rank in range(nprocs))
+    return [said(job, rank) for rank in range(nprocs)] == [[f"[{rank}]"] for rank in range(nprocs)]
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ LEARNS = [case(nprocs, step) for nprocs in WORLD_SIZES for step in ON_THE_CPU]
 @pytest.mark.parametrize(("machine", "step"), [*LEARNS, case(0, "05")], indirect=["machine"])
 def test_learns(machine, tmp_path, step):
     batch = f"--batch-size={256 // machine.nprocs}"  # the effective batch is the same everywhere
-    job = finished(command(step, batch, nprocs=machine.nprocs), tmp_path, machine.env)
+    job = finished(machine.start(step, batch, nprocs=machine.nprocs), tmp_path, machine.env)
     assert accuracy(job)[0] >= 98
     assert epochs(job) == [1, 2, 3, 4]
     assert job.stdout.count("accuracy ") == 1 + (step == "05")  # the class report has one too
@@ -118,13 +118,9 @@ def test_learns(machine, tmp_path, step):
 
 @on_gpus
 def test_killed_and_restarted(machine, undisturbed, tmp_path):
-    first_life = 'os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"'
-    here = f"(self.epochs_run, dist.get_rank()) == (1, {machine.nprocs - 1})"
-    killed = f"""            if {first_life} and {here} and total[1] > 0:
-                os.kill(os.getpid(), 9)
-"""
-    path = deterministic(tmp_path / "script", "03", (LINE, killed + LINE))
-    start = command(path, *SHORT, nprocs=machine.nprocs, torchrun=("--max-restarts=1",))
+    killed = at(1, 1, KILLED, f"dist.get_rank() == {machine.nprocs - 1}")
+    path = deterministic(tmp_path / "script", "03", killed)
+    start = machine.start(path, *SHORT, nprocs=machine.nprocs, **machine.restart)
     job = finished(start, tmp_path, machine.env | RESTARTS)
     assert resumed(job) == [1]
     assert epochs(job) == [1, 2]
@@ -136,12 +132,9 @@ def test_killed_and_restarted(machine, undisturbed, tmp_path):
 @on_gpus
 def test_told_to_stop_and_resumed_in_mid_epoch(machine, undisturbed, tmp_path):
     step = 64 * machine.nprocs  # samples
-    here = "(self.epochs_run, self.samples_run, dist.get_rank())"
-    told = f"""            if {here} == (1, {3 * step}, {machine.nprocs - 1}):
-                signal.raise_signal(signal.SIGTERM)
-"""
-    path = deterministic(tmp_path / "script", "04", (LINE, told + LINE))
-    start = command(path, *SHORT, nprocs=machine.nprocs)
+    told = at(1, 3, TOLD, f"dist.get_rank() == {machine.nprocs - 1}")
+    path = deterministic(tmp_path / "script", "04", told)
+    start = machine.start(path, *SHORT, nprocs=machine.nprocs)
     first = run(start, tmp_path, machine.env)
     assert (tmp_path / "checkpoint.pt.interrupted").exists(), first
     checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)

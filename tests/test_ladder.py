@@ -20,6 +20,7 @@ from support.scripts import (
     edited,
     forked,
     load,
+    without_spawn,
 )
 
 EVERYTHING = pytest.mark.everything
@@ -44,8 +45,8 @@ def test_the_same_bits_on_every_step(launched, trained, step, nprocs):
 def test_each_step_continues_the_checkpoint_of_the_one_before(trained, tmp_path):
     """One epoch on each, and the end has the bits of an undisturbed run of step 2."""
     for number, step in enumerate(DISTRIBUTED):
-        start = command if step == "02" else forked
-        job = finished(start(step, str(number + 1), *SMALL, nprocs=3), tmp_path)
+        script = without_spawn(tmp_path) if step == "02" else step
+        job = finished(forked(script, str(number + 1), *SMALL, nprocs=3), tmp_path)
         assert resumed(job) == ([number] if number else [])
         assert epochs(job) == [number + 1]
     assert same_bits(job, trained("03", *LONG, nprocs=3))
@@ -63,7 +64,7 @@ def test_without_the_first_pass_a_resume_ends_with_other_bits(trained, tmp_path)
 @EVERYTHING
 def test_step_2_continues_the_checkpoint_of_step_1(trained, tmp_path):
     shutil.copy(trained("01", *LONG).cwd / "checkpoint.pt", tmp_path)
-    job = finished(command("02", "5", *SMALL), tmp_path)
+    job = finished(forked(without_spawn(tmp_path), "5", *SMALL), tmp_path)
     assert resumed(job) == [4]
     assert epochs(job) == [5]
     assert float(losses(job)[0]) < float(losses(trained("01", *LONG))[-1]) + 0.05

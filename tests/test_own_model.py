@@ -6,17 +6,20 @@ import signal
 import psutil
 import pytest
 import torch
-from support.jobs import RESTARTS, Job, finished, kill, run
-from support.results import accuracy, epochs, resumed, same_bits
-from support.scripts import SCRIPT, command, edited, load
+from support.jobs import RESTARTS, Job, finished, run
+from support.positions import GATE, KILLED, ON_RANK_1, at, wait_at_the_gate
+from support.results import accuracy, epochs, resumed, said, same_bits
+from support.scripts import SCRIPT, command, edited, forked, load, on_each_rank
 
 EVERYTHING = pytest.mark.everything
-ARGS = ("6", "--batch-size=16", "--width=4")
+ARGS = ("5", "--batch-size=16", "--width=4")
 STEP = 2 * 16  # samples of both ranks
 NO_WORKERS = ""
 FORK = ', num_workers=2, multiprocessing_context="fork"'
 SPAWN = ', num_workers=2, multiprocessing_context="spawn"'
 PERSISTENT = ", persistent_workers=True"
+# As torchrun does, which signals the process group of each rank, and so its loader workers too.
+TOLD_AT = at(1, 25, "os.killpg(0, signal.SIGTERM)", ON_RANK_1)
 
 DATA = '''class Scans(torch.utils.data.Dataset):
     """One file for each scan."""
@@ -58,25 +61,20 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def own(folder):
-    """Write a copy of a step with another model, data set and loader, and return its command."""
+    """Write a copy of a step with another model, data set and loader."""
 
-    def write(tmp_path, step, loader, random=False, told_at=None, torchrun=(), args=ARGS):
+    def write(tmp_path, step, loader, *changes, random=False):
         script = SCRIPT[step].read_text(encoding="utf-8")
 
         def function(name):
             return re.search(rf"^def {name}\(.*?\n(?=\n\n)", script, re.DOTALL | re.MULTILINE)[0]
 
-        changes = [
+        own = [
             (function("load_datasets"), DATA.format(folder=folder, noise=0.1 * random)),
             (function("build_model"), MODEL.format(dropout=0.2 * random)),
             ("pin_memory=pin", f"pin_memory=pin{loader}"),
         ]
-        if told_at:  # torchrun, too, signals the process group of each worker
-            line = "            total[0] += self._run_batch(source, targets)\n"
-            here = "((self.epochs_run, self.samples_run), dist.get_rank())"
-            told = f"            if {here} == ({told_at}, 1):\n"
-            changes.append((line, f"{told}                os.killpg(0, signal.SIGTERM)\n{line}"))
-        return command(edited(tmp_path, step, *changes), *args, torchrun=torchrun)
+        return edited(tmp_path, step, *own, *changes)
 
     return write
 
@@ -86,10 +84,11 @@ def undisturbed(own, tmp_path_factory):
     """Train without a fault; the same arguments run only once."""
     done = {}
 
-    def train(step, loader, random=False):
+    def train(loader, random=False, step="03"):
         if (step, loader, random) not in done:
             path = tmp_path_factory.mktemp("undisturbed")
-            done[step, loader, random] = finished(own(path, step, loader, random), path)
+            script = own(path, step, loader, random=random)
+            done[step, loader, random] = finished(forked(script, *ARGS), path)
             assert accuracy(done[step, loader, random])[0] > 90
         return done[step, loader, random]
 
@@ -115,72 +114,70 @@ def trainers(job):
 )
 def test_told_to_stop_in_mid_epoch(own, undisturbed, tmp_path, step, loader):
     """With BatchNorm and a file for each sample; the workers change no bit, nor does the step."""
-    start = own(tmp_path, step, loader, told_at=(1, 25 * STEP))
-    with Job(start, tmp_path) as job:
-        job.wait().wait_until_gone()
+    start = forked(own(tmp_path, step, loader, TOLD_AT), *ARGS)
+    job = run(start, tmp_path)
     assert "interrupted after 960 samples" in job.stdout, job
     assert (tmp_path / "checkpoint.pt.interrupted").exists()
     assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["SAMPLES_RUN"] == 30 * STEP
     again = finished(start, tmp_path)
-    assert epochs(job) + epochs(again) == [1, 2, 3, 4, 5, 6]
-    assert same_bits(again, undisturbed("02", NO_WORKERS))
+    assert epochs(job) + epochs(again) == [1, 2, 3, 4, 5]
+    assert same_bits(again, undisturbed(NO_WORKERS))
 
 
 @EVERYTHING
 def test_the_agent_is_told_to_stop(own, undisturbed, tmp_path):
-    start = own(tmp_path, "04", FORK)
-    with Job(start, tmp_path) as job:
-        job.wait_for("^epoch 1 ")
+    script = own(tmp_path, "04", FORK, at(1, 25, GATE))
+    with Job(command(script, *ARGS), tmp_path) as job:
+        wait_at_the_gate(job)
         job.process.send_signal(signal.SIGTERM)
         job.wait().wait_until_gone()
-    assert "interrupted after" in job.stdout, job
-    assert same_bits(finished(start, tmp_path), undisturbed("02", NO_WORKERS))
+    assert "interrupted after 960 samples" in job.stdout, job
+    again = finished(forked(script, *ARGS), tmp_path)
+    assert same_bits(again, undisturbed(NO_WORKERS))
 
 
 @EVERYTHING
 def test_a_resume_in_mid_epoch_draws_other_random_numbers(own, undisturbed, tmp_path):
     """A checkpoint does not hold the random state. Between epochs it need not: see below."""
-    start = own(tmp_path, "04", NO_WORKERS, random=True, told_at=(1, 25 * STEP))
-    with Job(start, tmp_path) as job:
-        job.wait().wait_until_gone()
+    start = forked(own(tmp_path, "04", NO_WORKERS, TOLD_AT, random=True), *ARGS)
+    job = run(start, tmp_path)
     assert "interrupted after 960 samples" in job.stdout, job
     again = finished(start, tmp_path)
     assert accuracy(again)[0] > 90
-    assert not same_bits(again, undisturbed("02", NO_WORKERS, random=True))
+    assert not same_bits(again, undisturbed(NO_WORKERS, random=True))
 
 
 # ---------------------------------------------------------------- killed
 
 
 @EVERYTHING
-@pytest.mark.parametrize("step", ["03", "04", "05"])
+@pytest.mark.parametrize("step", ["03", "04", pytest.param("05", marks=pytest.mark.repetition)])
 def test_kill_9_and_restart(own, undisturbed, tmp_path, step):
     """With BatchNorm, dropout, and data that loader workers augment at random."""
-    start = own(tmp_path, step, FORK, random=True, torchrun=("--max-restarts=1",))
-    with Job(start, tmp_path, RESTARTS) as job:
-        job.wait_for("^epoch 2 ")  # so the first was saved
-        kill(trainers(job)[1])
-        assert job.wait().returncode == 0, job
-        job.wait_until_gone()
-    assert resumed(job)
-    assert same_bits(job, undisturbed("02", FORK, random=True))
+    script = own(tmp_path, step, FORK, at(1, 25, KILLED, ON_RANK_1), random=True)
+    start = command(script, *ARGS, torchrun=("--max-restarts=1",))
+    job = finished(start, tmp_path, RESTARTS)
+    assert resumed(job) == [1]
+    assert same_bits(job, undisturbed(FORK, random=True))
 
 
 @EVERYTHING
 @pytest.mark.parametrize("step", ["01", "02"])
 def test_started_again(own, undisturbed, tmp_path, step):
-    finished(own(tmp_path, step, FORK, random=True, args=("2", *ARGS[1:])), tmp_path)
-    job = finished(own(tmp_path, step, FORK, random=True), tmp_path)
+    script = own(tmp_path, step, FORK, random=True)
+    finished(command(script, "2", *ARGS[1:]), tmp_path)
+    job = finished(command(script, *ARGS), tmp_path)
     assert resumed(job) == [2]
-    assert same_bits(job, undisturbed(step, FORK, random=True))
+    assert same_bits(job, undisturbed(FORK, random=True, step="01" if step == "01" else "03"))
 
 
 @EVERYTHING
 @pytest.mark.parametrize("method", [FORK, SPAWN])
 def test_kill_9_leaves_no_loader_worker(own, tmp_path, method):
     """Each one notices within seconds that its parent is gone."""
-    with Job(own(tmp_path, "04", method + PERSISTENT), tmp_path) as job:
-        job.wait_for("^epoch 1 ")
+    script = own(tmp_path, "04", method + PERSISTENT, at(1, 25, GATE))
+    with Job(command(script, *ARGS), tmp_path) as job:
+        wait_at_the_gate(job)
         loader_workers = len(job.processes()) - 3
         for process in (psutil.Process(job.process.pid), *trainers(job)):
             process.kill()
@@ -191,15 +188,11 @@ def test_kill_9_leaves_no_loader_worker(own, tmp_path, method):
 
 @EVERYTHING
 def test_all_ranks_evaluate_with_the_statistics_of_rank_0(own, tmp_path):
-    path = own(tmp_path, "05", NO_WORKERS, args=("1", *ARGS[1:]))
-    script = tmp_path / SCRIPT["05"].name
-    text = script.read_text(encoding="utf-8")
     line = "    counts = torch.tensor("
-    assert text.count(line) == 1
-    show = "    print(f'mean {model[1].running_mean.tolist()}\\n', end='', flush=True)\n"
-    script.write_text(text.replace(line, show + line), encoding="utf-8")
-    first, second = re.findall("^mean (.*)$", finished(path, tmp_path).stdout, re.MULTILINE)
-    assert first == second
+    show = f"    {on_each_rank('model[1].running_mean.tolist()')}{line}"
+    script = own(tmp_path, "05", NO_WORKERS, (line, show))
+    job = finished(forked(script, "1", *ARGS[1:]), tmp_path)
+    assert said(job, 0) == said(job, 1) != []
 
 
 @EVERYTHING
@@ -221,6 +214,6 @@ class BrokenData(TensorDataset):
 def load_datasets():
 """,
     )
-    job = run(command(edited(tmp_path, "04", worker, soon, broken, data), "1"), tmp_path)
+    job = run(forked(edited(tmp_path, "04", worker, soon, broken, data), "1"), tmp_path)
     assert job.returncode == 1
     assert "ValueError: a sample is broken" in job.stderr

@@ -1,14 +1,14 @@
 """Steps 4 and 5 are told to stop: they save in mid-epoch, exit, and resume with the same bits."""
 
-import re
 import signal
 import time
 
 import pytest
 import torch
-from support.jobs import RESTARTS, Job, finished, kill
+from support.jobs import RESTARTS, Job, finished, kill, run
+from support.positions import GATE, ON_RANK_1, TOLD, at, wait_at_the_gate
 from support.results import accuracy, epochs, same_bits
-from support.scripts import LONG, command, edited, load
+from support.scripts import LONG, command, edited, forked, load
 
 EVERYTHING = pytest.mark.everything
 
@@ -32,31 +32,19 @@ TERM = {
 }
 
 
-def interrupt(tmp_path, start, after, stop):
-    """Stop a job some steps after a line of its output, and check what it leaves behind."""
-    with Job(start, tmp_path) as job:
-        job.wait_for(after)
-        time.sleep(0.1)
-        stop(job)
-        job.wait().wait_until_gone()
-    return interrupted(tmp_path, job)
-
-
-def interrupted(tmp_path, job):
-    """Check that a job was interrupted inside an epoch, and that its position was saved."""
+def interrupted(tmp_path, job, *position):
+    """Check that a job was interrupted at a position in the run, and that it was saved."""
     checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert 0 <= checkpoint["SAMPLES_RUN"] < 12_942, job
+    assert (checkpoint["EPOCHS_RUN"], checkpoint["SAMPLES_RUN"]) == position, job
     assert f"interrupted after {checkpoint['SAMPLES_RUN']:,} samples" in job.stdout, job
-    assert checkpoint["EPOCHS_RUN"] == max(epochs(job))
     assert (tmp_path / "checkpoint.pt.interrupted").exists()
     assert job.returncode != 0
     assert "accuracy" not in job.stdout
-    return job
 
 
-def resume(tmp_path, start, *earlier):
+def resume(tmp_path, script, *earlier, nprocs=2):
     """Start the job again, and check that all runs together printed each epoch once."""
-    job = finished(start, tmp_path)
+    job = finished(forked(script, *LONG, nprocs=nprocs), tmp_path)
     assert "resuming from checkpoint.pt" in job.stdout
     assert not (tmp_path / "checkpoint.pt.interrupted").exists()
     assert [number for run in (*earlier, job) for number in epochs(run)] == [1, 2, 3, 4]
@@ -74,44 +62,37 @@ def resume(tmp_path, start, *earlier):
     ],
 )
 def test_told_to_stop_and_started_again(trained, tmp_path, step, nprocs, whom):
-    start = command(step, *LONG, nprocs=nprocs)
-    job = interrupt(tmp_path, start, "^epoch 1 ", TERM[whom])
-    job = resume(tmp_path, start, job)
+    script = edited(tmp_path, step, at(1, 15, GATE))
+    with Job(command(script, *LONG, nprocs=nprocs), tmp_path) as job:
+        wait_at_the_gate(job)
+        TERM[whom](job)
+        job.wait().wait_until_gone()
+    interrupted(tmp_path, job, 1, 20 * 64 * nprocs)
+    job = resume(tmp_path, step, job, nprocs=nprocs)
     assert same_bits(job, trained("03", *LONG, nprocs=nprocs))
 
 
 @EVERYTHING
 def test_told_twice_with_4_processes(trained, tmp_path):
-    start = command("04", *LONG, nprocs=4)
-    first = interrupt(tmp_path, start, "^epoch 1 ", term_the_agent)
-    second = interrupt(tmp_path, start, f"^epoch {max(epochs(first)) + 1} ", term_the_agent)
-    job = resume(tmp_path, start, first, second)
+    script = edited(tmp_path, "04", at(1, 15, TOLD, ON_RANK_1), at(2, 35, TOLD, ON_RANK_1))
+    first = run(forked(script, *LONG, nprocs=4), tmp_path)
+    interrupted(tmp_path, first, 1, 20 * 4 * 64)
+    second = run(forked(script, *LONG, nprocs=4), tmp_path)
+    interrupted(tmp_path, second, 2, 40 * 4 * 64)
+    job = resume(tmp_path, script, first, second, nprocs=4)
     assert same_bits(job, trained("03", *LONG, nprocs=4))
 
 
 @EVERYTHING
 def test_restarted_in_place(trained, tmp_path):
     """With restarts left, torchrun restarts workers that exit with code 75."""
-    start = command("04", *LONG, torchrun=("--max-restarts=1",))
-    with Job(start, tmp_path, RESTARTS) as job:
-        job.wait_for("^epoch 1 ")
-        TERM["the first worker"](job)
-        assert job.wait().returncode == 0, job
-        job.wait_until_gone()
+    script = edited(tmp_path, "04", at(1, 15, TOLD, ON_RANK_1))
+    start = command(script, *LONG, torchrun=("--max-restarts=1",))
+    job = finished(start, tmp_path, RESTARTS)
     assert "interrupted after" in job.stdout
     assert epochs(job) == [1, 2, 3, 4]
     assert not (tmp_path / "checkpoint.pt.interrupted").exists()
     assert same_bits(job, trained("03", *LONG))
-
-
-def told_at(tmp_path, epochs_run, samples_run):
-    """Start a copy of step 4 in which the last rank gets SIGTERM at this position."""
-    line = "            total[0] += self._run_batch(source, targets)\n"
-    here = "(self.epochs_run, self.samples_run, dist.get_rank())"
-    told = f"""            if {here} == ({epochs_run}, {samples_run}, 1):
-                signal.raise_signal(signal.SIGTERM)
-"""
-    return command(edited(tmp_path, "04", (line, told + line)), *LONG)
 
 
 STEP = 2 * 64  # samples
@@ -126,22 +107,17 @@ LAST = 12_942 // STEP  # the last step of an epoch, counted from 0
     ],
 )
 def test_the_ranks_stop_at_the_same_step(trained, tmp_path, step, saved):
-    start = told_at(tmp_path, 1, step * STEP)
-    with Job(start, tmp_path) as job:
-        job.wait().wait_until_gone()
-    interrupted(tmp_path, job)
-    codes = re.findall(r"exitcode +: (-?\d+)", job.stderr)
-    assert "75" in codes
-    assert set(codes) <= {"75", "-15"}  # torchrun may signal a rank that is already exiting
-    checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert (checkpoint["EPOCHS_RUN"], checkpoint["SAMPLES_RUN"]) == saved
-    assert same_bits(resume(tmp_path, start, job), trained("03", *LONG))
+    script = edited(tmp_path, "04", at(1, step, TOLD, ON_RANK_1))
+    job = run(forked(script, *LONG), tmp_path)
+    interrupted(tmp_path, job, *saved)
+    assert "exit codes of the ranks: [75, 75]" in job.stderr
+    assert same_bits(resume(tmp_path, script, job), trained("03", *LONG))
 
 
 @EVERYTHING
 def test_told_after_the_last_question(trained, tmp_path):
     """Fewer than ten steps are left, so the run ends normally."""
-    job = finished(told_at(tmp_path, 3, LAST * STEP), tmp_path)
+    job = finished(forked(edited(tmp_path, "04", at(3, LAST, TOLD, ON_RANK_1)), *LONG), tmp_path)
     assert "interrupted" not in job.stdout
     assert not (tmp_path / "checkpoint.pt.interrupted").exists()
     assert accuracy(job)

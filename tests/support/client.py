@@ -3,8 +3,10 @@
 client.py NPROCS RESTARTS SCRIPT ARGUMENTS
 """
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import sys
 
@@ -16,8 +18,9 @@ with socket.socket(socket.AF_UNIX) as server:
     data = json.dumps(request).encode() + b"\n"
     sent = socket.send_fds(server, [data[:1]], [0, 1, 2])
     server.sendall(data[sent:])
-    code, more = b"", True
-    while more:  # until all processes that the script has forked have ended, and so closed it
-        more = server.recv(64)
-        code += more
-sys.exit(int(code or 1) & 255)
+    code = int(server.recv(64) or 1)
+if code < 0:  # end by the same signal
+    with contextlib.suppress(OSError):  # nobody can change what SIGKILL does
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+sys.exit(code)

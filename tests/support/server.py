@@ -1,31 +1,36 @@
 """Forks runs of scripts from a process that has imported PyTorch: most of a short run is imports.
 
-As a program, `server.py SOCKET` serves the requests of client.py until its standard input ends. The
-tests import only `command`, which starts one server for all of them.
+As a program, `server.py SOCKET PID` serves the requests of client.py for the tests, the process
+PID. The tests import only `command`, which starts one server for all of them.
+
+Nothing outlives the tests: each run is ended if its client or the tests end, however they end.
 """
 
 import atexit
+import contextlib
 import functools
 import json
 import os
 import runpy
 import select
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 VARIABLE = "DDP_LADDER_SERVER"  # its socket; tests that run tests share the server
+GRACE = 60  # seconds that ranks have to end when one has failed
+SET_CHILD_SUBREAPER = 36  # prctl: this process adopts the orphans among its descendants
 
 
 def command(program, *args, nprocs=0, restarts=0):
     """Return a command that runs a script with so many ranks, or for 0 as a program of its own.
 
-    It ends when all processes that the script has forked have ended. "-m" and the name of a module
-    may take the script's place. With restarts, the script is started so many times more.
+    It ends when all processes that the script has started have ended. "-m" and the name of a module
+    may take the script's place. If it fails, it is restarted at most so many times.
     """
     start()
     return [sys.executable, "-I", HERE / "client.py", nprocs, restarts, program, *args]
@@ -40,9 +45,9 @@ def start():
     address = f"{folder.name}/socket"
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.Popen(
-        [sys.executable, __file__, address],
+        [sys.executable, __file__, address, str(os.getpid())],
         env=env,
-        stdin=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C ends the tests, which end the server
     )
@@ -50,6 +55,7 @@ def start():
 
     @atexit.register
     def stop():
+        process.terminate()
         process.communicate()
         folder.cleanup()
 
@@ -59,8 +65,9 @@ def start():
 # ---------------------------------------------------------------- the server
 
 
-def serve(address):
-    """Fork a process for each request."""
+def serve(address, tests):
+    """Fork a process for each request, as long as the process of the tests is there."""
+    runpy.run_path(str(HERE / "exits" / "sitecustomize.py"))  # as it says, before PyTorch
     import gc
 
     import jobs  # noqa: F401  # as a program, this file has its folder on the path
@@ -71,67 +78,115 @@ def serve(address):
     import torch.distributed.nn  # noqa: F401  # before a process group exists, as the scripts do
 
     gc.freeze()  # so that the forked processes share the memory of what is imported
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    tests = os.pidfd_open(tests)  # readable when the process has ended
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
     os.write(1, b"r")
+    running = {}
     while True:
-        if 0 in select.select([0, listener], [], [])[0]:
-            return
-        connection, _ = listener.accept()
-        if os.fork() == 0:
+        ready, _, _ = select.select([tests, listener, *running], [], [])
+        for fd in running.keys() & ready:
+            os.waitpid(running.pop(fd), 0)  # its CPU time is the server's from now on
+            os.close(fd)
+        if listener in ready:
+            connection, _ = listener.accept()
+            if child := os.fork():
+                running[os.pidfd_open(child)] = child
+                connection.close()
+                continue
             listener.close()
-            perform(connection)
-        connection.close()
+            perform(connection, tests)
+        elif tests in ready:
+            return
 
 
-def perform(connection):
-    """Do what a request asks for, in a new session, and answer with the exit code."""
-    data, fds, _, _ = socket.recv_fds(connection, 1 << 16, 3)
-    while not data.endswith(b"\n"):
-        data += connection.recv(1 << 16)
-    request = json.loads(data)
+def perform(connection, tests):
+    """Do what a request asks for, and answer with the exit code."""
+    import ctypes
+
+    request = receive(connection)
     os.setsid()
-    for number, fd in enumerate(fds):
-        os.dup2(fd, number)
-        os.close(fd)
+    ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ |= request["env"]
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for _ in range(request["restarts"] + 1):
-        codes = fork(connection, request["nprocs"], request["argv"])
-    code = codes[0] if not request["nprocs"] else int(any(codes))
-    if any(codes):
+    for attempt in range(request["restarts"] + 1):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)  # as torchrun does
+        ranks = fork(request["nprocs"], request["argv"])
+        codes = wait(ranks, [connection, tests])
+        if not any(codes):
+            break
+    code = int(any(codes)) if request["nprocs"] else codes[0]
+    if any(codes) and request["nprocs"]:
         print(f"exit codes of the ranks: {codes}", file=sys.stderr, flush=True)
     connection.send(str(code).encode())
     os._exit(0)
 
 
-def fork(connection, nprocs, argv):
-    """Fork the ranks, wait for all of them, and return their exit codes."""
+def receive(connection):
+    """Take over the input and output of the client, and return what it asks for."""
+    data, fds, _, _ = socket.recv_fds(connection, 1 << 16, 3)
+    while more := not data.endswith(b"\n") and connection.recv(1 << 16):
+        data += more
+    if not data.endswith(b"\n"):
+        os._exit(1)  # the client has been killed
+    for number, fd in enumerate(fds):
+        os.dup2(fd, number)
+        os.close(fd)
+    return json.loads(data)
+
+
+def fork(nprocs, argv):
+    """Fork the ranks and return their process ids, in order."""
     if nprocs:
         from jobs import free_port
 
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
         os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(nprocs))
-    running, codes = {}, []
+    ranks = []
     for rank in range(max(nprocs, 1)):
         if child := os.fork():
-            running[os.pidfd_open(child)] = child
+            ranks.append(child)
             continue
+        os.setsid()  # as torchrun does
         if nprocs:
             os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
         become(argv)
-    while running:
-        ready, _, _ = select.select([connection, *running], [], [])
-        if connection in ready:  # the client has been killed: end all, this process too
-            os.killpg(0, signal.SIGKILL)
-        for fd in ready:
-            codes.append(os.waitstatus_to_exitcode(os.waitpid(running.pop(fd), 0)[1]))
-            os.close(fd)
-    return codes
+    return ranks
+
+
+def wait(ranks, others):
+    """Wait until all descendants have ended, and return the exit codes of the ranks.
+
+    End them all if one of the others ends, and the ranks that are left some time after one failed.
+    """
+    codes, limit = {}, None
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid in ranks:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+                limit = limit or (codes[pid] and time.monotonic() + GRACE)
+            elif select.select(others, [], [], 0 if pid else 0.02)[0]:
+                end()
+            elif limit and time.monotonic() > limit:
+                for rank in set(ranks) - set(codes):
+                    os.kill(rank, 9)
+    return [codes[rank] for rank in ranks]
+
+
+def end():
+    """End all descendants, and this process."""
+    import psutil
+
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            os.waitpid(-1, 0)
+    os._exit(1)
 
 
 def become(argv):
@@ -139,9 +194,10 @@ def become(argv):
     import numpy as np
 
     np.random.seed()  # as in a process that imports it itself; Python's random does it, too
-    for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):
-        if (path := Path(folder, "sitecustomize.py")).exists():
-            runpy.run_path(str(path))
+    for folder in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        sys.path.insert(1, folder)
+        if os.path.exists(site := os.path.join(folder, "sitecustomize.py")):
+            runpy.run_path(site)
     if argv[0] == "-m":
         sys.argv, sys.path[0] = argv[1:], os.getcwd()
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
@@ -152,4 +208,4 @@ def become(argv):
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,44 @@
+"""What is to happen at a position in a run: changes to steps 2 to 5, for `scripts.edited`.
+
+A position is an epoch and a step in it, both counted from 0.
+"""
+
+import textwrap
+
+BATCH = "            total[0] += self._run_batch(source, targets)\n"
+# Steps 2 and 3 count no samples, since they always start at the beginning of an epoch.
+STEP = (
+    'vars(self).get("samples_run", total[1] * dist.get_world_size())'
+    " / (self.train_data.batch_size * dist.get_world_size())"
+)
+
+ON_RANK_1 = "dist.get_rank() == 1"
+TOLD = "signal.raise_signal(signal.SIGTERM)"
+KILLED = """\
+if not os.path.exists(f"{self.path}.killed"):  # only once
+    open(f"{self.path}.killed", "x").close()
+    os.kill(os.getpid(), 9)
+"""
+GATE = """\
+open(f"{self.path}.waiting", "w").close()
+while not os.path.exists(f"{self.path}.go"):
+    if globals().get("told_to_stop"):  # who is told to stop lets the others go on, too
+        open(f"{self.path}.go", "w").close()
+    time.sleep(0.01)
+"""
+
+
+def at(epoch, step, lines, when="True"):
+    """Return a change that runs some lines before a step, on the ranks where a condition holds."""
+    here = f"(self.epochs_run, {STEP}) == ({epoch}, {step})"
+    text = f"if {here} and {when}:\n{textwrap.indent(lines, '    ')}"
+    return BATCH, f"{textwrap.indent(text, ' ' * 12).rstrip()}\n{BATCH}"
+
+
+def wait_at_the_gate(job):
+    """Wait until a rank waits at the gate."""
+    job.wait_for((job.cwd / "checkpoint.pt.waiting").exists)
+
+
+def open_the_gate(job):
+    (job.cwd / "checkpoint.pt.go").touch()
