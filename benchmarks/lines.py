@@ -87,7 +87,11 @@ BETWEEN_RANKS = {
     ],
 }
 ON_GPUS = {
-    "pageable memory, blocking copies": [(LOADER, "pin_memory=False"), (", non_blocking=True", "")],
+    "pageable memory, blocking copies": [
+        (LOADER, "pin_memory=False"),
+        ("source.to(self.device, non_blocking=True)", "source.to(self.device)"),
+        ("targets.to(self.device, non_blocking=True)", "targets.to(self.device)"),
+    ],
     "item() in each step": [("loss.detach()", "loss.item()")],
 }
 SUMMING = [("import torch\n", "import torch\nimport torch.distributed as dist\n")]
