@@ -13,18 +13,18 @@ import server
 
 class Forked(subprocess.Popen):
     def __init__(self, words, **options):
-        super().__init__(forked([str(word) for word in words]), **options)
+        super().__init__([str(word) for word in forked(*words)], **options)
 
 
-def forked(words):
-    """Return what does the same as a command, by the server."""
-    if words[0] == sys.executable:
-        return server.command(*words[1:])
-    if Path(words[0]).name != "torchrun":
-        return words
-    _, standalone, nprocs, *program = words
+def forked(program, *words):
+    """Return a command that does the same as another, by the server."""
+    if program == sys.executable:
+        return server.command(*words)
+    if Path(program).name != "torchrun":
+        return [program, *words]
+    standalone, nprocs, *script = words
     assert standalone == "--standalone", words
-    return server.command(*program, nprocs=int(nprocs.removeprefix("--nproc-per-node=")))
+    return server.command(*script, nprocs=int(nprocs.removeprefix("--nproc-per-node=")))
 
 
 if __name__ == "__main__":
