@@ -2,8 +2,6 @@
 
     python benchmarks/all.py            measure (about 15 minutes on two idle cores), then write
     python benchmarks/all.py --tables   only write the tables again, from the files in figures/
-    python benchmarks/all.py --quick    try every benchmark in its smallest size: writes its files
-                                        to the current folder, and prints the page
 
 The tables stand in README.md between <!-- measured: NAME --> and <!-- end -->.
 """
@@ -21,12 +19,12 @@ import breakdown
 import forecast
 import learning_rate
 import scaling
-from shared import TORCHRUN, cell, table
+from shared import cell, launcher, table
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE / "README.md"
 FIGURES = HERE / "figures"
-COMMANDS = (  # the number of ranks, if torchrun starts it, and the command
+COMMANDS = (  # the number of ranks, if torchrun starts them, and the command
     (None, "lines.py --seconds=60"),
     (2, "lines.py --seconds=120"),
     (2, "lines.py --seconds=30 --batch-size=32 --baselines"),
@@ -39,25 +37,15 @@ COMMANDS = (  # the number of ranks, if torchrun starts it, and the command
     (None, "scaling.py --processes=4 --repeats=2 --epochs=3"),
     (None, "learning_rate.py"),
 )
-QUICK = {
-    "lines.py": "--seconds=1 --width=4",
-    "startup.py": "--repeats=1",
-    "breakdown.py": "--width=4",
-    "communication.py": "--repeats=1 --largest=256",
-    "scaling.py": "--repeats=1 --epochs=2 --processes=2 --width=4",
-    "learning_rate.py": "--seeds=1 --epochs=1 --processes=2 --width=4",
-}
 
 
-def measure(folder, quick):
+def measure(folder):
     """Run all commands in a folder, into which they write their files."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     for ranks, command in COMMANDS:
         name, *words = command.split()
-        words += QUICK.get(name, "").split() if quick else []
-        launcher = [TORCHRUN, "--standalone", f"--nproc-per-node={ranks}"]
-        print(f"\n{name} {' '.join(words)}" + (f", {ranks} ranks" if ranks else ""), flush=True)
-        start = launcher if ranks else [sys.executable]
+        print(f"\n{command}" + (f", {ranks} ranks" if ranks else ""), flush=True)
+        start = launcher(ranks) if ranks else [sys.executable]
         subprocess.run([*start, HERE / name, *words], cwd=folder, env=env, check=True)
 
 
@@ -68,29 +56,34 @@ def read(folder, name):
     return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def ratios(folder, name):
-    """Return {(name, against): a ratio} from a file of lines.py."""
-    return {(row["name"], row["against"]): row for row in read(folder, name)["ratios"]}
+def speeds(folder):
+    """Return what lines.py found with one process, with two, and with two and a small batch.
+
+    Each is {(name, against): a ratio}.
+    """
+    records = [read(folder, f"lines-{name}") for name in ("1-of-128", "2-of-128", "2-of-32")]
+    return [{(row["name"], row["against"]): row for row in each["ratios"]} for each in records]
 
 
-def columns(folder):
-    """Return the ratios of one process, of two, and of two with a small batch."""
-    return [ratios(folder, f"lines-{name}") for name in ("1-of-128", "2-of-128", "2-of-32")]
+def row(name, against, columns):
+    """Return the cells of a row: the ratio in each column, or nothing where it is not measured."""
+    return [cell(found[name, against]) if (name, against) in found else "" for found in columns]
 
 
-def cells(found, *pair):
-    return [cell(column[pair]) if pair in column else "" for column in found]
+# Each of the functions below makes the table of its name.
 
 
 def measured_on(folder):
     machine = read(folder, "lines-2-of-128")["machine"]
-    form = "Measured on {date}: {cores} cores ({cpu}) of a virtual machine, Python {python}, torch "
-    return form.format(**machine) + machine["torch"].split("+")[0] + ", gloo."
+    version = machine["torch"].split("+")[0]
+    return (
+        "Measured on {date}: {cores} cores ({cpu}) of a virtual machine, Python {python}, "
+        "torch {version}, gloo."
+    ).format(**machine, version=version)
 
 
 def short(folder):
-    one, two, small = columns(folder)
-    save = cell(two["a save", "05"], ".1%")
+    one, two, small = speeds(folder)
     return table(
         ("measured on two CPU cores", "ratio (quartiles)"),
         (
@@ -104,7 +97,10 @@ def short(folder):
         ("the same with a batch of 32 instead of 128", cell(small["02", "copies of 01"])),
         ("step 1, relative to a bare training loop", cell(one["01", "bare loop"])),
         ("step 4 without its vote, relative to step 4", cell(two["no vote", "05"])),
-        ("writing a checkpoint, relative to an epoch of about a second", save),
+        (
+            "writing a checkpoint, relative to an epoch of about a second",
+            cell(two["a save", "05"], ".1%"),
+        ),
         (
             "evaluation by all ranks in step 5, relative to independent copies of step 1",
             cell(two["evaluation by 05", "evaluation by copies of 01"]),
@@ -117,20 +113,16 @@ def short(folder):
 
 
 def baselines(folder):
-    found = columns(folder)
+    columns = speeds(folder)
     heading = ("samples/s of", "relative to", "one process", "two, batch 128", "two, batch 32")
-    pairs = [("01", "bare loop"), *(pair for pair in found[2])]
-    pairs.append(("evaluation by 05", "evaluation by copies of 01"))
-    return table(heading, *((*pair, *cells(found, *pair)) for pair in pairs))
+    pairs = [("01", "bare loop"), *columns[2], ("evaluation by 05", "evaluation by copies of 01")]
+    return table(heading, *((*pair, *row(*pair, columns)) for pair in pairs))
 
 
 def lines(folder):
-    found = columns(folder)[:2]
-    names = [name for name, against in found[1] if against == "05" and name != "a save"]
-    rows = [
-        (name, *(cells([column], name, step)[0] for column, step in zip(found, ("01", "05"))))
-        for name in names
-    ]
+    one, two, _ = speeds(folder)
+    names = [name for name, against in two if against == "05" and name != "a save"]
+    rows = [(name, *row(name, "01", [one]), *row(name, "05", [two])) for name in names]
     return table(("change", "one process", "two processes"), *rows)
 
 
@@ -148,26 +140,27 @@ def learning(folder):
 
 def network(folder):
     two, three, four = (read(folder, f"communication-{n}") for n in (2, 3, 4))
-    known = forecast.rows_of(two) + forecast.rows_of(three)
-    latency, byte = forecast.fit(known)
+    latency, byte = forecast.fit(forecast.rows_of(two) + forecast.rows_of(three))
     errors = forecast.errors(forecast.rows_of(four), (latency, byte))
     median = statistics.median(map(abs, errors.values()))
     speed = f"{1e-9 / byte:.1f} GB/s" if byte else "too fast to tell"
     forming = [f"{record['connecting_seconds'] * 1e3:.0f} ms" for record in (two, three, four)]
     payload, ways = list(two["gather_seconds"].items())[-1]
-    rows = [(f"{way}, {int(payload):,} B per rank", f"{t * 1e3:.1f} ms") for way, t in ways.items()]
     return table(
         ("gloo on this machine", ""),
         ("latency and bandwidth, fitted to 2 and 3 ranks", f"{latency * 1e6:.0f} µs, {speed}"),
         ("error of that fit for the all-reduce of 4 ranks, median", f"{median:.0%}"),
         ("forming a process group of 2, 3, 4 ranks", ", ".join(forming)),
-        *((f"2 ranks: {way}", milliseconds) for way, milliseconds in rows),
+        *(
+            (f"2 ranks: {way}, {int(payload):,} B per rank", f"{seconds * 1e3:.1f} ms")
+            for way, seconds in ways.items()
+        ),
     )
 
 
 TABLES = {
-    table.__name__: table
-    for table in (measured_on, short, baselines, step, lines, processes, learning, network)
+    make.__name__: make
+    for make in (measured_on, short, baselines, step, lines, processes, learning, network)
 }
 
 
@@ -184,24 +177,18 @@ def filled(text, folder):
 def parse_args():
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    only = parser.add_mutually_exclusive_group()
-    only.add_argument("--tables", action="store_true", help="measure nothing")
-    only.add_argument("--quick", action="store_true", help="only show that everything runs")
+    parser.add_argument("--tables", action="store_true", help="measure nothing")
     return parser.parse_args()
 
 
 def main():
     args = parse_args()
-    folder = Path.cwd() if args.quick else FIGURES
     if not args.tables:
-        measure(folder, args.quick)
+        measure(FIGURES)
     for trace in FIGURES.glob("trace-*.json"):  # megabytes, and not for the page
         trace.unlink()
-    page = filled(PAGE.read_text(encoding="utf-8"), folder)
-    if args.quick:
-        print(page)
-    else:
-        PAGE.write_text(page, encoding="utf-8")
+    page = filled(PAGE.read_text(encoding="utf-8"), FIGURES)
+    PAGE.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

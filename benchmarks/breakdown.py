@@ -7,17 +7,14 @@ draws one step as breakdown.svg, and writes breakdown.json and trace-RANK.json (
 ui.perfetto.dev). The times are those of the host. A GPU runs asynchronously: look at its trace.
 """
 
-import argparse
-import json
 import os
 import statistics
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn
 from matplotlib.patches import Patch
-from shared import GREY, drawing, load, machine, positive_int, prepared, table
+from shared import GREY, drawing, load, parser_of, positive_int, prepared, table, write
 from torch.profiler import ProfilerActivity, profile
 
 PARTS = {
@@ -33,10 +30,10 @@ WARM_UP, STEPS = 10, 40
 
 def profiled_steps(words):
     """Train some steps, and profile more; return the profiler and the gradients' bytes."""
-    _, _, trainer, _ = prepared("04", words)
-    batches, found = iter(trainer.train_data), len(trainer.train_data)
-    if found < WARM_UP + STEPS:
-        raise SystemExit(f"an epoch has {found} steps, fewer than the {WARM_UP + STEPS} needed")
+    trainer = prepared("04", words).trainer
+    batches, count = iter(trainer.train_data), len(trainer.train_data)
+    if count < WARM_UP + STEPS:
+        raise SystemExit(f"an epoch has {count} steps, fewer than the {WARM_UP + STEPS} needed")
     for _ in range(WARM_UP):
         trainer._run_batch(*next(batches))
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
@@ -71,15 +68,23 @@ def timelines(profiler):
     reduced = spans(events, "gloo:all_reduce") or spans(events, "nccl:all_reduce")
     steps = []
     for data, ahead, update in zip(fetched, forward, spans(events, "Optimizer.step"), strict=True):
-        own = [span for span in backward if ahead[1] <= span[0] < update[0]]
-        back = own[0][0], max(end for _, end in own)
-        parts = {"data": [data], "forward": [ahead], "backward": [back]}
-        parts |= {"waiting": [(back[1], update[0])], "optimizer": [update]}
-        own = [span for span in reduced if back[0] <= span[0] < update[0]]
-        parts["all-reduce"] = [(start, min(end, update[0])) for start, end in own]  # ends late
-        moved = {k: [(a - data[0], b - data[0]) for a, b in found] for k, found in parts.items()}
-        steps.append(moved)
+        functions = [span for span in backward if ahead[1] <= span[0] < update[0]]
+        back = functions[0][0], max(end for _, end in functions)
+        sums = [span for span in reduced if back[0] <= span[0] < update[0]]
+        parts = {
+            "data": [data],
+            "forward": [ahead],
+            "backward": [back],
+            "waiting": [(back[1], update[0])],
+            "optimizer": [update],
+            "all-reduce": [(start, min(end, update[0])) for start, end in sums],  # ends late
+        }
+        steps.append({name: shifted(found, data[0]) for name, found in parts.items()})
     return steps
+
+
+def shifted(spans, origin):
+    return [(start - origin, end - origin) for start, end in spans]
 
 
 def durations(step):
@@ -122,15 +127,14 @@ def report(rows):
     """Return a Markdown table of the mean milliseconds of each rank."""
     names = [*PARTS, "all-reduce", "hidden"]
     lines = [("ms per step", *names, "step")]
-    for rank, mean in enumerate(rows):
-        total = sum(mean[name] for name in PARTS)
-        lines.append((f"rank {rank}", *(f"{mean[name]:.1f}" for name in names), f"{total:.1f}"))
+    for rank, row in enumerate(rows):
+        total = sum(row[name] for name in PARTS)
+        lines.append((f"rank {rank}", *(f"{row[name]:.1f}" for name in names), f"{total:.1f}"))
     return table(*lines)
 
 
 def parse_args():
-    style = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter}
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], **style)
+    parser = parser_of(__doc__)
     parser.add_argument("--batch-size", type=positive_int, default=128, help="per process")
     parser.add_argument("--width", type=positive_int, default=32, help="of the model; 256 for GPUs")
     args = parser.parse_args()
@@ -152,9 +156,7 @@ def main():
     if rank == 0:
         rows = [means(steps) for steps in gathered]
         print(report(rows))
-        record = {"machine": machine(), "options": vars(args), "gradient_bytes": gradients}
-        record["milliseconds_by_rank"] = rows
-        Path("breakdown.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+        write("breakdown", args, gradient_bytes=gradients, milliseconds_by_rank=rows)
         typical = sorted(range(STEPS), key=lambda n: length(steps[n]))[STEPS // 2]
         draw([steps[typical] for steps in gathered], "breakdown.svg")
     dist.barrier()

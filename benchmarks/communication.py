@@ -6,22 +6,19 @@ Rank 0 prints the times and writes communication-N.json, where N is the world si
 this machine's latency and time per byte to them.
 """
 
-import argparse
-import json
 import os
 import statistics
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn
-from shared import machine, positive_int, table
+from shared import ROOT, parser_of, positive_int, table, write
 from tqdm import tqdm
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "slurm"))
+sys.path.append(str(ROOT / "slurm"))
 from preflight import all_reduce_times, bus_bandwidth
 
 MESSAGES = [4**n for n in range(1, 13)]  # bytes, 4 B to 16 MiB
@@ -83,8 +80,7 @@ def tables(reduced, gathered, ranks):
 
 
 def parse_args():
-    style = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter}
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], **style)
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=positive_int, default=20, help="per size")
     parser.add_argument("--largest", type=int, default=2**24, help="message in bytes, at least 16")
     args = parser.parse_args()
@@ -102,21 +98,20 @@ def main():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=5))
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    connecting = connecting_time()
+    reduced, gathered = {}, {}
     messages = [size for size in MESSAGES if size <= args.largest]
-    payloads = [size for size in PAYLOADS if size <= args.largest]
-    reduced, gathered, connecting = {}, {}, connecting_time()
     for size in tqdm(messages, desc="all_reduce", disable=rank > 0):
         (reduced[size],) = all_reduce_times([size], repeats=args.repeats)
+    payloads = [size for size in PAYLOADS if size <= args.largest]
     for size in tqdm(payloads, desc="gathering", disable=rank > 0):
         gathered[size] = gather_times(size, args.repeats)
     if rank == 0:
         print(tables(reduced, gathered, ranks))
         print(f"\n{ranks} ranks formed a process group in {connecting:.3f} s.")
-        record = {"machine": machine(), "world_size": ranks, "backend": dist.get_backend()}
-        record |= {"all_reduce_seconds": reduced, "gather_seconds": gathered}
-        record["connecting_seconds"] = connecting
-        path = Path(f"communication-{ranks}.json")
-        path.write_text(json.dumps(record, indent=1), encoding="utf-8")
+        found = {"all_reduce_seconds": reduced, "gather_seconds": gathered}
+        found |= {"connecting_seconds": connecting, "backend": dist.get_backend()}
+        write(f"communication-{ranks}", args, world_size=ranks, **found)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -11,20 +11,31 @@ This is an extrapolation. It knows nothing of slower links beyond the measured n
 jobs. Measure again with scaling.py as soon as you have more nodes.
 """
 
-import argparse
 import json
 import math
 import statistics
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from scipy.optimize import nnls
-from shared import GREY, drawing, positive_int, table
+from shared import GREY, drawing, parser_of, table
 from torch.utils.data.distributed import DistributedSampler
 
 WORLDS = (8, 64, 512, 4096)
 SAMPLES = 1_281_167  # the size of ImageNet's training set
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step of one rank, without its waiting."""
+
+    seconds: float
+    backward: float  # seconds, of which communication can hide behind all but the last bucket's
+    size: int  # of the gradients, in bytes
+    buckets: int
+    batch: int
 
 
 def ring(ranks, size, alpha, beta):
@@ -71,22 +82,21 @@ def waiting(communication, backward, buckets):
 def efficiency(ranks, step, algorithm, network):
     """Return the share of a step that is not spent waiting, if all ranks keep their batch.
 
-    step: {"seconds", "backward", "bytes", "buckets"} of one rank; network: (alpha, beta).
+    algorithm: ring or tree; network: (alpha, beta).
     """
-    communication = algorithm(ranks, step["bytes"], *network) if ranks > 1 else 0
-    idle = waiting(communication, step["backward"], step["buckets"])
-    return step["seconds"] / (step["seconds"] + idle)
+    communication = algorithm(ranks, step.size, *network) if ranks > 1 else 0
+    idle = waiting(communication, step.backward, step.buckets)
+    return step.seconds / (step.seconds + idle)
 
 
 def variants(step):
     """Return the step as measured, and with what raises its efficiency."""
-    eight = {"seconds": 8 * step["seconds"], "backward": 8 * step["backward"]}
-    sums = {"seconds": 8 * step["seconds"]}  # only the last of eight backward passes overlaps
+    seconds = 8 * step.seconds
     return {
         "as it is": step,
-        "batch x 8": step | eight,
-        "no_sync, 8 batches": step | sums,
-        "bf16 gradients": step | {"bytes": step["bytes"] / 2},
+        "batch x 8": replace(step, seconds=seconds, backward=8 * step.backward),
+        "no_sync, 8 batches": replace(step, seconds=seconds),  # only the last backward overlaps
+        "bf16 gradients": replace(step, size=step.size / 2),
     }
 
 
@@ -103,12 +113,8 @@ def efficiency_table(step, network):
 def draw(step, network, path):
     """Draw the efficiency over the number of ranks, for each row of the table."""
     worlds = [2**n for n in range(13)]
-    lines = (
-        ("#2f81f7", 4),
-        ("#2da44e", 3),
-        ("#8250df", 1.5),
-        ("#d9730d", 1.5),
-    )  # some lines coincide
+    # The widths differ because some lines coincide.
+    lines = (("#2f81f7", 4), ("#2da44e", 3), ("#8250df", 1.5), ("#d9730d", 1.5))
     with drawing(path, "Forecast of the efficiency", figsize=(8, 4)) as axis:
         for (name, changed), (colour, width) in zip(variants(step).items(), lines, strict=True):
             for algorithm, style in ((ring, "-"), (tree, "--")):
@@ -131,21 +137,25 @@ def sampler_seconds(ranks):
     return time.perf_counter() - start
 
 
-def growth_table(step, batch, records):
+def gathering(records):
+    """Return the seconds for each byte that all_gather_object collects, by the largest payload."""
+    found = []
+    for record in records:
+        payload, ways = max(record["gather_seconds"].items(), key=lambda item: int(item[0]))
+        found.append(ways["all_gather_object"] / record["world_size"] / int(payload))
+    return statistics.median(found)
+
+
+def growth_table(step, per_byte):
     """Return as Markdown what else grows with the number of ranks: index lists, gathered objects.
 
     Every rank shuffles the list of all samples, while its share of them shrinks. The time to gather
-    a MiB from each rank on every rank is extrapolated from the largest payload measured.
+    a MiB from each rank on every rank is extrapolated from the time per byte.
     """
-    largest = max(map(int, records[-1]["gather_seconds"]))
-    times = [
-        r["gather_seconds"][str(largest)]["all_gather_object"] / r["world_size"] for r in records
-    ]
-    per_byte = statistics.median(times) / largest
     rows = [("ranks", "sampler's list", "share of the epoch", "all_gather_object of 1 MiB each")]
     for ranks in WORLDS:
         seconds = sampler_seconds(ranks)
-        share = seconds / (seconds + SAMPLES / ranks / batch * step["seconds"])
+        share = seconds / (seconds + SAMPLES / ranks / step.batch * step.seconds)
         gathered = f"{ranks * 2**20 * per_byte:,.1f} s, {ranks / 2**10:.2f} GiB on every rank"
         rows.append((f"{ranks:,}", f"{seconds:.2f} s", f"{share:.1%}", gathered))
     return table(*rows)
@@ -162,55 +172,67 @@ def rows_of(record):
     return [(record["world_size"], int(size), seconds) for size, seconds in times]
 
 
-def read_step(path, bucket_mb):
-    """Return the step of rank 0 that breakdown.py measured, without its waiting."""
-    record = json.loads(path.read_text(encoding="utf-8"))
+def step_of(record, bucket_mb):
+    """Return the step of rank 0 in a record of breakdown.py."""
     mine, size = record["milliseconds_by_rank"][0], record["gradient_bytes"]
     own = sum(mine[name] for name in ("data", "forward", "backward", "optimizer", "other"))
-    step = {"seconds": own / 1e3, "backward": mine["backward"] / 1e3, "bytes": size}
-    return step | {"buckets": math.ceil(size / (bucket_mb * 2**20))}
+    return Step(
+        seconds=own / 1e3,
+        backward=mine["backward"] / 1e3,
+        size=size,
+        buckets=math.ceil(size / (bucket_mb * 2**20)),
+        batch=record["options"]["batch_size"],
+    )
+
+
+def read(path, program, keys):
+    """Return what another benchmark wrote; end if it did not write this file."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return {key: record[key] for key in keys}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"{path} is not from {program}: {error!r}") from error
+
+
+def read_communication(path):
+    return read(path, "communication.py", ("world_size", "all_reduce_seconds", "gather_seconds"))
+
+
+def read_breakdown(path):
+    return read(path, "breakdown.py", ("milliseconds_by_rank", "gradient_bytes", "options"))
 
 
 def parse_args():
-    style = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter}
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], **style)
+    parser = parser_of(__doc__)
     parser.add_argument("communication", nargs="+", type=Path, help="from communication.py")
     parser.add_argument("--held-out", type=Path, help="from communication.py with another world")
-    step = {"type": Path, "default": "breakdown.json"}
-    parser.add_argument("--breakdown", help="from breakdown.py", **step)
     parser.add_argument(
-        "--batch-size", type=positive_int, default=128, help="of breakdown.py, per rank"
+        "--breakdown", type=Path, default="breakdown.json", help="from breakdown.py"
     )
     parser.add_argument("--bucket-mb", type=float, default=25, help="DDP's bucket_cap_mb")
     args = parser.parse_args()
     if not args.bucket_mb > 0:
         parser.error("--bucket-mb must be positive")
-    try:
-        args.records = [json.loads(path.read_text(encoding="utf-8")) for path in args.communication]
-        args.network = fit([row for record in args.records for row in rows_of(record)])
-        held_out = [json.loads(args.held_out.read_text(encoding="utf-8"))] if args.held_out else []
-        args.errors = [errors(rows_of(record), args.network) for record in held_out]
-    except (OSError, ValueError, KeyError) as error:
-        parser.error(f"not from communication.py: {error!r}")
-    try:
-        args.step = read_step(args.breakdown, args.bucket_mb)
-    except (OSError, ValueError, KeyError) as error:
-        parser.error(f"not from breakdown.py: {error!r}")
     return args
 
 
 def main():
     args = parse_args()
-    latency, byte = args.network
+    records = [read_communication(path) for path in args.communication]
+    held_out = read_communication(args.held_out) if args.held_out else None
+    step = step_of(read_breakdown(args.breakdown), args.bucket_mb)
+    network = fit([row for record in records for row in rows_of(record)])
+    latency, byte = network
     print(f"latency {latency * 1e6:.1f} us, {1e-9 / byte:.2f} GB/s, fitted to a ring")
-    for found in args.errors:
+    if held_out:
+        found = errors(rows_of(held_out), network)
         median = statistics.median(map(abs, found.values()))
         sizes = ", ".join(f"{size:,} B {error:+.0%}" for size, error in found.items())
         print(f"error for the held-out world size: {median:.0%} in the median; {sizes}")
-    draw(args.step, args.network, "forecast.svg")
-    print("", efficiency_table(args.step, args.network), "", sep="\n")
+    draw(step, network, "forecast.svg")
+    print("", efficiency_table(step, network), "", sep="\n")
     print(f"An epoch of {SAMPLES:,} samples:\n")
-    print(growth_table(args.step, args.batch_size, args.records))
+    print(growth_table(step, gathering(records)))
 
 
 if __name__ == "__main__":

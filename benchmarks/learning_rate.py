@@ -3,31 +3,34 @@
     python benchmarks/learning_rate.py
 
 N processes with a batch of B train as one process with a batch of N x B does. So each run is one
-process, with the patch recipes/learning_rate.md and with the batch of all N together. The
-runs differ in the rule for the rate, the number of processes and the seed.
+process, with the recipe recipes/learning_rate.md and with the batch of all N together. The runs
+differ in the rule for the rate, the number of processes and the seed.
 """
 
-import argparse
 import contextlib
 import io
-import json
-import multiprocessing
 import os
 import re
-import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
-from pathlib import Path
-from types import ModuleType
 
 import torch
 import torch.distributed as dist
-from shared import ROOT, cell, drawing, machine, middle, positive_int, table
+from shared import (
+    cell,
+    draw_ratios,
+    drawing,
+    load,
+    middle,
+    parsed,
+    parser_of,
+    positive_int,
+    powers_up_to,
+    table,
+    write,
+)
 from tqdm import tqdm
-
-sys.path.insert(0, str(ROOT / "diffs" / "generator"))
-import patches
 
 ROOT_RULE = "math.sqrt(batch / BATCH)"
 RULES = {"same rate": "1", "square root": ROOT_RULE, "linear": "batch / BATCH"}
@@ -36,11 +39,8 @@ BATCH = 128  # per process
 
 
 def recipe(rule):
-    """Import the patched script, with a rule for the rate, and with a group of one process."""
-    text = patches.read(ROOT, ROOT / "recipes" / "learning_rate.md").result
-    assert text.count(ROOT_RULE) == 1
-    module = ModuleType("learning_rate_recipe")
-    exec(text.replace(ROOT_RULE, RULES[rule]), module.__dict__)
+    """Import the recipe, with a rule for the rate, and with a group of one process."""
+    module = load("learning_rate", [(ROOT_RULE, RULES[rule])])
     alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     module.ddp_setup = lambda: dist.init_process_group("gloo", **alone)
     return module
@@ -51,10 +51,9 @@ def train(rule, processes, seed, epochs, width):
     torch.set_num_threads(1)
     module, output = recipe(rule), io.StringIO()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(output):
-        sys.argv = ["learning_rate.py", str(epochs), str(epochs), f"--seed={seed}"]
-        sys.argv += [f"--batch-size={processes * BATCH}", f"--width={width}"]
-        sys.argv += [f"--checkpoint-path={folder}/checkpoint.pt"]
-        module.main(module.parse_args())
+        words = [str(epochs), str(epochs), f"--seed={seed}", f"--width={width}"]
+        words += [f"--batch-size={processes * BATCH}", f"--checkpoint-path={folder}/checkpoint.pt"]
+        module.main(parsed(module, words))
     correct, total = re.search(r"\((\d+)/(\d+)\)$", output.getvalue().strip()).groups()
     return int(correct), int(total)
 
@@ -81,10 +80,8 @@ def plot(rows, path):
     with drawing(path, "Held-out accuracy", figsize=(6, 3.6)) as axis:
         for rule, colour in zip(RULES, COLOURS, strict=True):
             own = [row for row in rows if row["rule"] == rule]
-            low = [100 * (row["median"] - row["low"]) for row in own]
-            high = [100 * (row["high"] - row["median"]) for row in own]
-            style = {"color": colour, "marker": "o", "capsize": 3, "label": rule}
-            axis.errorbar(sizes, [100 * row["median"] for row in own], (low, high), **style)
+            percent = [{name: 100 * row[name] for name in ("median", "low", "high")} for row in own]
+            draw_ratios(axis, sizes, percent, rule, colour)
         axis.set_xscale("log", base=2)
         axis.set_xticks(sizes, [str(size) for size in sizes])
         axis.set(xlabel="processes", ylabel="held-out accuracy in %")
@@ -92,8 +89,7 @@ def plot(rows, path):
 
 
 def parse_args():
-    style = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter}
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], **style)
+    parser = parser_of(__doc__)
     number = {"type": positive_int}
     parser.add_argument("--processes", default=8, help="largest number of processes", **number)
     parser.add_argument("--seeds", default=3, help="runs of each kind", **number)
@@ -104,22 +100,17 @@ def parse_args():
 
 def main():
     args = parse_args()
-    sizes = [2**n for n in range(20) if 2**n <= args.processes]
+    kinds = list(product(RULES, powers_up_to(args.processes), range(args.seeds)))
     runs = []
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn) as pool:
-        started = {
-            kind: pool.submit(train, *kind, args.epochs, args.width)
-            for kind in product(RULES, sizes, range(args.seeds))
-        }
-        for (rule, size, seed), result in tqdm(started.items(), unit="run"):
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        started = [pool.submit(train, *kind, args.epochs, args.width) for kind in kinds]
+        for (rule, size, seed), result in zip(kinds, tqdm(started, unit="run"), strict=True):
             correct, total = result.result()
             run = {"rule": rule, "processes": size, "seed": seed}
             runs.append({**run, "correct": correct, "total": total})
     rows = summary(runs)
-    record = {"machine": machine(), "options": vars(args), "summary": rows, "runs": runs}
-    Path("learning_rate.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
-    plot(rows, Path("learning_rate.svg"))
+    write("learning_rate", args, summary=rows, runs=runs)
+    plot(rows, "learning_rate.svg")
     print(summary_table(rows))
 
 

@@ -13,20 +13,17 @@ communicate, and the same copies with one all-reduce of the gradients per step w
 used.
 """
 
-import argparse
 import contextlib
-import json
 import os
 import random
 import shutil
 import tempfile
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn
-from shared import cell, load, machine, middle, positive_int, prepared, table
+from shared import cell, load, middle, parser_of, positive_int, prepared, table, write
 
 RANKS = int(os.environ.get("WORLD_SIZE", "0"))
 STEP = "05" if RANKS else "01"  # the script whose lines are changed
@@ -90,7 +87,11 @@ BETWEEN_RANKS = {
     ],
 }
 ON_GPUS = {
-    "pageable memory, blocking copies": [(LOADER, "pin_memory=False"), (", non_blocking=True", "")],
+    "pageable memory, blocking copies": [
+        (LOADER, "pin_memory=False"),
+        ("source.to(self.device, non_blocking=True)", "source.to(self.device)"),
+        ("targets.to(self.device, non_blocking=True)", "targets.to(self.device)"),
+    ],
     "item() in each step": [("loss.detach()", "loss.item()")],
 }
 SUMMING = [("import torch\n", "import torch\nimport torch.distributed as dist\n")]
@@ -105,7 +106,10 @@ class Run:
 
     def __init__(self, step, words, changes=(), threads=None):
         self.threads = threads
+        self.sharing = 1 if step == "01" else RANKS  # so many ranks share the samples
         self.script, self.args, self.trainer, self.test_set = prepared(step, words, changes, PART)
+        many = (torch.cat([tensor] * TESTS) for tensor in self.test_set.tensors)
+        self.test_set.tensors = tuple(many)
 
     def train(self):
         threads = torch.get_num_threads()
@@ -139,16 +143,63 @@ class Run:
         if RANKS and dist.get_rank() > 0:
             return 0
         self.trainer._save_checkpoint()
-        return len(self.trainer.train_data.sampler) * PART * (RANKS or 1)
+        return len(self.trainer.train_data.sampler) * PART * self.sharing
 
     def evaluate(self):
-        """Evaluate on the test set, many times over: together in step 5, each rank in step 1."""
-        if len(self.test_set) == 359:
-            many = (part.repeat(TESTS, *[1] * (part.dim() - 1)) for part in self.test_set.tensors)
-            self.test_set.tensors = tuple(many)
+        """Evaluate on the test set: together in step 5, each rank on all of it in step 1."""
         model = getattr(self.trainer.model, "module", self.trainer.model)
         self.script.evaluate(model, self.test_set, self.trainer.device, self.args)
-        return len(self.test_set) / (1 if model is self.trainer.model else RANKS)
+        return len(self.test_set) / self.sharing
+
+
+def baselines(words):
+    """Return {name: a function to time} and pairs of names: the baselines, and what they limit."""
+    if not RANKS:
+        runs = {"01": Run("01", words).train, "bare loop": Run("01", words).train_bare}
+        return runs, [("01", "bare loop")]
+    runs = {
+        "01 with as many threads": Run("01", words, threads=RANKS).train_on_rank_0,
+        "copies of 01": Run("01", words).train,
+        "copies that sum": Run("01", words, SUMMING).train,
+        "02": Run("02", words).train,
+        "04": Run("04", words).train,
+    }
+    pairs = [
+        ("02", "01 with as many threads"),
+        ("copies that sum", "copies of 01"),
+        ("02", "copies of 01"),
+        ("02", "copies that sum"),
+        ("04", "copies of 01"),
+        ("04", "copies that sum"),
+    ]
+    return runs, pairs
+
+
+def changed_lines(words):
+    """Return the same for the changed lines, and for the parts of a script that are no training."""
+    step = Run(STEP, words)
+    runs, pairs = {STEP: step.train, "a save": step.save}, [("a save", STEP)]
+    if RANKS:
+        copies = Run("01", words)
+        runs |= {"evaluation by 05": step.evaluate, "evaluation by copies of 01": copies.evaluate}
+        pairs += [("evaluation by 05", "evaluation by copies of 01")]
+    variants = {name: Run(STEP, words, changes).train for name, changes in tried_here().items()}
+    variants["2 threads per process"] = Run(STEP, words, threads=2).train
+    pairs += [(name, STEP) for name in variants]
+    if RANKS:
+        pairs += [("no vote", STEP)] * 2  # makes little difference, so it is measured thrice
+    return runs | variants, pairs
+
+
+def tried_here():
+    """Return the variants that this machine can run."""
+    tried = ANYWHERE | (BETWEEN_RANKS if RANKS else {})
+    tried |= ON_GPUS if torch.cuda.is_available() else {}
+    compiler = shutil.which(os.environ.get("CXX", "g++"))  # torch.compile needs it
+    return {name: c for name, c in tried.items() if compiler or "torch.compile(" not in str(c)}
+
+
+# ---------------------------------------------------------------- measuring
 
 
 def speed(function):
@@ -164,42 +215,27 @@ def speed(function):
     return total.item()
 
 
-def plan(words, baselines_only):
-    """Return {name: a function to time} and the pairs of names whose speeds are compared."""
-    step, single = Run(STEP, words), Run("01", words)
-    runs, pairs = {STEP: step.train}, []
-    if RANKS:
-        threads = Run("01", words, threads=RANKS)
-        runs |= {"copies of 01": single.train, "copies that sum": Run("01", words, SUMMING).train}
-        runs |= {name: Run(name, words).train for name in ("02", "04")}
-        runs |= {"01 with as many threads": threads.train_on_rank_0}
-        pairs += [("02", "01 with as many threads"), ("copies that sum", "copies of 01")]
-        pairs += [(name, other) for name in ("02", "04") for other in list(runs)[1:3]]
-        if baselines_only:
-            return runs, pairs
-        runs |= {"evaluation by 05": step.evaluate, "evaluation by copies of 01": single.evaluate}
-        pairs += [("evaluation by 05", "evaluation by copies of 01")]
-    else:
-        runs |= {"bare loop": single.train_bare}
-        pairs += [(STEP, "bare loop")]
-    runs |= {"a save": step.save}
-    tried = ANYWHERE | (BETWEEN_RANKS if RANKS else {})
-    tried |= ON_GPUS if torch.cuda.is_available() else {}
-    if not shutil.which(os.environ.get("CXX", "g++")):  # torch.compile needs it
-        tried = {name: c for name, c in tried.items() if "torch.compile(" not in str(c)}
-    variants = {name: Run(STEP, words, changes).train for name, changes in tried.items()}
-    variants["2 threads per process"] = Run(STEP, words, threads=2).train
-    pairs += [(name, STEP) for name in ("a save", *variants)]
-    pairs += [pair for pair in pairs if pair[0] == "no vote"] * 2  # small: measure it thrice
-    return runs | variants, pairs
-
-
-# ---------------------------------------------------------------- measuring
+def measure(runs, pairs, seconds):
+    """Time all pairs in turn; return {name: [samples/s]} and {pair: [ratio of each round]}."""
+    for function in runs.values():
+        speed(function)  # a warm-up
+    found, ratios = {name: [] for name in runs}, {pair: [] for pair in pairs}
+    choose = random.Random(0)  # the same order on all ranks
+    end = time.monotonic() + seconds
+    while True:
+        for pair in choose.sample(pairs, len(pairs)):
+            for name in choose.sample(pair, 2):
+                found[name].append(round(speed(runs[name])))
+            ratios[pair].append(found[pair[0]][-1] / found[pair[1]][-1])
+        over = torch.tensor(time.monotonic() > end)
+        if RANKS:
+            dist.broadcast(over, src=0)
+        if over:
+            return found, ratios
 
 
 def parse_args():
-    style = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter}
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], **style)
+    parser = parser_of(__doc__)
     parser.add_argument("--batch-size", type=positive_int, default=128, help="per process")
     parser.add_argument("--width", type=positive_int, default=32, help="of the model; 256 for GPUs")
     parser.add_argument("--seconds", type=positive_int, default=300, help="then end the last round")
@@ -207,44 +243,27 @@ def parse_args():
     return parser.parse_args()
 
 
-def measure(args):
-    """Time all pairs in turn; return {name: [samples/s]} and {pair: [ratio of each round]}."""
-    with tempfile.TemporaryDirectory() as folder:
-        words = [f"--batch-size={args.batch_size}", f"--width={args.width}"]
-        words += [f"--checkpoint-path={folder}/checkpoint.pt"]
-        runs, pairs = plan(words, args.baselines)
-        for function in runs.values():
-            speed(function)  # a warm-up
-        found, ratios = {name: [] for name in runs}, {pair: [] for pair in pairs}
-        choose = random.Random(0)  # the same order on all ranks
-        end = time.monotonic() + args.seconds
-        while True:
-            for pair in choose.sample(pairs, len(pairs)):
-                for name in choose.sample(pair, 2):
-                    found[name].append(round(speed(runs[name])))
-                ratios[pair].append(found[pair[0]][-1] / found[pair[1]][-1])
-            over = torch.tensor(time.monotonic() > end)
-            if RANKS:
-                dist.broadcast(over, src=0)
-            if over:
-                return found, ratios
-
-
 def main():
     args = parse_args()
     if RANKS:
         load("04").ddp_setup()
-    found, ratios = measure(args)
+    with tempfile.TemporaryDirectory() as folder:
+        words = [f"--batch-size={args.batch_size}", f"--width={args.width}"]
+        words += [f"--checkpoint-path={folder}/checkpoint.pt"]
+        runs, pairs = baselines(words)
+        if not args.baselines:
+            more_runs, more_pairs = changed_lines(words)
+            runs, pairs = runs | more_runs, pairs + more_pairs
+        found, ratios = measure(runs, pairs, args.seconds)
     if not RANKS or dist.get_rank() == 0:
         # For a save, a ratio of times: its share of an epoch.
         ratios = {p: [1 / r if p[0] == "a save" else r for r in own] for p, own in ratios.items()}
         rows = [{"name": a, "against": b, **middle(own)} for (a, b), own in ratios.items()]
         cells = [(row["name"], row["against"], cell(row, ".3f")) for row in rows]
         print(table(("", "against", "ratio of speeds"), *cells))
-        record = {"machine": machine(), "options": vars(args), "processes": RANKS or 1}
-        record |= {"ratios": rows, "samples_per_second": found}
-        path = Path(f"lines-{RANKS or 1}-of-{args.batch_size}.json")
-        path.write_text(json.dumps(record, indent=1), encoding="utf-8")
+        count = RANKS or 1
+        name = f"lines-{count}-of-{args.batch_size}"
+        write(name, args, processes=count, ratios=rows, samples_per_second=found)
     if RANKS:
         dist.barrier()
         dist.destroy_process_group()

@@ -9,9 +9,7 @@ them only with each other. On one machine each size is also compared with as man
 which run side by side and never communicate: the most that these cores can do.
 """
 
-import argparse
 import itertools
-import json
 import os
 import random
 import re
@@ -19,23 +17,38 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import torch
-from shared import GREY, ROOT, TORCHRUN, cell, drawing, machine, middle, positive_int, table
+from shared import (
+    GREY,
+    STEPS,
+    TORCHRUN,
+    cell,
+    draw_ratios,
+    drawing,
+    launcher,
+    middle,
+    parser_of,
+    positive_int,
+    powers_up_to,
+    table,
+    write,
+)
 from tqdm import tqdm
 
-SINGLE, MULTI = ROOT / "01_single_gpu.py", ROOT / "04_multinode.py"
 NODES = int(os.environ.get("SLURM_NNODES", 0)) if "SCALING_ENDPOINT" in os.environ else 0
-RUNS = itertools.count()
 PER_NODE = int(os.environ["SLURM_GPUS_ON_NODE"]) if NODES else 1
+RUNS = itertools.count()
 
 
 # ---------------------------------------------------------------- running
 
 
-def speed(output):
-    """Return the median samples/s that a script printed, without the first epoch, the warm-up."""
+def speed(process):
+    """Return the median samples/s that a run prints, without the first epoch, the warm-up."""
+    output, errors = process.communicate()
+    if process.returncode:
+        raise SystemExit(f"{' '.join(map(str, process.args))}\n{output}{errors}")
     found = re.findall(r"^epoch .* ([\d,]+) samples/s$", output, re.MULTILINE)
     if len(found) < 2:
         raise SystemExit(f"a run printed fewer than two epochs:\n{output}")
@@ -45,64 +58,46 @@ def speed(output):
 def run_together(commands, threads):
     """Run commands side by side; return the sum of their samples/s."""
     env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    with tempfile.TemporaryDirectory() as folder:
-        running = []
-        for number, command in enumerate(commands):
-            # Under Slurm all nodes need to see the checkpoint: use the current folder.
-            name = f".scaling-{os.getpid()}-{number}.pt"
-            path = Path("." if "srun" in command else folder) / name
-            words = [*command, f"--checkpoint-path={path}"]
-            options = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            running.append((path, subprocess.Popen(words, text=True, **options)))
-        total = 0
-        for path, process in running:
-            output, errors = process.communicate()
-            path.unlink(missing_ok=True)
-            if process.returncode:
-                raise SystemExit(f"{' '.join(map(str, process.args))}\n{output}{errors}")
-            total += speed(output)
-    return total
+    options = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # The checkpoints are saved here rather than in /tmp, which the nodes of a job do not share.
+    with tempfile.TemporaryDirectory(prefix=".scaling-", dir=".") as folder:
+        running = [
+            subprocess.Popen([*words, f"--checkpoint-path={folder}/{number}.pt"], **options)
+            for number, words in enumerate(commands)
+        ]
+        return sum(map(speed, running))
 
 
-def launcher(size):
-    """Return the words that start this many processes, on this machine or on the job's nodes."""
-    if not NODES:
-        return [TORCHRUN, "--standalone", f"--nproc-per-node={size}"]
+def srun(size):
+    """Return the words that start a script with so many ranks on the nodes of the job."""
     nodes = size // PER_NODE
-    words = [
-        "srun",
-        "--relative=0",
-        f"--nodes={nodes}",
-        f"--ntasks={nodes}",
-        "--kill-on-bad-exit=1",
-        TORCHRUN,
-    ]
-    words += [f"--nnodes={nodes}", f"--nproc-per-node={PER_NODE}", "--rdzv-backend=c10d"]
+    words = ["srun", "--relative=0", f"--nodes={nodes}", f"--ntasks={nodes}"]
+    words += ["--kill-on-bad-exit=1", TORCHRUN, f"--nnodes={nodes}"]
     host, port = os.environ["SCALING_ENDPOINT"].split(":")
-    return [*words, f"--rdzv-endpoint={host}:{int(port) + next(RUNS)}"]  # not the last run's port
+    endpoint = f"{host}:{int(port) + next(RUNS)}"  # not the last run's port
+    words += [f"--nproc-per-node={PER_NODE}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
+    return words
 
 
-def sizes_up_to(limit):
-    """Return the world sizes: powers of two on one machine, and of whole nodes under Slurm."""
-    return [PER_NODE * 2**n for n in range(20) if PER_NODE * 2**n <= limit]
-
-
-def plan(args, sizes):
-    """Return what each repetition measures, as (kind, world size, batch per process)."""
+def plan(args):
+    """Return what each repetition measures, as (kinds, world size, batch per process)."""
+    sizes = [PER_NODE * count for count in powers_up_to(args.processes // PER_NODE)]
     together = args.batch_size * sizes[-1]
-    runs = [("weak", size, args.batch_size) for size in sizes]
-    runs += [("strong", size, together // size) for size in sizes[:-1]]  # the last is also weak
+    runs = [(("weak",), size, args.batch_size) for size in sizes[:-1]]
+    runs += [(("strong",), size, together // size) for size in sizes[:-1]]
+    runs += [(("weak", "strong"), sizes[-1], args.batch_size)]
     if not NODES:
-        runs += [("copies", size, args.batch_size) for size in sizes]
+        runs += [(("copies",), size, args.batch_size) for size in sizes]
     return runs
 
 
-def measure(kind, size, batch, args):
+def measure(kinds, size, batch, args):
     """Return the samples/s of all processes together."""
     words = [str(args.epochs), str(args.epochs), f"--batch-size={batch}", f"--width={args.width}"]
-    if kind == "copies":
-        return run_together([[sys.executable, SINGLE, *words]] * size, args.threads)
-    return run_together([[*launcher(size), MULTI, *words]], args.threads)
+    if "copies" in kinds:
+        return run_together([[sys.executable, STEPS["01"], *words]] * size, args.threads)
+    start = srun(size) if NODES else launcher(size)
+    return run_together([[*start, STEPS["04"], *words]], args.threads)
 
 
 # ---------------------------------------------------------------- showing
@@ -133,12 +128,12 @@ def summary(runs):
 
 def summary_table(rows):
     """Return the rows as a Markdown table."""
-    ratios = ("speed_up", "efficiency", "of_copies")
-    lines = [("scaling", "processes", "batch each", "samples/s", *ratios)]
+    ratios = {"speed_up": "speed-up", "efficiency": "efficiency", "of_copies": "of copies"}
+    lines = [("scaling", "processes", "batch each", "samples/s", *ratios.values())]
     for row in rows:
         cells = (row["kind"], row["world_size"], row["batch"], f"{row['samples_per_second']:,.0f}")
         lines.append((*cells, *(cell(row[name]) if name in row else "" for name in ratios)))
-    return table(*lines).replace("speed_up", "speed-up").replace("of_copies", "of copies")
+    return table(*lines)
 
 
 def plot(rows, path):
@@ -150,18 +145,14 @@ def plot(rows, path):
             axis.plot(sizes, ideal, "--", color=GREY, label="ideal")
             for kind, colour in (("weak", "#2f81f7"), ("strong", "#d9730d")):
                 own = [row[name] for row in rows if row["kind"] == kind]
-                low = [ratio["median"] - ratio["low"] for ratio in own]
-                high = [ratio["high"] - ratio["median"] for ratio in own]
-                style = {"color": colour, "marker": "o", "capsize": 3, "label": kind}
-                axis.errorbar(sizes, [ratio["median"] for ratio in own], (low, high), **style)
+                draw_ratios(axis, sizes, own, kind, colour)
             axis.set(xlabel="processes", ylabel=name.replace("_", "-"), xticks=sizes)
             axis.set_ylim(bottom=0)
             axis.legend(frameon=False)
 
 
 def parse_args():
-    style = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter}
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], **style)
+    parser = parser_of(__doc__)
     processes = NODES * PER_NODE or torch.cuda.device_count() or os.cpu_count()
     number = {"type": positive_int}
     parser.add_argument("--processes", default=processes, help="largest world size", **number)
@@ -170,7 +161,6 @@ def parse_args():
     parser.add_argument("--epochs", default=4, help="per run; the first is the warm-up", **number)
     parser.add_argument("--repeats", default=5, help="repetitions", **number)
     parser.add_argument("--threads", default=1, help="per process", **number)
-    parser.add_argument("--output", type=Path, default="scaling", help="name of .json and .svg")
     args = parser.parse_args()
     if args.epochs < 2:
         parser.error("--epochs must be at least 2: the first is the warm-up")
@@ -179,23 +169,19 @@ def parse_args():
 
 def main():
     args = parse_args()
-    sizes = sizes_up_to(args.processes)
-    runs, order = [], plan(args, sizes)
+    runs, order = [], plan(args)
     with tqdm(total=args.repeats * len(order), unit="run") as progress:
         for repetition in range(args.repeats):
             random.shuffle(order)  # so that drift favours no size
-            for kind, size, batch in order:
-                progress.set_description(f"{kind} {size}")
+            for kinds, size, batch in order:
+                progress.set_description(f"{' and '.join(kinds)} {size}")
                 run = {"world_size": size, "batch": batch, "repetition": repetition}
-                run["samples_per_second"] = measure(kind, size, batch, args)
-                both = kind == "weak" and size == sizes[-1]
-                runs += [{"kind": name, **run} for name in ([kind, "strong"] if both else [kind])]
+                run["samples_per_second"] = measure(kinds, size, batch, args)
+                runs += [{"kind": kind, **run} for kind in kinds]
                 progress.update()
     rows = summary(runs)
-    options = {name: str(value) for name, value in vars(args).items()}
-    record = {"machine": machine(), "options": options, "summary": rows, "runs": runs}
-    args.output.with_suffix(".json").write_text(json.dumps(record, indent=1), encoding="utf-8")
-    plot(rows, args.output.with_suffix(".svg"))
+    write("scaling", args, summary=rows, runs=runs)
+    plot(rows, "scaling.svg")
     print(summary_table(rows))
 
 

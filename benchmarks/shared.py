@@ -1,21 +1,27 @@
-"""What the benchmarks share: the scripts as modules, the machine, medians and pictures."""
+"""What the benchmarks share: the scripts as modules, command lines, figures, tables, pictures."""
 
+import argparse
 import contextlib
+import json
 import os
 import platform
 import re
 import signal
 import statistics
+import subprocess
 import sys
 from datetime import date
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
+from unittest import mock
 
 import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
+STEPS = {path.name[:2]: path for path in ROOT.glob("0[1-9]_*.py")}
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 GREY = "#7d7d7d"  # readable on white and on black
 TRAIN = "    trainer.train(args.total_epochs, args.save_every)\n"
@@ -24,23 +30,46 @@ TRAIN = "    trainer.train(args.total_epochs, args.save_every)\n"
 # ---------------------------------------------------------------- the scripts as modules
 
 
-def load(step, changes=()):
-    """Import a step's script with some of its text replaced."""
-    (path,) = ROOT.glob(f"{step}_*.py")
-    text = path.read_text(encoding="utf-8")
+def text_of(name, changes=()):
+    """Return a step, like "04", or a recipe for step 5, with some of its text replaced."""
+    if name in STEPS:
+        text = STEPS[name].read_text(encoding="utf-8")
+    else:
+        words = ["patch", "--quiet", "--output=-", STEPS["05"], ROOT / "recipes" / f"{name}.md"]
+        text = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
     for old, new in changes:
-        if old not in text:
-            raise SystemExit(f"{path.name} has no {old!r}")
+        if text.count(old) != 1:
+            raise SystemExit(f"{old!r} is {text.count(old)} times in {name}")
         text = text.replace(old, new)
-    module = ModuleType(path.stem)
-    exec(compile(text, path, "exec"), module.__dict__)
+    return text
+
+
+def load(name, changes=()):
+    """Import a step or a recipe with some of its text replaced."""
+    module = ModuleType(name)
+    exec(compile(text_of(name, changes), STEPS.get(name, name), "exec"), module.__dict__)
     return module
+
+
+def parsed(script, words):
+    """Return the arguments that a script takes from a command line."""
+    with mock.patch.object(sys, "argv", [script.__name__, *words]):
+        return script.parse_args()
+
+
+class Prepared(NamedTuple):
+    """A step that is ready to train."""
+
+    script: ModuleType
+    args: argparse.Namespace
+    trainer: object
+    test_set: torch.utils.data.Dataset
 
 
 def prepared(step, words, changes=(), part=1):
     """Run a step's main() up to the training, on every part-th sample.
 
-    Return its module, its arguments, the trainer and the test set. The process group must exist.
+    The process group must exist.
     """
     script = load(step, [*changes, (TRAIN, f"    return trainer, test_set\n{TRAIN}")])
     load_datasets = script.load_datasets
@@ -51,23 +80,40 @@ def prepared(step, words, changes=(), part=1):
         return train_set, test_set
 
     script.load_datasets, script.ddp_setup = smaller, lambda *_: None
-    with contextlib.ExitStack() as stack:
-        stack.callback(setattr, sys, "argv", sys.argv)
-        stack.callback(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM))
-        sys.argv = [step, *words]
-        args = script.parse_args()
-        rank = (dist.get_rank(),) if step == "02" else ()
-        trainer, test_set = script.main(*rank, args)
-    return script, args, trainer, test_set
+    args = parsed(script, words)
+    rank = (dist.get_rank(),) if step == "02" else ()
+    handler = signal.getsignal(signal.SIGTERM)
+    trainer, test_set = script.main(*rank, args)
+    signal.signal(signal.SIGTERM, handler)  # step 4 and 5 set their own
+    return Prepared(script, args, trainer, test_set)
 
 
-# ---------------------------------------------------------------- figures
+# ---------------------------------------------------------------- command lines
+
+
+def launcher(ranks):
+    """Return the words that start a script with so many ranks on this machine."""
+    return [TORCHRUN, "--standalone", f"--nproc-per-node={ranks}"]
+
+
+def parser_of(docstring):
+    """Return a parser that is described by the first line of a script's docstring."""
+    style = argparse.ArgumentDefaultsHelpFormatter
+    return argparse.ArgumentParser(description=docstring.splitlines()[0], formatter_class=style)
 
 
 def positive_int(text):
     if int(text) < 1:
         raise ValueError
     return int(text)
+
+
+def powers_up_to(limit):
+    """Return 1, 2, 4, ... up to a limit."""
+    return [2**n for n in range(limit.bit_length())]
+
+
+# ---------------------------------------------------------------- figures and pictures
 
 
 def machine():
@@ -81,6 +127,12 @@ def machine():
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+
+
+def write(name, args, **found):
+    """Write what was found, and what it depends on, to NAME.json in the current folder."""
+    record = {"machine": machine(), "options": vars(args), **found}
+    Path(f"{name}.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
 def middle(ratios):
@@ -113,3 +165,12 @@ def drawing(path, title, **options):
         yield axes
         figure.savefig(path, transparent=True, metadata={"Date": None, "Title": title})
         plt.close(figure)
+
+
+def draw_ratios(axis, sizes, ratios, label, colour):
+    """Draw medians over sizes, with their quartiles, as middle() returns them."""
+    medians = [ratio["median"] for ratio in ratios]
+    low = [ratio["median"] - ratio["low"] for ratio in ratios]
+    high = [ratio["high"] - ratio["median"] for ratio in ratios]
+    style = {"color": colour, "marker": "o", "capsize": 3, "label": label}
+    axis.errorbar(sizes, medians, (low, high), **style)

@@ -6,16 +6,21 @@ No test asks how fast anything is.
 import importlib
 import json
 import re
+import shutil
+import subprocess
 import sys
 import xml.etree.ElementTree as ET
 
 import pytest
 import torch
+from conftest import once
+from support import server
 from support.jobs import finished
 from support.scripts import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
 PAGE = BENCHMARKS / "README.md"
+FORKING = ROOT / "tests" / "support" / "forking.py"
 NAMES = (
     "all",
     "breakdown",
@@ -61,11 +66,17 @@ def test_scaling_refuses(refused, bad):
     assert refused("scaling", bad).startswith("scaling.py: error: ")
 
 
-@pytest.mark.parametrize("text", ["", "{}", "nothing"])
-def test_forecast_refuses(refused, tmp_path, text):
+@pytest.mark.parametrize("program", ["communication.py", "breakdown.py"])
+@pytest.mark.parametrize("text", [None, "", "{}", "[]", "nothing"])
+def test_forecast_refuses(benchmark, monkeypatch, tmp_path, program, text):
     path = tmp_path / "bad.json"
-    path.write_text(text, encoding="utf-8")
-    assert "error: not from communication.py" in refused("forecast", str(path))
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    good = str(BENCHMARKS / "figures" / "communication-2.json")
+    words = [good, f"--breakdown={path}"] if program == "breakdown.py" else [str(path)]
+    monkeypatch.setattr(sys, "argv", ["forecast.py", *words])
+    with pytest.raises(SystemExit, match=f"bad.json is not from {program}: "):
+        benchmark("forecast").main()
 
 
 @pytest.mark.parametrize("name", ["breakdown", "communication"])
@@ -91,14 +102,16 @@ def test_ratios_are_taken_within_a_repetition(benchmark):
 
 
 def test_the_changed_lines_are_in_the_scripts(benchmark):
-    """load() ends the program if a script no longer has the text that it is to replace."""
+    """load() ends the program unless a script has the text that it is to replace, once."""
     lines, load = benchmark("lines"), benchmark("shared").load
     for changes in (lines.ANYWHERE | lines.ON_GPUS | lines.BETWEEN_RANKS).values():
         load("05", changes)
     for changes in [*(lines.ANYWHERE | lines.ON_GPUS).values(), lines.SUMMING]:
         load("01", changes)
-    with pytest.raises(SystemExit, match="has no 'no such line'"):
+    with pytest.raises(SystemExit, match="'no such line' is 0 times in 01"):
         load("01", [("no such line", "")])
+    with pytest.raises(SystemExit, match=r"'self' is \d+ times in 01"):
+        load("01", [("self", "")])
 
 
 def test_each_rule_changes_the_rate(benchmark):
@@ -134,7 +147,7 @@ def test_the_forecast_by_hand(benchmark):
     assert forecast.waiting(1.0, backward=5.0, buckets=1) == 1.0  # begins when backward ends
     assert forecast.waiting(1.0, backward=5.0, buckets=4) == 0.25  # only the last is not hidden
     assert forecast.waiting(8.0, backward=4.0, buckets=4) == 5.0  # more than backward can hide
-    step = {"seconds": 1.0, "backward": 0.5, "bytes": 1000, "buckets": 1}
+    step = forecast.Step(seconds=1.0, backward=0.5, size=1000, buckets=1, batch=128)
     assert forecast.efficiency(1, step, forecast.ring, (1, 1)) == 1
     assert forecast.efficiency(2, step, forecast.ring, (0.5, 0)) == 0.5
     shares = [forecast.efficiency(n, step, forecast.ring, (1e-3, 1e-6)) for n in forecast.WORLDS]
@@ -149,12 +162,26 @@ def rows(text):
     return {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| ")}
 
 
-def test_the_page_shows_what_was_measured(benchmark):
-    everything, page = benchmark("all"), PAGE.read_text(encoding="utf-8")
-    assert page == everything.filled(page, everything.FIGURES)
-    assert re.findall(r"<!-- measured: (\w+) -->", page) == list(everything.TABLES)
-    shown = {BENCHMARKS / path for path in re.findall(r"\((figures/\S+\.svg)\)", page)}
-    assert shown == set(everything.FIGURES.glob("*.svg"))
+@pytest.fixture
+def all_of_it(benchmark, monkeypatch, tmp_path):
+    """The module all.py with a copy of the figures, and with a page whose tables are empty."""
+    module = benchmark("all")
+    shutil.copytree(module.FIGURES, tmp_path / "figures")
+    empty = re.sub(r"(<!-- measured: .*\n)[^<]*", r"\1", module.PAGE.read_text(encoding="utf-8"))
+    (tmp_path / "README.md").write_text(empty, encoding="utf-8")
+    monkeypatch.setattr(module, "FIGURES", tmp_path / "figures")
+    monkeypatch.setattr(module, "PAGE", tmp_path / "README.md")
+    return module
+
+
+def test_the_page_shows_what_was_measured(all_of_it, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["all.py", "--tables"])
+    all_of_it.main()
+    page = PAGE.read_text(encoding="utf-8")
+    assert all_of_it.PAGE.read_text(encoding="utf-8") == page
+    assert re.findall(r"<!-- measured: (\w+) -->", page) == list(all_of_it.TABLES)
+    shown = set(re.findall(r"\(figures/(\S+\.svg)\)", page))
+    assert shown == {path.name for path in all_of_it.FIGURES.glob("*.svg")}
 
 
 def test_the_top_page_quotes_this_one(benchmark):
@@ -165,21 +192,78 @@ def test_the_top_page_quotes_this_one(benchmark):
         assert quoted[name] == measured[name]
 
 
-# ---------------------------------------------------------------- everything, in its smallest size
+@EVERYTHING
+def test_all_measures_and_writes_the_page(all_of_it, monkeypatch):
+    """One command in place of all, but by torchrun; then one that fails."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(sys, "argv", ["all.py"])
+    monkeypatch.setattr(all_of_it, "COMMANDS", [(2, f"communication.py {QUICK['communication']}")])
+    trace = all_of_it.FIGURES / "trace-0.json"
+    trace.touch()
+    all_of_it.main()
+    assert "| 2 ranks: gather_object, 256 B per rank | " in all_of_it.PAGE.read_text("utf-8")
+    assert not trace.exists()
+    monkeypatch.setattr(all_of_it, "COMMANDS", [(None, "scaling.py --epochs=1")])
+    with pytest.raises(subprocess.CalledProcessError):
+        all_of_it.main()
 
 
-@pytest.fixture(scope="module")
-def tried(tmp_path_factory):
-    """The folder and the output of all benchmarks, each run once."""
-    folder = tmp_path_factory.mktemp("figures")
-    compiled = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("compiled"))}
-    start = [sys.executable, BENCHMARKS / "all.py", "--quick"]
-    job = finished(start, folder, compiled, timeout=1200)
-    return folder, job.stdout
+# --------------------------------------------------------------- each command in its smallest size
+
+QUICK = {
+    "lines": "--seconds=1 --width=1",
+    "startup": "--repeats=1 --processes=1",
+    "breakdown": "--width=4",
+    "communication": "--repeats=1 --largest=256",
+    "forecast": "",
+    "scaling": "--repeats=1 --epochs=2 --processes=2 --width=1",
+    "learning_rate": "--seeds=1 --epochs=1 --processes=2 --width=4",
+}
 
 
-def record(folder, name):
-    return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+@pytest.fixture
+def tried(benchmark):
+    """Run a benchmark in its smallest size, once for all tests, by forked processes.
+
+    The number counts the commands of all.py that run it.
+    """
+
+    def trial(name, number=0):
+        own = [row for row in benchmark("all").COMMANDS if row[1].startswith(f"{name}.py")]
+        ranks, command = own[number]
+        _, *words = [*command.split(), *QUICK[name].split()]
+        program = BENCHMARKS / f"{name}.py"
+        if ranks:
+            start = server.command(program, *words, nprocs=ranks)
+        else:
+            start = server.command(FORKING, program, *words)
+        before = forecast_needs() if name == "forecast" else []
+
+        def make(cwd):
+            for result in before:
+                copy_files(result, cwd)
+            compiled = {"TORCHINDUCTOR_CACHE_DIR": str(cwd / ".compiled")}
+            compiled["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # spares it a pool of processes
+            return finished(start, cwd, compiled, timeout=600)
+
+        return once(("benchmark", name, number), make)
+
+    def forecast_needs():
+        return [trial("breakdown"), *(trial("communication", number) for number in range(3))]
+
+    return trial
+
+
+def copy_files(result, folder):
+    """Copy what a benchmark wrote, without the traces."""
+    for path in result.cwd.glob("[!.t]*"):
+        shutil.copy(path, folder)
+
+
+def record(result, name):
+    return json.loads((result.cwd / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def texts(path):
@@ -188,91 +272,104 @@ def texts(path):
 
 
 @EVERYTHING
-def test_the_same_files_as_for_the_page(tried):
-    folder, output = tried
-    measured = {path.name for path in folder.glob("[!.t]*")}  # without the traces
-    assert measured == {path.name for path in (BENCHMARKS / "figures").iterdir()}
-    assert output.count("\n## ") == PAGE.read_text(encoding="utf-8").count("\n## ")
-    for path in folder.glob("*.json"):
-        assert path.name.startswith("trace") or record(folder, path.stem)["machine"]["torch"]
+def test_the_same_files_as_for_the_page(benchmark, tried, tmp_path):
+    names = [command.partition(".py")[0] for _, command in benchmark("all").COMMANDS]
+    for name in set(names):
+        for number in range(names.count(name)):
+            copy_files(tried(name, number), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        path.name for path in (BENCHMARKS / "figures").iterdir()
+    }
+    page = PAGE.read_text(encoding="utf-8")
+    filled = benchmark("all").filled(page, tmp_path)
+    assert filled != page
+    assert re.findall("^## .*", filled, re.MULTILINE) == re.findall("^## .*", page, re.MULTILINE)
+    for path in tmp_path.glob("*.json"):
+        assert json.loads(path.read_text(encoding="utf-8"))["machine"]["torch"]
 
 
 @EVERYTHING
 def test_scaling(tried):
-    folder, _ = tried
-    found = {(r["kind"], r["world_size"], r["batch"]) for r in record(folder, "scaling")["runs"]}
+    result = tried("scaling")
+    runs = record(result, "scaling")["runs"]
+    found = {(run["kind"], run["world_size"], run["batch"]) for run in runs}
     same = {(kind, size, 128) for kind in ("weak", "copies") for size in (1, 2)}
     assert found == same | {("strong", 1, 256), ("strong", 2, 128)}
-    assert all(r["samples_per_second"] > 0 for r in record(folder, "scaling")["runs"])
-    assert {"ideal", "weak", "strong", "efficiency"} <= texts(folder / "scaling.svg")
+    assert all(run["samples_per_second"] > 0 for run in runs)
+    assert {"ideal", "weak", "strong", "efficiency"} <= texts(result.cwd / "scaling.svg")
 
 
 @EVERYTHING
 def test_learning_rate(tried):
-    folder, _ = tried
-    found = record(folder, "learning_rate")
-    runs = {(r["rule"], r["processes"], r["seed"], r["total"]) for r in found["runs"]}
+    result = tried("learning_rate")
+    found = record(result, "learning_rate")["runs"]
+    runs = {(run["rule"], run["processes"], run["seed"], run["total"]) for run in found}
     rules = ("same rate", "square root", "linear")
     assert runs == {(rule, size, 0, 359) for rule in rules for size in (1, 2)}
     # Two processes have the batch for which the rate was chosen: no rule changes anything.
-    assert len({r["correct"] for r in found["runs"] if r["processes"] == 2}) == 1
-    assert {*rules, "processes"} <= texts(folder / "learning_rate.svg")
+    assert len({run["correct"] for run in found if run["processes"] == 2}) == 1
+    assert {*rules, "processes"} <= texts(result.cwd / "learning_rate.svg")
 
 
 @EVERYTHING
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_lines(tried, ranks):
-    found = record(tried[0], f"lines-{ranks}-of-128")
+@pytest.mark.parametrize("number, ranks, batch", [(0, 1, 128), (1, 2, 128), (2, 2, 32)])
+def test_lines(tried, number, ranks, batch):
+    found = record(tried("lines", number), f"lines-{ranks}-of-{batch}")
     assert found["processes"] == ranks
     compared = {(row["name"], row["against"]) for row in found["ratios"]}
+    step = "01" if ranks == 1 else "05"
+    variants = {(name, step) for name in ("a save", "AdamW not fused", "torch.compile")}
     if ranks == 1:
-        expected = {("01", "bare loop"), ("a save", "01"), ("AdamW not fused", "01")}
+        assert {*variants, ("01", "bare loop")} <= compared
     else:
-        expected = {("02", "copies of 01"), ("04", "copies that sum"), ("no vote", "05")}
-        expected |= {("02", "01 with as many threads"), ("a save", "05")}
-        expected |= {("evaluation by 05", "evaluation by copies of 01")}
-    expected |= {("torch.compile", "01" if ranks == 1 else "05")}
-    assert expected <= compared
+        copies = ("copies of 01", "copies that sum")
+        baselines = {(name, other) for name in ("02", "04") for other in copies}
+        baselines |= {("02", "01 with as many threads"), copies[::-1]}
+        variants |= {("no vote", "05"), ("evaluation by 05", "evaluation by copies of 01")}
+        assert baselines <= compared
+        assert compared == baselines if batch == 32 else variants <= compared
     assert all(row["median"] > 0 for row in found["ratios"])
 
 
 @EVERYTHING
 def test_startup(tried):
-    found = record(tried[0], "startup")
+    found = record(tried("startup"), "startup")
     assert found["ratio"]["median"] > 0
     assert set(found["seconds"]) == {"03", "shortest"}
 
 
 @EVERYTHING
 def test_breakdown(tried):
-    folder, output = tried
-    found = record(folder, "breakdown")
+    result = tried("breakdown")
+    found = record(result, "breakdown")
     assert len(found["milliseconds_by_rank"]) == 2
     assert found["gradient_bytes"] == 4 * (4 * 9 + 4 + 8 * 36 + 8 + 16 * 72 + 16 + 10 * 256 + 10)
     for part in found["milliseconds_by_rank"]:
         for name in ("data", "forward", "backward", "waiting", "optimizer", "all-reduce"):
             assert part[name] > 0
         assert 0 <= part["hidden"] <= part["all-reduce"]
-    assert "| rank 1 | " in output
-    assert {"rank 0", "rank 1", "waiting", "milliseconds"} <= texts(folder / "breakdown.svg")
+    assert "| rank 1 | " in result.stdout
+    assert {"rank 0", "rank 1", "waiting", "milliseconds"} <= texts(result.cwd / "breakdown.svg")
     for rank in (0, 1):
-        assert any(
-            "all_reduce" in e.get("name", "")
-            for e in record(folder, f"trace-{rank}")["traceEvents"]
-        )
+        events = record(result, f"trace-{rank}")["traceEvents"]
+        assert any("all_reduce" in event.get("name", "") for event in events)
 
 
 @EVERYTHING
-def test_communication_and_forecast(tried):
-    folder, output = tried
-    for ranks in (2, 3, 4):
-        found = record(folder, f"communication-{ranks}")
-        assert (found["world_size"], found["backend"]) == (ranks, "gloo")
-        assert list(found["all_reduce_seconds"]) == ["4", "16", "64", "256"]
-        assert all(t > 0 for row in found["gather_seconds"].values() for t in row.values())
-        assert found["connecting_seconds"] > 0
-    assert "4,096 ranks" in output
-    assert re.search(r"% in the median; 4 B [+-]\d+%, 16 B ", output)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_communication(tried, ranks):
+    found = record(tried("communication", ranks - 2), f"communication-{ranks}")
+    assert (found["world_size"], found["backend"]) == (ranks, "gloo")
+    assert list(found["all_reduce_seconds"]) == ["4", "16", "64", "256"]
+    assert all(t > 0 for row in found["gather_seconds"].values() for t in row.values())
+    assert found["connecting_seconds"] > 0
+
+
+@EVERYTHING
+def test_forecast(tried):
+    result = tried("forecast")
+    assert "4,096 ranks" in result.stdout
+    assert re.search(r"% in the median; 4 B [+-]\d+%, 16 B ", result.stdout)
     growth = r"^\| 4,096 \| [\d.]+ s \| [\d.]+% \| .* s, 4.00 GiB on every rank"
-    assert re.search(growth, output, re.MULTILINE)
-    assert {"ranks", "efficiency", "batch x 8, tree"} <= texts(folder / "forecast.svg")
+    assert re.search(growth, result.stdout, re.MULTILINE)
+    assert {"ranks", "efficiency", "batch x 8, tree"} <= texts(result.cwd / "forecast.svg")
