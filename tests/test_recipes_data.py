@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 from support.jobs import Job, finished, free_port, run
-from support.results import same_bits
+from support.results import accuracy, same_bits
 from support.scripts import SMALL, TORCHRUN, forked, on_screen, patched
 from torch.utils.data import DataLoader, Dataset
 
@@ -182,26 +182,38 @@ def test_bus_error(tmp_path):
 
 @EVERYTHING
 def test_streaming(tmp_path):
-    """Of 12 941 samples, each rank gets 6470 in each epoch, in 102 batches; one is dropped."""
+    """Of 12 941 samples, each rank gets 6470 in each epoch, in 102 batches; one is dropped.
+
+    Undisturbed with one loader worker; stopped with two, and resumed with three.
+    """
     name, args = "recipes/streaming", ("2", *SMALL)
     odd = (
         "    stream = Stream(dataset, ",
         "    dataset = torch.utils.data.Subset(dataset, range(12_941))\n"
         "    stream = Stream(dataset, ",
     )
-    # the loader waits for worker 0 while worker 1 has its batches ready
-    many = ("num_workers=2", "num_workers=3")
+    alone, many = (("num_workers=2", f"num_workers={count}") for count in (1, 3))
     one, other = tmp_path / "one", tmp_path / "other"
     job = interrupted_and_resumed(one, name, INDEXED, odd, args=args, resumed=[many])
-    assert same_bits(job, undisturbed(other, name, INDEXED, odd, args=args))
-    for rank in (0, 1):
-        batches = seen(one, rank)
-        assert batches == seen(other, rank)
-        mine = list(range(rank, 12_940, 2))
-        parts = [mine[start : start + 64] for start in range(0, 6470, 64)]
-        assert [[epoch, indices] for epoch, indices, _ in batches] == [
-            [epoch, part] for epoch in (0, 1) for part in parts
-        ]
+    assert same_bits(job, undisturbed(other, name, INDEXED, odd, alone, args=args))
+    ranks = [seen(one, rank) for rank in (0, 1)]
+    assert ranks == [seen(other, rank) for rank in (0, 1)]
+    orders = []
+    for epoch in (0, 1):
+        batches = [[indices for number, indices, _ in of if number == epoch] for of in ranks]
+        assert [[len(batch) for batch in of] for of in batches] == [[64] * 101 + [6]] * 2
+        orders.append([index for of in batches for batch in of for index in batch])
+        assert len(set(orders[epoch])) == 12_940
+        assert orders[epoch] != sorted(orders[epoch])
+    assert orders[0] != orders[1]
+
+
+@EVERYTHING
+@pytest.mark.repetition
+def test_streaming_learns(tmp_path):
+    """As well as step 5, also with three ranks; test_recipe_ends_well runs it with two."""
+    job = finished(forked(patched(tmp_path, "recipes/streaming"), nprocs=3), tmp_path)
+    assert accuracy(job)[0] >= 98
 
 
 @EVERYTHING
