@@ -13,9 +13,7 @@ import patches
 import pytest
 from nbclient import NotebookClient
 from support.generator import generate
-from support.jobs import finished
-from support.results import epochs
-from support.scripts import ON_PATH, ROOT, SCRIPTS, SMALL, edit
+from support.scripts import ROOT, SCRIPTS, edit
 
 STEPS = list(pairwise(SCRIPTS))
 TERMS = [  # in the order in which the notes define them
@@ -155,18 +153,6 @@ def test_the_command_beside_a_patch_writes_the_patched_script(copy):
         assert not re.search("fuzz|offset", said.stdout), patch.path
         assert (copy / patch.new).read_text(encoding="utf-8") == patch.result
         assert start.split()[-1] == patch.new == f"{patch.name}{patch.diff.old.suffix}"
-
-
-@pytest.mark.everything
-@NEEDS_PATCH
-@pytest.mark.parametrize("patch", RECIPES, ids=[patch.name for patch in RECIPES])
-def test_the_command_beside_a_recipe_runs_it(copy, patch):
-    """As it is printed, for one epoch. The models are small, but for the one that is pretrained."""
-    args = ("1",) if patch.name == "frozen_layers" else ("1", *SMALL)
-    env = {f"WANDB_{name}_DIR": str(copy) for name in ("CACHE", "CONFIG", "DATA")}
-    env |= {"WANDB_MODE": "offline", "TORCHINDUCTOR_CACHE_DIR": str(copy / "compiled"), **ON_PATH}
-    job = finished(["bash", "-c", f"{patch.command} {' '.join(args)}"], copy, env)
-    assert epochs(job)[-1:] == [1]
 
 
 def test_a_recipe_is_as_tidy_as_a_step(tmp_path):

@@ -1,6 +1,5 @@
 """Recipes that change what the ranks are fed with, and by whom."""
 
-import contextlib
 import json
 import os
 import random
@@ -14,13 +13,14 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from support.jobs import Job, finished, free_port, run
+from support import server
+from support.jobs import Job, finished, run
 from support.results import accuracy, same_bits
-from support.scripts import SMALL, TORCHRUN, forked, on_screen, patched
+from support.scripts import SMALL, forked, on_screen, patched
+from support.stopping import STEP, stopped, told
 from torch.utils.data import DataLoader, Dataset
 
 EVERYTHING = pytest.mark.everything
-STEP = "            total[0] += self._run_batch(source, targets)\n"
 # The first pixel of each image to train on is its index, and each rank writes down what it trains
 # on: a line for each batch.
 TRAINING_SET = "    return TensorDataset(shifted, labels[train].repeat(9)), "
@@ -33,12 +33,6 @@ SEEN = f"""\
                 indices = (source[:, 0, 0, 0] * 12942).round().int().tolist()
                 print([self.epochs_run, indices, targets.tolist()], file=file)
 {STEP}"""
-# Rank 1 tells all processes of its group to stop, its loader workers as well. It is heard five
-# steps later.
-TOLD = """\
-            if (dist.get_rank(), self.epochs_run, self.samples_run) == (1, 0, 25 * 128):
-                os.killpg(0, signal.SIGTERM)
-"""
 
 
 def seen(tmp_path, rank):
@@ -50,9 +44,8 @@ def seen(tmp_path, rank):
 def interrupted_and_resumed(tmp_path, name, *changes, step=SEEN, args=("1", *SMALL), resumed=()):
     """Run a recipe that is told to stop in its first epoch, and start it again."""
     tmp_path.mkdir()
-    start = forked(patched(tmp_path, name, *changes, (STEP, TOLD + step)), *args)
-    job = run(start, tmp_path)
-    assert "interrupted after 3,840 samples" in job.stdout, job
+    stop = told(0)[1].removesuffix(STEP)
+    stopped(patched(tmp_path, name, *changes, (STEP, stop + step)), *args)
     again = forked(patched(tmp_path, name, *changes, *resumed, (STEP, step)), *args)
     return finished(again, tmp_path)
 
@@ -173,7 +166,7 @@ def test_bus_error(tmp_path):
     """PyTorch 2.13 no longer runs into it, so the signal is sent; the message is PyTorch's."""
     script = tmp_path / "dies.py"
     script.write_text(DIES, encoding="utf-8")
-    job = run([sys.executable, script], tmp_path)
+    job = run(server.command(script), tmp_path)
     assert on_screen("recipes/loader_workers")[-1] in job.stderr, job
 
 
@@ -249,26 +242,26 @@ def test_weighted_sampler(tmp_path):
 
 @EVERYTHING
 def test_prepare_once(tmp_path):
-    """Two nodes with a disk each; one takes longer than the timeout to prepare its data."""
+    """Two nodes with a disk each; one takes longer than the timeout to prepare its data.
+
+    A node is a rank here, in a folder of its own.
+    """
     name, save = "recipes/prepare_once", "        torch.save((scans, labels)"
     short = ("timedelta(minutes=5)", "timedelta(seconds=5)")
     slow = f'        print("prepares", flush=True)\n        time.sleep({{}})\n{save}'
-    endpoint = f"--rdzv-endpoint=localhost:{free_port()}"
-    nodes = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", endpoint)
-    with contextlib.ExitStack() as stack:
-        jobs = []
-        for seconds in (0, 8):
-            folder = tmp_path / f"{seconds}"
-            folder.mkdir()
-            path = patched(folder, name, short, (save, slow.format(seconds)))
-            shared = f"--checkpoint-path={tmp_path}/checkpoint.pt"
-            start = [TORCHRUN, *nodes, path, "1", *SMALL, shared]
-            jobs.append(stack.enter_context(Job(start, folder)))
-        for job in jobs:
-            assert job.wait().returncode == 0, job
-            job.wait_until_gone()
-            assert job.stdout.count("prepares") == 1
-            assert (job.cwd / "digits.pt").exists()
+    main = "@record"
+    nodes = """\
+os.environ["LOCAL_RANK"] = "0"
+os.mkdir(os.environ["RANK"])
+os.chdir(os.environ["RANK"])
+
+
+"""
+    one_of_them = (save, slow.format("8 * dist.get_rank()"))
+    path = patched(tmp_path, name, short, one_of_them, (main, nodes + main))
+    job = finished(forked(path, "1", *SMALL, f"--checkpoint-path={tmp_path}/both.pt"), tmp_path)
+    assert job.stdout.count("prepares") == 2
+    assert all((tmp_path / rank / "digits.pt").exists() for rank in "01")
     impatient = ("dist.barrier(patient)", "dist.barrier()")
     path = patched(tmp_path, name, short, (save, slow.format(8)), impatient)
     job = run(forked(path, "1", *SMALL), tmp_path)

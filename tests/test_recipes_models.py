@@ -2,29 +2,22 @@
 
 import re
 import shutil
-import sys
 
-import patches
 import pytest
 import torch
+from support import server
 from support.jobs import finished, run
 from support.results import accuracy, error_lines, losses, resumed, same_bits, weights
-from support.scripts import DOUBLE, ROOT, SMALL, forked, on_screen, patched
+from support.scripts import DOUBLE, SMALL, forked, on_screen, page, patched
+from support.stopping import STEP, stopped, told
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 EVERYTHING = pytest.mark.everything
-LINE = "            total[0] += self._run_batch(source, targets)\n"
 TRAIN = "    trainer.train("
 BARRIER = "    dist.barrier()"
 ONE = ("1", *SMALL)
 UNEVEN = ("2", "--batch-size=179", "--width=4")  # 359 are 180 and 179: two batches, and one
 STOP = 10 * 179 * 2  # samples of epoch 2: at step 10 the ranks ask whether to stop
-TOLD = (
-    LINE,
-    f"""            if (self.epochs_run, self.samples_run) == (1, {STOP - 179 * 2}):
-                signal.raise_signal(signal.SIGTERM)
-{LINE}""",
-)
 
 # Rank 0 prints how many different weights the ranks end with.
 COMPARED = (
@@ -40,11 +33,9 @@ COMPARED = (
 def told_to_stop(folder, recipe, *changes):
     """Tell a recipe in epoch 2 to stop."""
     folder.mkdir()
-    job = run(forked(patched(folder, recipe, *changes, TOLD), *UNEVEN), folder)
-    assert f"interrupted after {STOP:,} samples" in job.stdout, job
+    told_at = told(1, STOP - 179 * 2)
+    stopped(patched(folder, recipe, *changes, told_at), *UNEVEN, samples=STOP)
     assert (folder / "checkpoint.pt.interrupted").exists()
-    assert job.returncode != 0
-    assert "accuracy" not in job.stdout
 
 
 def started_again(folder, recipe, *changes, nprocs=2):
@@ -81,11 +72,11 @@ PARAMETERS = 4074  # of the model that is four wide
 # Rank 0 prints the bytes that each rank holds after a step, of parameters, gradients and optimizer
 # state, and the collectives that this step has called.
 HELD = (
-    LINE,
+    STEP,
     f"""            if (self.epochs_run, step) != (0, 1):
-    {LINE}            else:
+    {STEP}            else:
                 with torch.profiler.profile() as profiler:
-        {LINE}                for event in profiler.key_averages():
+        {STEP}                for event in profiler.key_averages():
                     if event.key.startswith("c10d::"):
                         log(f"called {{event.count}} {{event.key}}")
                 held = [*self.model.parameters()]
@@ -162,8 +153,7 @@ def test_fsdp2_wants_contiguous_parameters(tmp_path):
 
 def sharding():
     """Return the changes of fsdp2 that have nothing to do with checkpoints."""
-    path = ROOT / "diffs" / "recipes" / "fsdp2.diff"
-    hunks = path.read_text(encoding="utf-8").partition("\n@@")[2].split("\n@@")
+    hunks = page("recipes/fsdp2").partition("\n@@")[2].split("\n@@")
     ddp = "from torch.nn.parallel import DistributedDataParallel as DDP\n"
     yield ddp, "from torch.distributed.fsdp import fully_shard\n"
     for hunk in hunks:
@@ -335,9 +325,9 @@ def test_export(tmp_path):
     """The code in the note reads the file without a process group, and as many digits."""
     job = finished(forked(patched(tmp_path, "recipes/export"), *ONE), tmp_path)
     shutil.move(tmp_path / "05_gather_eval.py", tmp_path / "export.py")
-    note = patches.read(ROOT, ROOT / "diffs" / "recipes" / "export.diff").why
-    [code] = re.findall("^```python\n(.*?)^```$", note, re.MULTILINE | re.DOTALL)
+    pattern = "^```python\n(.*?)^```$"
+    [code] = re.findall(pattern, page("recipes/export"), re.MULTILINE | re.DOTALL)
     (tmp_path / "read.py").write_text(code, encoding="utf-8")
-    reader = finished([sys.executable, "read.py"], tmp_path)
+    reader = finished(server.command(tmp_path / "read.py"), tmp_path)
     _, correct, total = accuracy(job)
     assert reader.stdout == f"{correct} of {total}\n"
