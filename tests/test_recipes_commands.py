@@ -16,7 +16,10 @@ COMMANDS = {
     if "patch -o " in command
 }
 STEP_5 = (98, 359)  # it reads at least so many per cent of so many digits
-EXCEPTIONS = {}
+EXCEPTIONS = {
+    "early_stopping": (98, 179),  # half of them have chosen the model, and are not counted
+    "gan": (93, 359),  # the digit reader also learns to tell real digits from generated ones
+}
 
 
 @pytest.mark.everything

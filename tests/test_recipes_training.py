@@ -44,7 +44,7 @@ def with_and_without_a_stop(tmp_path, name, *changes):
         folder = tmp_path / kind
         folder.mkdir()
         path = patched(folder, f"recipes/{name}", *changes, *stop)
-        start = forked(path, "2", *SMALL, restarts=1)
+        start = forked(path, "2", *SMALL, restarts=len(stop))
         jobs.append(finished(start, folder))
     assert "interrupted after 3,840 samples" in jobs[0].stdout, jobs[0]
     assert [resumed(job) for job in jobs] == [[1], []]
