@@ -8,9 +8,7 @@ import sys
 import patches
 import pytest
 from support.generator import generate
-from support.jobs import finished
-from support.results import epochs
-from support.scripts import NEEDS_PATCH, ON_PATH, ROOT, SMALL, edit
+from support.scripts import NEEDS_PATCH, ROOT, edit
 
 PATCHES = [patch for kind in patches.KINDS for patch in patches.collect(ROOT, kind)]
 RECIPES = [patch for patch in PATCHES if patch.kind == "recipes"]
@@ -34,18 +32,6 @@ def test_the_patch_of_busybox_writes_the_same(copy):
         words = ["busybox", "patch", patch.new, patch.path]
         subprocess.run(words, cwd=copy, check=True, capture_output=True)
         assert (copy / patch.new).read_text(encoding="utf-8") == patch.result, patch.path
-
-
-@pytest.mark.everything
-@NEEDS_PATCH
-@pytest.mark.parametrize("patch", RECIPES, ids=[patch.name for patch in RECIPES])
-def test_the_command_beside_a_recipe_runs_it(copy, patch):
-    """As it is printed, for one epoch. The models are small, but for the one that is pretrained."""
-    args = ("1",) if patch.name == "frozen_layers" else ("1", *SMALL)
-    env = {f"WANDB_{name}_DIR": str(copy) for name in ("CACHE", "CONFIG", "DATA")}
-    env |= {"WANDB_MODE": "offline", "TORCHINDUCTOR_CACHE_DIR": str(copy / "compiled"), **ON_PATH}
-    job = finished(["bash", "-c", f"{patch.command} {' '.join(args)}"], copy, env)
-    assert epochs(job)[-1:] == [1]
 
 
 def test_a_recipe_is_as_tidy_as_a_step(tmp_path):

@@ -10,6 +10,7 @@ import torch
 from support.jobs import run
 from support.results import error_lines, same_bits, weights
 from support.scripts import SMALL, edited, forked, on_screen, patched
+from support.stopping import ALONE, STEP
 
 EVERYTHING = pytest.mark.everything
 LOAD = "def load_datasets():\n"
@@ -132,9 +133,8 @@ def test_lr_overruled(saved, undisturbed, resumed):
 @EVERYTHING
 def test_epoch_starts_again(saved, resumed, tmp_path):
     """Interrupted after 640 samples of 12,942."""
-    line = "            total[0] += self._run_batch(source, targets)\n"
-    told = f"            signal.raise_signal(signal.SIGTERM)\n{line}"
-    first = alone(edited(tmp_path, "05", (line, told)), "1", *SMALL)
+    told = f"            {ALONE}\n{STEP}"
+    first = alone(edited(tmp_path, "05", (STEP, told)), "1", *SMALL)
     assert "interrupted after 640 samples of the epoch" in first.stdout
     line = "            self.epochs_run += 1\n"
     count = f'            log(f"{{self.samples_run}} samples of "\n{" " * 16}f"{{self.train_data'

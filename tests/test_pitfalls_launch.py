@@ -16,10 +16,12 @@ from support.scripts import (
     command,
     edit,
     edited,
+    forked,
     on_screen,
     patched,
 )
 from support.slurm import ON_A_CLUSTER, TWO_BY_TWO
+from support.stopping import STEP
 from support.tracing import look_until, may_trace
 
 EVERYTHING = pytest.mark.everything
@@ -164,15 +166,17 @@ def test_localhost_fallback(tmp_path):
 @EVERYTHING
 def test_sigterm_with_workers(tmp_path):
     """The ranks wait in mid-epoch until they are told, and then for the loader's workers to end."""
-    line = "            total[0] += self._run_batch(source, targets)\n"
+    library = ("import time\n", "import time\n\nimport psutil\n")
+    alive = "any(worker.status() != 'zombie' for worker in psutil.Process().children())"
     gate = f"""\
             if step == 5:
                 Path(f"waiting{{dist.get_rank()}}").touch()
                 while not told_to_stop:
                     time.sleep(0.01)
-                time.sleep(1)
-{line}"""
-    script = patched(tmp_path, "pitfalls/sigterm_with_workers", (line, gate))
+                while {alive}:
+                    time.sleep(0.01)
+{STEP}"""
+    script = patched(tmp_path, "pitfalls/sigterm_with_workers", library, (STEP, gate))
     with Job(command(script, *ONE), tmp_path) as job:
         job.wait_for(lambda: len(list(tmp_path.glob("waiting*"))) == 2)
         job.process.send_signal(signal.SIGTERM)
@@ -191,7 +195,7 @@ def test_os_exit(tmp_path):
     line = "    ddp_setup()\n"
     log = "    file = open(f'log{dist.get_rank()}.txt', 'w')\n    file.write('in a buffer')\n"
     script = patched(tmp_path, "pitfalls/os_exit", (line, line + log))
-    assert epochs(finished(command(script, *ONE), tmp_path)) == [1]
+    assert epochs(finished(forked(script, *ONE), tmp_path)) == [1]
     assert [(tmp_path / f"log{n}.txt").read_text(encoding="utf-8") for n in (0, 1)] == ["", ""]
 
 

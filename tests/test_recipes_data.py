@@ -1,6 +1,5 @@
 """Recipes that change what the ranks are fed with, and by whom."""
 
-import contextlib
 import json
 import os
 import random
@@ -14,13 +13,14 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from support.jobs import Job, finished, free_port, run
-from support.results import same_bits
-from support.scripts import SMALL, TORCHRUN, forked, on_screen, patched
+from support import server
+from support.jobs import Job, finished, run
+from support.results import accuracy, same_bits
+from support.scripts import SMALL, forked, on_screen, patched
+from support.stopping import STEP, stopped, told
 from torch.utils.data import DataLoader, Dataset
 
 EVERYTHING = pytest.mark.everything
-STEP = "            total[0] += self._run_batch(source, targets)\n"
 # The first pixel of each image to train on is its index, and each rank writes down what it trains
 # on: a line for each batch.
 TRAINING_SET = "    return TensorDataset(shifted, labels[train].repeat(9)), "
@@ -33,12 +33,6 @@ SEEN = f"""\
                 indices = (source[:, 0, 0, 0] * 12942).round().int().tolist()
                 print([self.epochs_run, indices, targets.tolist()], file=file)
 {STEP}"""
-# Rank 1 tells all processes of its group to stop, its loader workers as well. It is heard five
-# steps later.
-TOLD = """\
-            if (dist.get_rank(), self.epochs_run, self.samples_run) == (1, 0, 25 * 128):
-                os.killpg(0, signal.SIGTERM)
-"""
 
 
 def seen(tmp_path, rank):
@@ -50,9 +44,8 @@ def seen(tmp_path, rank):
 def interrupted_and_resumed(tmp_path, name, *changes, step=SEEN, args=("1", *SMALL), resumed=()):
     """Run a recipe that is told to stop in its first epoch, and start it again."""
     tmp_path.mkdir()
-    start = forked(patched(tmp_path, name, *changes, (STEP, TOLD + step)), *args)
-    job = run(start, tmp_path)
-    assert "interrupted after 3,840 samples" in job.stdout, job
+    stop = told(0)[1].removesuffix(STEP)
+    stopped(patched(tmp_path, name, *changes, (STEP, stop + step)), *args)
     again = forked(patched(tmp_path, name, *changes, *resumed, (STEP, step)), *args)
     return finished(again, tmp_path)
 
@@ -173,7 +166,7 @@ def test_bus_error(tmp_path):
     """PyTorch 2.13 no longer runs into it, so the signal is sent; the message is PyTorch's."""
     script = tmp_path / "dies.py"
     script.write_text(DIES, encoding="utf-8")
-    job = run([sys.executable, script], tmp_path)
+    job = run(server.command(script), tmp_path)
     assert on_screen("recipes/loader_workers")[-1] in job.stderr, job
 
 
@@ -182,26 +175,38 @@ def test_bus_error(tmp_path):
 
 @EVERYTHING
 def test_streaming(tmp_path):
-    """Of 12 941 samples, each rank gets 6470 in each epoch, in 102 batches; one is dropped."""
+    """Of 12 941 samples, each rank gets 6470 in each epoch, in 102 batches; one is dropped.
+
+    Undisturbed with one loader worker; stopped with two, and resumed with three.
+    """
     name, args = "recipes/streaming", ("2", *SMALL)
     odd = (
         "    stream = Stream(dataset, ",
         "    dataset = torch.utils.data.Subset(dataset, range(12_941))\n"
         "    stream = Stream(dataset, ",
     )
-    # the loader waits for worker 0 while worker 1 has its batches ready
-    many = ("num_workers=2", "num_workers=3")
+    alone, many = (("num_workers=2", f"num_workers={count}") for count in (1, 3))
     one, other = tmp_path / "one", tmp_path / "other"
     job = interrupted_and_resumed(one, name, INDEXED, odd, args=args, resumed=[many])
-    assert same_bits(job, undisturbed(other, name, INDEXED, odd, args=args))
-    for rank in (0, 1):
-        batches = seen(one, rank)
-        assert batches == seen(other, rank)
-        mine = list(range(rank, 12_940, 2))
-        parts = [mine[start : start + 64] for start in range(0, 6470, 64)]
-        assert [[epoch, indices] for epoch, indices, _ in batches] == [
-            [epoch, part] for epoch in (0, 1) for part in parts
-        ]
+    assert same_bits(job, undisturbed(other, name, INDEXED, odd, alone, args=args))
+    ranks = [seen(one, rank) for rank in (0, 1)]
+    assert ranks == [seen(other, rank) for rank in (0, 1)]
+    orders = []
+    for epoch in (0, 1):
+        batches = [[indices for number, indices, _ in of if number == epoch] for of in ranks]
+        assert [[len(batch) for batch in of] for of in batches] == [[64] * 101 + [6]] * 2
+        orders.append([index for of in batches for batch in of for index in batch])
+        assert len(set(orders[epoch])) == 12_940
+        assert orders[epoch] != sorted(orders[epoch])
+    assert orders[0] != orders[1]
+
+
+@EVERYTHING
+@pytest.mark.repetition
+def test_streaming_learns(tmp_path):
+    """As well as step 5, also with three ranks; test_recipe_ends_well runs it with two."""
+    job = finished(forked(patched(tmp_path, "recipes/streaming"), nprocs=3), tmp_path)
+    assert accuracy(job)[0] >= 98
 
 
 @EVERYTHING
@@ -237,26 +242,26 @@ def test_weighted_sampler(tmp_path):
 
 @EVERYTHING
 def test_prepare_once(tmp_path):
-    """Two nodes with a disk each; one takes longer than the timeout to prepare its data."""
+    """Two nodes with a disk each; one takes longer than the timeout to prepare its data.
+
+    A node is a rank here, in a folder of its own.
+    """
     name, save = "recipes/prepare_once", "        torch.save((scans, labels)"
     short = ("timedelta(minutes=5)", "timedelta(seconds=5)")
     slow = f'        print("prepares", flush=True)\n        time.sleep({{}})\n{save}'
-    endpoint = f"--rdzv-endpoint=localhost:{free_port()}"
-    nodes = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", endpoint)
-    with contextlib.ExitStack() as stack:
-        jobs = []
-        for seconds in (0, 8):
-            folder = tmp_path / f"{seconds}"
-            folder.mkdir()
-            path = patched(folder, name, short, (save, slow.format(seconds)))
-            shared = f"--checkpoint-path={tmp_path}/checkpoint.pt"
-            start = [TORCHRUN, *nodes, path, "1", *SMALL, shared]
-            jobs.append(stack.enter_context(Job(start, folder)))
-        for job in jobs:
-            assert job.wait().returncode == 0, job
-            job.wait_until_gone()
-            assert job.stdout.count("prepares") == 1
-            assert (job.cwd / "digits.pt").exists()
+    main = "@record"
+    nodes = """\
+os.environ["LOCAL_RANK"] = "0"
+os.mkdir(os.environ["RANK"])
+os.chdir(os.environ["RANK"])
+
+
+"""
+    one_of_them = (save, slow.format("8 * dist.get_rank()"))
+    path = patched(tmp_path, name, short, one_of_them, (main, nodes + main))
+    job = finished(forked(path, "1", *SMALL, f"--checkpoint-path={tmp_path}/both.pt"), tmp_path)
+    assert job.stdout.count("prepares") == 2
+    assert all((tmp_path / rank / "digits.pt").exists() for rank in "01")
     impatient = ("dist.barrier(patient)", "dist.barrier()")
     path = patched(tmp_path, name, short, (save, slow.format(8)), impatient)
     job = run(forked(path, "1", *SMALL), tmp_path)

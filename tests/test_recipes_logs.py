@@ -9,26 +9,12 @@ import torch
 from support.jobs import finished, run
 from support.results import epochs, same_bits, weights
 from support.scripts import SMALL, forked, patched
+from support.stopping import stopped, told
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
 EVERYTHING = pytest.mark.everything
-STEP = "            total[0] += self._run_batch(source, targets)\n"
 START = "(source, targets) in enumerate(self.train_data):\n"
-TOLD = (  # all processes of rank 1, in its second epoch; the next vote is at 3840 samples
-    STEP,
-    f"""\
-            if (dist.get_rank(), self.epochs_run, self.samples_run) == (1, 1, 25 * 128):
-                os.killpg(0, signal.SIGTERM)
-{STEP}""",
-)
-
-
-def stopped(path, *args, env=None):
-    """Run a script that is told to stop, and check that it saved in mid-epoch."""
-    job = run(forked(path, *args), path.parent, env)
-    assert "interrupted after 3,840 samples" in job.stdout, job
-    return job
 
 
 # ---------------------------------------------------------------- early stopping
@@ -47,8 +33,7 @@ def test_early_stopping(trained, tmp_path):
     worse = (
         "    if getattr(args, 'worse', False):\n        results = [(t, -1) for t, _ in results]\n"
     )
-    told = (TOLD[0], TOLD[1].replace("(1, 1, ", "(1, 3, "))
-    path = patched(tmp_path, "recipes/early_stopping", epoch, (line, worse + line), told)
+    path = patched(tmp_path, "recipes/early_stopping", epoch, (line, worse + line), told(3))
     job = stopped(path, "9", *SMALL)
     assert epochs(job) == [1, 2, 3]
     again = finished(forked(path, "9", *SMALL), tmp_path)
@@ -74,12 +59,8 @@ def test_log_tensorboard(tmp_path):
         f"                self.writer.flush()\n"
         f"                os.kill(os.getpid(), signal.SIGKILL)\n{line}",
     )
-    assert (
-        run(
-            forked(patched(tmp_path, "recipes/log_tensorboard", killed), "2", *SMALL), tmp_path
-        ).returncode
-        == 1
-    )
+    path = patched(tmp_path, "recipes/log_tensorboard", killed)
+    assert run(forked(path, "2", *SMALL), tmp_path).returncode == 1
     finished(forked(patched(tmp_path, "recipes/log_tensorboard"), "2", *SMALL), tmp_path)
     folder = tmp_path / "checkpoint.pt.tensorboard"
     assert len(list(folder.iterdir())) == 2  # a file for each run, written by rank 0
@@ -118,7 +99,7 @@ def records(path):
 
 @EVERYTHING
 def test_log_wandb(tmp_path):
-    path = patched(tmp_path, "recipes/log_wandb", TOLD)
+    path = patched(tmp_path, "recipes/log_wandb", told(1))
     folders = {f"WANDB_{name}_DIR": str(tmp_path) for name in ("CACHE", "CONFIG", "DATA")}
     env = {"WANDB_MODE": "offline", **folders}
     stopped(path, "3", *SMALL, env=env)
@@ -135,7 +116,7 @@ def test_log_wandb(tmp_path):
 @EVERYTHING
 def test_progress(tmp_path):
     """Not into a file; in a terminal, one bar, which starts where the run was stopped."""
-    path = patched(tmp_path, "recipes/progress", TOLD)
+    path = patched(tmp_path, "recipes/progress", told(1))
     assert "%|" not in stopped(path, "2", *SMALL).stderr
     words = shlex.join(str(word) for word in forked(path, "2", *SMALL))
     terminal = ["script", "-qefc", f"stty cols 100 rows 50; {words}", "screen"]

@@ -2,28 +2,22 @@
 
 import re
 import shutil
-import sys
 
 import pytest
 import torch
+from support import server
 from support.jobs import finished, run
 from support.results import accuracy, error_lines, losses, resumed, same_bits, weights
 from support.scripts import DOUBLE, SMALL, forked, on_screen, page, patched
+from support.stopping import STEP, stopped, told
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 EVERYTHING = pytest.mark.everything
-LINE = "            total[0] += self._run_batch(source, targets)\n"
 TRAIN = "    trainer.train("
 BARRIER = "    dist.barrier()"
 ONE = ("1", *SMALL)
 UNEVEN = ("2", "--batch-size=179", "--width=4")  # 359 are 180 and 179: two batches, and one
 STOP = 10 * 179 * 2  # samples of epoch 2: at step 10 the ranks ask whether to stop
-TOLD = (
-    LINE,
-    f"""            if (self.epochs_run, self.samples_run) == (1, {STOP - 179 * 2}):
-                signal.raise_signal(signal.SIGTERM)
-{LINE}""",
-)
 
 # Rank 0 prints how many different weights the ranks end with.
 COMPARED = (
@@ -39,11 +33,9 @@ COMPARED = (
 def told_to_stop(folder, recipe, *changes):
     """Tell a recipe in epoch 2 to stop."""
     folder.mkdir()
-    job = run(forked(patched(folder, recipe, *changes, TOLD), *UNEVEN), folder)
-    assert f"interrupted after {STOP:,} samples" in job.stdout, job
+    told_at = told(1, STOP - 179 * 2)
+    stopped(patched(folder, recipe, *changes, told_at), *UNEVEN, samples=STOP)
     assert (folder / "checkpoint.pt.interrupted").exists()
-    assert job.returncode != 0
-    assert "accuracy" not in job.stdout
 
 
 def started_again(folder, recipe, *changes, nprocs=2):
@@ -80,11 +72,11 @@ PARAMETERS = 4074  # of the model that is four wide
 # Rank 0 prints the bytes that each rank holds after a step, of parameters, gradients and optimizer
 # state, and the collectives that this step has called.
 HELD = (
-    LINE,
+    STEP,
     f"""            if (self.epochs_run, step) != (0, 1):
-    {LINE}            else:
+    {STEP}            else:
                 with torch.profiler.profile() as profiler:
-        {LINE}                for event in profiler.key_averages():
+        {STEP}                for event in profiler.key_averages():
                     if event.key.startswith("c10d::"):
                         log(f"called {{event.count}} {{event.key}}")
                 held = [*self.model.parameters()]
@@ -334,8 +326,9 @@ def test_export(tmp_path):
     """The code in the note reads the file without a process group, and as many digits."""
     job = finished(forked(patched(tmp_path, "recipes/export"), *ONE), tmp_path)
     shutil.move(tmp_path / "05_gather_eval.py", tmp_path / "export.py")
-    [code] = re.findall("^```python\n(.*?)^```$", page("recipes/export"), re.M | re.S)
+    pattern = "^```python\n(.*?)^```$"
+    [code] = re.findall(pattern, page("recipes/export"), re.MULTILINE | re.DOTALL)
     (tmp_path / "read.py").write_text(code, encoding="utf-8")
-    reader = finished([sys.executable, "read.py"], tmp_path)
+    reader = finished(server.command(tmp_path / "read.py"), tmp_path)
     _, correct, total = accuracy(job)
     assert reader.stdout == f"{correct} of {total}\n"

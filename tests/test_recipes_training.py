@@ -25,30 +25,26 @@ from support.scripts import (
     patched,
     text_of,
 )
+from support.stopping import ALONE, told
+from support.stopping import STEP as BATCH
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint_sequential
 
 EVERYTHING = pytest.mark.everything
 STEPS = 102  # of two ranks in an epoch of SMALL
-LINE = "            total[0] += self._run_batch(source, targets)\n"
 STEP = "        self.optimizer.step()\n"
-TOTAL = "            total[1] += len(targets)\n"
-
-
 WEIGHTS = (END, f"    {on_each_rank(digest('model.parameters()'))}{END}")
 
 
 def with_and_without_a_stop(tmp_path, name, *changes):
     """Run a recipe that is told to stop in mid-epoch and started again, and one that is not."""
-    here = f"(self.epochs_run, self.samples_run, dist.get_rank()) == (1, {25 * 128}, 1)"
-    stop = f"            if {here}:\n                signal.raise_signal(signal.SIGTERM)\n"
     jobs = []
-    for kind, told in (("stopped", [(TOTAL, stop + TOTAL)]), ("undisturbed", [])):
+    for kind, stop in (("stopped", [told(1, how=ALONE)]), ("undisturbed", [])):
         folder = tmp_path / kind
         folder.mkdir()
-        path = patched(folder, f"recipes/{name}", *told, *changes)
-        start = forked(path, "2", *SMALL, restarts=1)
+        path = patched(folder, f"recipes/{name}", *changes, *stop)
+        start = forked(path, "2", *SMALL, restarts=len(stop))
         jobs.append(finished(start, folder))
     assert "interrupted after 3,840 samples" in jobs[0].stdout, jobs[0]
     assert [resumed(job) for job in jobs] == [[1], []]
@@ -183,7 +179,7 @@ RANDOM = (
     ("def load_datasets():\n", NOISY),
     ("return TensorDataset(shifted", "return Noisy(shifted"),
     ("nn.Flatten()]", "nn.Flatten(), nn.Dropout(0.2)]"),
-    (LINE, f"            if step == 0:\n                {SHOW_STATE}{LINE}"),
+    (BATCH, f"            if step == 0:\n                {SHOW_STATE}{BATCH}"),
 )
 
 

@@ -1,0 +1,32 @@
+"""Each recipe's command, as it is printed on its page, ends where step 5 does."""
+
+import re
+
+import pytest
+from support.jobs import finished
+from support.results import accuracy
+from support.scripts import NEEDS_PATCH, ON_PATH, ROOT
+
+PAGES = {path.stem: path for path in sorted(ROOT.glob("recipes/*.md")) if path.stem != "README"}
+STEP_5 = (98, 359)  # it reads at least so many per cent of so many digits
+EXCEPTIONS = {
+    "early_stopping": (98, 179),  # half of them have chosen the model, and are not counted
+    "gan": (93, 359),  # the digit reader also learns to tell real digits from generated ones
+}
+
+
+@pytest.mark.everything
+@pytest.mark.repetition
+@NEEDS_PATCH
+@pytest.mark.parametrize("name", PAGES)
+def test_recipe_ends_well(copy, name):
+    text = PAGES[name].read_text(encoding="utf-8")
+    command = re.search(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1]
+    assert f"patch -o {name}.py " in command
+    env = {f"WANDB_{kind}_DIR": str(copy) for kind in ("CACHE", "CONFIG", "DATA")}
+    env |= {"WANDB_MODE": "offline", "TORCHINDUCTOR_CACHE_DIR": str(copy / "compiled"), **ON_PATH}
+    job = finished(["bash", "-c", command], copy, env, timeout=600)
+    percent, _, total = accuracy(job)
+    least, wanted = EXCEPTIONS.get(name, STEP_5)
+    assert percent >= least
+    assert total == wanted
