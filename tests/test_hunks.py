@@ -58,7 +58,7 @@ def test_without_the_hunk_the_tests_that_it_names_fail(copy, diff, hunk):
     start = ["patch", "-R", diff.new.name]
     subprocess.run(start, cwd=copy, input=one, text=True, check=True, capture_output=True)
     tests = [location(test, diff) for test in hunk.note.tests]
-    start = server.command(*PYTEST, "--everything=all", *tests)
+    start = [*map(str, server.command(*PYTEST, "--everything=all", *tests))]
     result = subprocess.run(start, cwd=copy, capture_output=True, text=True, check=False)
     summary = result.stdout.splitlines()[-1]
     assert re.match(rf"{len(tests)} failed in ", summary), result.stdout + result.stderr

@@ -19,8 +19,9 @@ KINDS = {
         "Recipes: what to do next",
         """\
 Each recipe adds one feature to one of the five scripts as a small patch. The page is the patch: its
-command writes the patched script to a new file and runs it. That file is standalone, too, and yours
-to copy. Tests show what the page says: `pytest --everything -k 'NAME'` runs one.""",
+command, typed at the top of the repository, writes the patched script to a new file and runs it.
+That file is standalone, too, and yours to copy. Tests show what the page says:
+`pytest --everything -k 'NAME'` runs one.""",
         30,
         {
             "Large models and batches": [
@@ -46,9 +47,9 @@ to copy. Tests show what the page says: `pytest --everything -k 'NAME'` runs one
         "Pitfalls: what goes wrong, often in silence",
         """\
 Each pitfall breaks one of the five scripts with a small patch. Most of the broken scripts train
-without an error. The page is the patch: its command writes the broken script to a new file and runs
-it. Tests show the symptom in the broken script, and not in ours: `pytest --everything -k 'NAME'`
-runs one.""",
+without an error. The page is the patch: its command, typed at the top of the repository, writes the
+broken script to a new file and runs it. Tests show the symptom in the broken script, and not in
+ours: `pytest --everything -k 'NAME'` runs one.""",
         12,
         {
             "The job does not start, or starts as several jobs": [

@@ -94,7 +94,7 @@ def text_of(name):
 def on_screen(name):
     """Return what the symptoms of a recipe or pitfall quote from the screen."""
     _, _, table = page(name).partition("| What you see |")
-    _, *rows = re.findall(r"^\| (.+?) \|", table.partition("\n\n")[0], re.MULTILINE)
+    rows = re.findall(r"^\| (.+?) \|", table.partition("\n\n")[0], re.MULTILINE)
     return [text for symptom in rows for text in re.findall(r"`([^`]+)`", symptom)]
 
 
