@@ -239,18 +239,18 @@ def tried(benchmark):
             start = server.command(program, *words, nprocs=ranks)
         else:
             start = server.command(FORKING, program, *words)
-        before = forecast_needs() if name == "forecast" else []
+        before = before_a_forecast() if name == "forecast" else []
 
         def make(cwd):
             for result in before:
                 copy_files(result, cwd)
-            compiled = {"TORCHINDUCTOR_CACHE_DIR": str(cwd / ".compiled")}
+            compiled = {"TORCHINDUCTOR_CACHE_DIR": str(cwd.parent / "compiled")}
             compiled["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # spares it a pool of processes
             return finished(start, cwd, compiled, timeout=600)
 
         return once(("benchmark", name, number), make)
 
-    def forecast_needs():
+    def before_a_forecast():
         return [trial("breakdown"), *(trial("communication", number) for number in range(3))]
 
     return trial
