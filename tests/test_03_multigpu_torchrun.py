@@ -46,7 +46,7 @@ def test_kill_9_repeats_what_was_not_saved(trained, tmp_path):
 @pytest.mark.everything
 def test_kill_9_at_any_moment(trained, tmp_path, repetitions):
     """Restarts succeed after all kills, at any time between the first import and the end."""
-    moments, kills, life, wanted = random.Random(), 0, 8, 4 * repetitions(3)
+    moments, kills, life, wanted = random.Random(), 0, 8, repetitions(20)
     for attempt in range(wanted):
         folder = tmp_path / str(attempt)
         folder.mkdir()
