@@ -13,9 +13,9 @@ import xml.etree.ElementTree as ET
 
 import pytest
 import torch
-from conftest import once
 from support import server
 from support.jobs import finished
+from support.once import once
 from support.scripts import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
