@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if not chosen and item.get_closest_marker("everything"):
             item.add_marker(pytest.mark.skip(reason="takes minutes: run pytest --everything"))
-    if chosen == "turn":
+    if chosen == "turn" and not config.getoption("keyword"):  # who asks for a test gets it
         now = turn()
         later = [
             item

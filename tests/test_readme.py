@@ -8,7 +8,7 @@ from support.jobs import finished
 from support.results import shape
 from support.scripts import ON_PATH, ROOT, SCRIPT, SCRIPTS
 
-MARKS = (("-", "01"), ("+", "05"))
+MARKS = (("-", "01"), ("+", "03"))
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("*/README.md"))]
 PAGES += sorted({*ROOT.glob("recipes/*.md"), *ROOT.glob("pitfalls/*.md")} - {*PAGES})
 README = PAGES[0].read_text(encoding="utf-8")

@@ -21,7 +21,7 @@ KINDS = {
 Each recipe adds one feature to one of the five scripts as a small patch. The page is the patch: its
 command, typed at the top of the repository, writes the patched script to a new file and runs it.
 That file is standalone, too, and yours to copy. Tests show what the page says:
-`pytest --everything -k 'NAME'` runs one.""",
+`pytest --everything -k 'NAME'` runs the one of that name.""",
         30,
         {
             "Large models and batches": [
@@ -49,7 +49,7 @@ That file is standalone, too, and yours to copy. Tests show what the page says:
 Each pitfall breaks one of the five scripts with a small patch. Most of the broken scripts train
 without an error. The page is the patch: its command, typed at the top of the repository, writes the
 broken script to a new file and runs it. Tests show the symptom in the broken script, and not in
-ours: `pytest --everything -k 'NAME'` runs one.""",
+ours: `pytest --everything -k 'NAME'` runs the one of that name.""",
         12,
         {
             "The job does not start, or starts as several jobs": [
@@ -120,7 +120,7 @@ FORM = re.compile(
     r"# (?P<title>.+)\n\n"
     rf"(?:(?P<purpose>(?:[^|\n].*\n)+)\n|{TABLE.format('seen')})"
     r"```bash\n(?P<command>(?s:.+?))\n```\n\n"
-    r"(?P<why>(?s:.+?))\n\n"
+    r"(?P<why>(?s:.+?))\n\n(?:The patch that breaks it:\n\n)?"
     r"```diff\n--- (?P<old>.+)\n\+\+\+ (?P<new>.+)\n(?P<hunks>@@(?s:.+?))\n```\n\n"
     rf"(?:{TABLE.format('messages')})?"
     r"(?P<advice>\*\*(?:When not|Notice it)\.\*\* (?s:.+?))\n\n"
@@ -164,8 +164,9 @@ class Patch:
     def written_and_run(self):
         """The end of the command, which is the same on each page."""
         start = "python" if self.old[:2] in ("01", "02") else STANDALONE
-        start = "sbatch" if self.new.endswith(".sbatch") else start
-        return f"patch -o {self.new} {self.old} {self.path} &&\n    {start} {self.new}"
+        start = f"{start} {self.new} --checkpoint-path {self.name}.pt"  # not to resume another run
+        start = f"sbatch {self.new}" if self.new.endswith(".sbatch") else start
+        return f"patch -o {self.new} {self.old} {self.path} &&\n    {start}"
 
     @property
     def changed(self):
