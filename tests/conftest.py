@@ -36,7 +36,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "everything: takes minutes, runs only with --everything")
-    config.addinivalue_line("markers", "repetition: takes turns with its like in --everything")
+    config.addinivalue_line("markers", "repetition: the same, and takes turns with its like")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
     if FOLDER not in os.environ:
         folder = tempfile.TemporaryDirectory(prefix="trained-")
@@ -60,7 +60,8 @@ def pytest_report_header(config):
 def pytest_collection_modifyitems(config, items):
     chosen = config.getoption("--everything")
     for item in items:
-        if not chosen and item.get_closest_marker("everything"):
+        slow = item.get_closest_marker("everything") or item.get_closest_marker("repetition")
+        if slow and not chosen:
             item.add_marker(pytest.mark.skip(reason="takes minutes: run pytest --everything"))
     if chosen == "turn" and not config.getoption("keyword"):  # who asks for a test gets it
         now = turn()

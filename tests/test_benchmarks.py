@@ -311,7 +311,7 @@ def test_learning_rate(tried):
     assert {*rules, "processes"} <= texts(result.cwd / "learning_rate.svg")
 
 
-@EVERYTHING
+@pytest.mark.repetition
 @pytest.mark.parametrize("number, ranks, batch", [(0, 1, 128), (1, 2, 128), (2, 2, 32)])
 def test_lines(tried, number, ranks, batch):
     found = record(tried("lines", number), f"lines-{ranks}-of-{batch}")
@@ -356,7 +356,9 @@ def test_breakdown(tried):
 
 
 @EVERYTHING
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    "ranks", [2, *(pytest.param(n, marks=pytest.mark.repetition) for n in (3, 4))]
+)
 def test_communication(tried, ranks):
     found = record(tried("communication", ranks - 2), f"communication-{ranks}")
     assert (found["world_size"], found["backend"]) == (ranks, "gloo")

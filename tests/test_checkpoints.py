@@ -12,6 +12,7 @@ from support.results import epochs, resumed, same_bits
 from support.scripts import LONG, SCRIPT, arguments, build_trainer, command, edited, forked, load
 
 EVERYTHING = pytest.mark.everything
+AGAIN = pytest.mark.repetition
 WIDE = ("3", "--batch-size=64", "--width=16")  # its checkpoint is larger than its output
 
 
@@ -199,7 +200,7 @@ KILLED = """
 """
 
 
-@pytest.mark.parametrize("step", [*(pytest.param(n, marks=EVERYTHING) for n in ("01", "03")), "04"])
+@pytest.mark.parametrize("step", [*(pytest.param(n, marks=AGAIN) for n in ("01", "03")), "04"])
 def test_kill_9_while_writing(trained, tmp_path, step):
     """The second save is killed when it has written 1000 bytes."""
     line = 'torch.save(checkpoint, f"{self.path}.new")  # a crash leaves the old file alone\n'

@@ -23,7 +23,7 @@ def test_our_last_step_passes(tmp_path):
     assert verdicts.keys() - passed(verdicts) == UNSHOWN
 
 
-@EVERYTHING
+@pytest.mark.repetition
 @pytest.mark.parametrize("step", ["02", "03", "04"])
 def test_our_scripts_pass(step, tmp_path):
     run = plan_of(step, tmp_path).undisturbed

@@ -103,7 +103,7 @@ def test_remedy(tmp_path, monkeypatch, name):
     assert on_screen("pitfalls/find_unused_without_need")[0] not in run.output
 
 
-@EVERYTHING
+@pytest.mark.repetition
 @pytest.mark.parametrize(("name", "drill"), DRILLED.items())
 def test_a_pitfall_fails_its_drill(tmp_path, name, drill):
     """In one process, which these pitfalls do not need more of."""

@@ -11,6 +11,7 @@ from support.results import resumed
 from support.scripts import ROOT, SMALL, command, edited, forked
 
 EVERYTHING = pytest.mark.everything
+AGAIN = pytest.mark.repetition
 STEPS = ["02", "03", "04", "05"]
 ONE = ("1", *SMALL)
 
@@ -38,7 +39,7 @@ def check(threads, nprocs=2):
     assert all("gloo" not in name for names in found for name in names), found
 
 
-@pytest.mark.parametrize("step", [*(pytest.param(n, marks=EVERYTHING) for n in STEPS[:-1]), "05"])
+@pytest.mark.parametrize("step", [*(pytest.param(n, marks=AGAIN) for n in STEPS[:-1]), "05"])
 def test_no_gloo_thread_is_left(tmp_path, exits, step):
     """Nor is one left after destroy_process_group, because DDP was freed before.
 
@@ -72,11 +73,7 @@ def test_no_gloo_thread_is_left_after_an_interruption(tmp_path, exits):
     check(threads)
 
 
-FOUR, SIXTEEN = pytest.param(4), pytest.param(16, marks=EVERYTHING)
-AGAIN = [pytest.param(16, marks=[EVERYTHING, pytest.mark.repetition])] * 3
-
-
-@pytest.mark.parametrize("nprocs", [FOUR, SIXTEEN, *AGAIN])
+@pytest.mark.parametrize("nprocs", [4, *[pytest.param(16, marks=AGAIN)] * 4])
 @pytest.mark.parametrize("step", [*(pytest.param(n, marks=EVERYTHING) for n in ("03", "04")), "05"])
 def test_healthy_runs_exit_with_0(trained, tmp_path, exits, step, nprocs):
     """200 exits with --everything=all."""

@@ -16,7 +16,7 @@ from support.results import accuracy, epochs, error_lines, same_bits, weights
 from support.scripts import LONG, SCRIPT, SMALL, TORCHRUN, command, edited, forked, without_spawn
 
 EVERYTHING = pytest.mark.everything
-REPETITION = [EVERYTHING, pytest.mark.repetition]
+REPETITION = pytest.mark.repetition
 NOBODY = "192.0.2.1"  # reserved for documentation by RFC 5737, so nobody answers
 
 # ---------------------------------------------------------------- one rank fails
@@ -130,7 +130,7 @@ def seek(tmp_path, endpoint):
     assert not list(tmp_path.glob("[!.]*"))
 
 
-@pytest.mark.parametrize("host", ["no-such-host.invalid", pytest.param(NOBODY, marks=EVERYTHING)])
+@pytest.mark.parametrize("host", ["no-such-host.invalid", pytest.param(NOBODY, marks=REPETITION)])
 def test_a_rendezvous_host_that_cannot_be_reached(tmp_path, host):
     seek(tmp_path, f"{host}:29400")
 
@@ -160,7 +160,7 @@ def test_a_rendezvous_port_whose_owner_never_answers(tmp_path):
                 job.process.wait(30)
 
 
-@EVERYTHING
+@pytest.mark.repetition
 @pytest.mark.parametrize("host", ["no-such-host.invalid", NOBODY])
 def test_rank_0_cannot_be_reached_without_torchrun(tmp_path, host):
     short = edited(tmp_path, "04", ("timedelta(minutes=5)", "timedelta(seconds=5)"))

@@ -12,6 +12,7 @@ from support.results import accuracy, epochs, resumed, said, same_bits
 from support.scripts import SCRIPT, command, edited, forked, load, on_each_rank
 
 EVERYTHING = pytest.mark.everything
+AGAIN = pytest.mark.repetition
 ARGS = ("5", "--batch-size=16", "--width=4")
 STEP = 2 * 16  # samples of both ranks
 NO_WORKERS = ""
@@ -107,9 +108,9 @@ def trainers(job):
     ("step", "loader"),
     [
         ("04", FORK),
-        pytest.param("05", SPAWN + PERSISTENT, marks=EVERYTHING),
-        pytest.param("04", NO_WORKERS, marks=EVERYTHING),
-        pytest.param("04", FORK + PERSISTENT, marks=EVERYTHING),
+        pytest.param("05", SPAWN + PERSISTENT, marks=AGAIN),
+        pytest.param("04", NO_WORKERS, marks=AGAIN),
+        pytest.param("04", FORK + PERSISTENT, marks=AGAIN),
     ],
 )
 def test_told_to_stop_in_mid_epoch(own, undisturbed, tmp_path, step, loader):
@@ -151,7 +152,7 @@ def test_a_resume_in_mid_epoch_draws_other_random_numbers(own, undisturbed, tmp_
 
 
 @EVERYTHING
-@pytest.mark.parametrize("step", ["03", "04", pytest.param("05", marks=pytest.mark.repetition)])
+@pytest.mark.parametrize("step", ["03", *(pytest.param(n, marks=AGAIN) for n in ("04", "05"))])
 def test_kill_9_and_restart(own, undisturbed, tmp_path, step):
     """With BatchNorm, dropout, and data that loader workers augment at random."""
     script = own(tmp_path, step, FORK, at(1, 25, KILLED, ON_RANK_1), random=True)
@@ -161,7 +162,7 @@ def test_kill_9_and_restart(own, undisturbed, tmp_path, step):
     assert same_bits(job, undisturbed(FORK, random=True))
 
 
-@EVERYTHING
+@pytest.mark.repetition
 @pytest.mark.parametrize("step", ["01", "02"])
 def test_started_again(own, undisturbed, tmp_path, step):
     script = own(tmp_path, step, FORK, random=True)
@@ -172,7 +173,7 @@ def test_started_again(own, undisturbed, tmp_path, step):
 
 
 @EVERYTHING
-@pytest.mark.parametrize("method", [FORK, SPAWN])
+@pytest.mark.parametrize("method", [FORK, pytest.param(SPAWN, marks=AGAIN)])
 def test_kill_9_leaves_no_loader_worker(own, tmp_path, method):
     """Each one notices within seconds that its parent is gone."""
     script = own(tmp_path, "04", method + PERSISTENT, at(1, 25, GATE))

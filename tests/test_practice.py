@@ -238,6 +238,7 @@ def test_power_on_comes_after_slurm_has_given_the_node_up(start):
 
 @EVERYTHING
 @ON_A_CLUSTER
+@pytest.mark.repetition
 @pytest.mark.parametrize(
     "end",
     [

@@ -55,10 +55,10 @@ def resume(tmp_path, script, *earlier, nprocs=2):
     ("step", "nprocs", "whom"),
     [
         ("04", 2, "the agent, twice"),
-        pytest.param("04", 2, "the first worker", marks=EVERYTHING),
-        pytest.param("04", 2, "all", marks=EVERYTHING),
-        pytest.param("04", 4, "the last worker", marks=EVERYTHING),
-        pytest.param("05", 2, "the agent", marks=EVERYTHING),
+        pytest.param("04", 2, "the first worker", marks=pytest.mark.repetition),
+        pytest.param("04", 2, "all", marks=pytest.mark.repetition),
+        pytest.param("04", 4, "the last worker", marks=pytest.mark.repetition),
+        pytest.param("05", 2, "the agent", marks=pytest.mark.repetition),
     ],
 )
 def test_told_to_stop_and_started_again(trained, tmp_path, step, nprocs, whom):

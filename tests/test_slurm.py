@@ -20,6 +20,7 @@ from support.slurm import BATCH, ON_A_CLUSTER, ON_TWO_NODES, TWO_BY_TWO, Submitt
 
 FILES = sorted((ROOT / "slurm").glob("*.sbatch"))
 EVERYTHING = pytest.mark.everything
+AGAIN = pytest.mark.repetition
 ON_NODE_1 = ("--nodes=1", "--nodelist=node1")
 
 ONE = ("1", *SMALL)
@@ -62,9 +63,7 @@ def values(cluster, node, variable):
 # ---------------------------------------------------------------- as they are
 
 
-@pytest.mark.parametrize(
-    "step", [pytest.param(n, marks=() if n == "04" else EVERYTHING) for n in BATCH]
-)
+@pytest.mark.parametrize("step", [pytest.param(n, marks=() if n == "04" else AGAIN) for n in BATCH])
 def test_submitted_as_it_is(submit, trained, step):
     """Step 4, whose file is step 5's, on two GPUs a node: that takes less time."""
     size = {"01": 1, "02": 2, "03": 2, "04": 4, "05": 8}[step]

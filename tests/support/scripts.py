@@ -68,7 +68,7 @@ def patched(tmp_path, name, *changes):
 
     More of its text is replaced as in `edited`.
     """
-    return write(tmp_path / step_of(name), text_of(name), changes)
+    return write(tmp_path / Path(step_of(name)).name, text_of(name), changes)
 
 
 def page(name):
