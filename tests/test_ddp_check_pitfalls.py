@@ -67,7 +67,7 @@ QUICK = ("forward_through_module", "no_sampler", "no_set_epoch")
 
 def marks(name, always):
     """Return the marks of a test that is like many others, unless it is one that always runs."""
-    return [] if name in always else [EVERYTHING, pytest.mark.repetition]
+    return [] if name in always else pytest.mark.repetition
 
 
 def broken(tmp_path, name, changes=()):

@@ -60,7 +60,7 @@ def test_outputs_of_unchanged_cells_are_kept(copy):
     assert outputs["run-03"] == next(cell for cell in before.cells if cell.id == "run-03").outputs
 
 
-@pytest.mark.everything
+@pytest.mark.repetition  # of the README's commands
 def test_the_notebook_runs_from_top_to_bottom(copy, book):
     resources = {"metadata": {"path": str(copy / "diffs")}}
     NotebookClient(book, timeout=300, resources=resources).execute()

@@ -17,6 +17,7 @@ DIFFS = hunks.explained(ROOT)
 ALL = [(diff, hunk) for diff in DIFFS for hunk in diff.hunks]
 TABS = [*(diff.slug for diff in DIFFS), *patches.KINDS]
 EVERYTHING = pytest.mark.everything
+AGAIN = pytest.mark.repetition
 QUIET = ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
 SIZES = {"phone": (390, 844), "wide": (1600, 1000)}
 
@@ -174,8 +175,8 @@ def test_on_a_phone_new_lines_are_below_old_ones(visit):
     [
         (TABS[0], "light", "wide"),
         (TABS[0], "dark", "phone"),
-        *(pytest.param(tab, "light", "wide", marks=EVERYTHING) for tab in TABS[1::2]),
-        *(pytest.param(tab, "dark", "phone", marks=EVERYTHING) for tab in TABS[2::2]),
+        *(pytest.param(tab, "light", "wide", marks=AGAIN) for tab in TABS[1::2]),
+        *(pytest.param(tab, "dark", "phone", marks=AGAIN) for tab in TABS[2::2]),
     ],
 )
 def test_it_is_accessible(visit, tab, scheme, size):

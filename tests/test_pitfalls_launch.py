@@ -86,7 +86,7 @@ def test_fixed_port(tmp_path):
     assert all(text in failed.stderr for text in on_screen("pitfalls/fixed_port"))
 
 
-@EVERYTHING
+@pytest.mark.repetition  # up to eight restarts: it is a matter of chance
 def test_old_store(tmp_path):
     """A matter of chance: three restarts of four do not succeed."""
     join = "init_process_group(backend"

@@ -125,7 +125,6 @@ def test_healthy(cluster, repository):
     assert new.name == f"preflight_{flight.job}.out"
 
 
-@pytest.mark.everything
 @pytest.mark.repetition
 @pytest.mark.parametrize("shape", [(1, 0), (1, 3), (2, 0)], ids=str)
 def test_other_allocations(cluster, repository, shape):

@@ -15,7 +15,6 @@ EXCEPTIONS = {
 }
 
 
-@pytest.mark.everything
 @pytest.mark.repetition
 @NEEDS_PATCH
 @pytest.mark.parametrize("name", PAGES)

@@ -201,7 +201,6 @@ def test_streaming(tmp_path):
     assert orders[0] != orders[1]
 
 
-@EVERYTHING
 @pytest.mark.repetition
 def test_streaming_learns(tmp_path):
     """As well as step 5, also with three ranks; test_recipe_ends_well runs it with two."""
