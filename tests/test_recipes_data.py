@@ -16,7 +16,7 @@ import torch
 from support import server
 from support.jobs import Job, finished, run
 from support.results import accuracy, same_bits
-from support.scripts import SMALL, forked, on_screen, patched
+from support.scripts import SMALL, command, forked, on_screen, patched
 from support.stopping import STEP, stopped, told
 from torch.utils.data import DataLoader, Dataset
 
@@ -136,8 +136,8 @@ def may_mount():
 @EVERYTHING
 @pytest.mark.skipif(not may_mount(), reason="mounts a small /dev/shm, as only root can")
 def test_shared_memory_is_full(tmp_path):
-    """There are 128 kB of it, and a batch takes 65."""
-    start = forked(patched(tmp_path, "recipes/loader_workers", SOON), "1", "--batch-size=256")
+    """There are 128 kB of it, and a batch takes 65. The server's ranks would have more."""
+    start = command(patched(tmp_path, "recipes/loader_workers", SOON), "1", "--batch-size=256")
     small = 'mount -t tmpfs -o size=128k tmpfs /dev/shm && exec "$@"'
     job = run(["unshare", "--mount", "sh", "-c", small, "sh", *start], tmp_path)
     assert job.returncode == 1
