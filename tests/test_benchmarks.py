@@ -271,7 +271,7 @@ def texts(path):
     return {"".join(element.itertext()).strip() for element in ET.parse(path).getroot().iter()}
 
 
-@EVERYTHING
+@pytest.mark.repetition  # it needs all of the runs below
 def test_the_same_files_as_for_the_page(benchmark, tried, tmp_path):
     names = [command.partition(".py")[0] for _, command in benchmark("all").COMMANDS]
     for name in set(names):
