@@ -184,14 +184,6 @@ def test_the_page_shows_what_was_measured(all_of_it, monkeypatch):
     assert shown == {path.name for path in all_of_it.FIGURES.glob("*.svg")}
 
 
-def test_the_top_page_quotes_this_one(benchmark):
-    everything = benchmark("all")
-    measured = rows(everything.short(everything.FIGURES))
-    quoted = rows((ROOT / "README.md").read_text(encoding="utf-8"))
-    for name in measured.keys() & quoted.keys():
-        assert quoted[name] == measured[name]
-
-
 @EVERYTHING
 def test_all_measures_and_writes_the_page(all_of_it, monkeypatch):
     """One command in place of all, but by torchrun; then one that fails."""
