@@ -157,11 +157,6 @@ def test_the_forecast_by_hand(benchmark):
 # ---------------------------------------------------------------- the page
 
 
-def rows(text):
-    """Return the lines of a page's tables, by their first cells."""
-    return {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| ")}
-
-
 @pytest.fixture
 def all_of_it(benchmark, monkeypatch, tmp_path):
     """The module all.py with a copy of the figures, and with a page whose tables are empty."""
