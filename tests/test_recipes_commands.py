@@ -13,7 +13,7 @@ EXCEPTIONS = {
     "fp16_scaler": (90, 359),  # of a smaller model: see SLOW
     "gan": (93, 359),  # the digit reader also learns to tell real digits from generated ones
 }
-SLOW = {"fp16_scaler": " --width 8"}  # a CPU convolves in float16 more than ten times more slowly
+SLOW = {"fp16_scaler": " --width 8"}  # float16 takes minutes on a CPU, at the default width
 
 
 @pytest.mark.repetition
