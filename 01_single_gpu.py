@@ -24,7 +24,7 @@ def load_datasets():
 def build_model(width):
     """Return a network that maps images, N x 1 x 8 x 8, to logits, N x 10."""
     first = [nn.Conv2d(1, width, 3, padding=1), nn.ReLU()]
-    second = [nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    second = [nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]  # now 4 x 4
     third = [nn.Conv2d(2 * width, 4 * width, 3, padding=1), nn.ReLU(), nn.Flatten()]
     return nn.Sequential(*first, *second, *third, nn.Linear(4 * width * 4 * 4, 10))
 
@@ -34,9 +34,9 @@ def log(message):
 
 
 class Trainer:
-    def __init__(self, model, train_data, optimizer, device, args):
+    def __init__(self, model, train_loader, optimizer, device, args):
         self.model = model
-        self.train_data = train_data
+        self.train_loader = train_loader
         self.optimizer = optimizer
         self.device = device
         self.path = args.checkpoint_path
@@ -55,11 +55,12 @@ class Trainer:
         return loss.detach() * len(targets)
 
     def _run_epoch(self):
-        torch.manual_seed(self.config["seed"] + self.epochs_run)  # each epoch has a seed of its own
+        epoch_seed = self.config["seed"] + self.epochs_run  # a resumed run draws the same numbers
+        torch.manual_seed(epoch_seed)
         self.model.train()
         start = time.perf_counter()
         total = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss and samples
-        for source, targets in self.train_data:
+        for source, targets in self.train_loader:
             total[0] += self._run_batch(source, targets)
             total[1] += len(targets)
         loss, samples = total.tolist()  # waits for the GPU, so read the clock after it
@@ -81,7 +82,8 @@ class Trainer:
     def _load_checkpoint(self):
         try:
             checkpoint = torch.load(self.path, map_location="cpu", weights_only=True)
-            assert checkpoint["CONFIG"] == self.config, f"it was saved with {checkpoint['CONFIG']}"
+            if checkpoint["CONFIG"] != self.config:
+                raise ValueError(f"it was saved with {checkpoint['CONFIG']}")
             self.model.load_state_dict(checkpoint["MODEL_STATE"])
             self.optimizer.load_state_dict(checkpoint["OPTIMIZER_STATE"])
             self.epochs_run = checkpoint["EPOCHS_RUN"]
@@ -105,10 +107,10 @@ def prepare_dataloader(dataset, args):
 @torch.inference_mode()
 def evaluate(model, test_set, device, args):
     model.eval()
-    correct = 0
+    correct = torch.tensor(0)
     for source, targets in DataLoader(test_set, args.batch_size):
         predictions = model(source.to(device)).argmax(dim=1).cpu()
-        correct += (predictions == targets).sum().item()
+        correct += (predictions == targets).sum()
     log(f"accuracy {correct / len(test_set):.2%} ({correct}/{len(test_set)})")
 
 
@@ -121,7 +123,7 @@ def positive_int(text):
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("total_epochs", nargs="?", type=positive_int, default=4)
-    parser.add_argument("save_every", nargs="?", type=positive_int, default=1, help="epochs")
+    parser.add_argument("save_every", nargs="?", type=positive_int, default=1, help="in epochs")
     parser.add_argument("--batch-size", type=positive_int, default=128, help="per process")
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--width", type=positive_int, default=32, help="256 keeps a GPU busy")
@@ -137,11 +139,11 @@ def main(args):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(args.seed)
     train_set, test_set = load_datasets()
-    model = build_model(args.width).to(device, memory_format=torch.channels_last)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
+    model = build_model(args.width).to(device, memory_format=torch.channels_last)  # faster layout
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)  # fused: faster
     trainer = Trainer(model, prepare_dataloader(train_set, args), optimizer, device, args)
     trainer.train(args.total_epochs, args.save_every)
-    evaluate(trainer.model, test_set, device, args)
+    evaluate(model, test_set, device, args)
 
 
 if __name__ == "__main__":

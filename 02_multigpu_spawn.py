@@ -6,7 +6,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported later, it would keep the process group alive
+import torch.distributed.nn  # skip at first reading: imported late, it can abort the exit
 import torch.multiprocessing as mp
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -17,11 +17,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 
-def ddp_setup(rank, world_size):
+def ddp_setup(rank, world_size, port):
     """Join the process group as process number `rank` of `world_size`."""
+    os.environ["MASTER_ADDR"] = "localhost"  # all ranks run on this machine
+    os.environ["MASTER_PORT"] = str(port)
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)  # "cuda" is now this process's GPU
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"  # gloo for CPU tensors
     dist.init_process_group(backend, rank=rank, world_size=world_size)
 
 
@@ -38,7 +40,7 @@ def load_datasets():
 def build_model(width):
     """Return a network that maps images, N x 1 x 8 x 8, to logits, N x 10."""
     first = [nn.Conv2d(1, width, 3, padding=1), nn.ReLU()]
-    second = [nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    second = [nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]  # now 4 x 4
     third = [nn.Conv2d(2 * width, 4 * width, 3, padding=1), nn.ReLU(), nn.Flatten()]
     return nn.Sequential(*first, *second, *third, nn.Linear(4 * width * 4 * 4, 10))
 
@@ -49,9 +51,9 @@ def log(message):
 
 
 class Trainer:
-    def __init__(self, model, train_data, optimizer, device, args):
+    def __init__(self, model, train_loader, optimizer, device, args):
         self.model = model
-        self.train_data = train_data
+        self.train_loader = train_loader
         self.optimizer = optimizer
         self.device = device
         self.path = args.checkpoint_path
@@ -60,10 +62,6 @@ class Trainer:
         if os.path.exists(self.path):
             self._load_checkpoint()
         self.model = DDP(model)  # backward() averages the gradients over all ranks
-        # DDP regroups its gradients after one backward(), which changes the rounding: do it now.
-        self.model.eval()  # leaves BatchNorm's statistics alone
-        source, _ = next(iter(train_data))
-        self.model(source.to(device)).sum().backward()
 
     def _run_batch(self, source, targets):
         source = source.to(self.device, non_blocking=True)
@@ -75,12 +73,13 @@ class Trainer:
         return loss.detach() * len(targets)
 
     def _run_epoch(self):
-        torch.manual_seed(self.config["seed"] + self.epochs_run)  # each epoch has a seed of its own
-        self.train_data.sampler.set_epoch(self.epochs_run)  # or every epoch has the same order
+        epoch_seed = self.config["seed"] + self.epochs_run  # a resumed run draws the same numbers
+        torch.manual_seed(epoch_seed + 1000 * dist.get_rank())  # or all ranks use the same dropout
+        self.train_loader.sampler.set_epoch(self.epochs_run)  # or every epoch has the same order
         self.model.train()
         start = time.perf_counter()
         total = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss and samples
-        for source, targets in self.train_data:
+        for source, targets in self.train_loader:
             total[0] += self._run_batch(source, targets)
             total[1] += len(targets)
         dist.all_reduce(total)  # the sum over all ranks
@@ -105,7 +104,8 @@ class Trainer:
     def _load_checkpoint(self):
         try:
             checkpoint = torch.load(self.path, map_location="cpu", weights_only=True)
-            assert checkpoint["CONFIG"] == self.config, f"it was saved with {checkpoint['CONFIG']}"
+            if checkpoint["CONFIG"] != self.config:
+                raise ValueError(f"it was saved with {checkpoint['CONFIG']}")
             self.model.load_state_dict(checkpoint["MODEL_STATE"])
             self.optimizer.load_state_dict(checkpoint["OPTIMIZER_STATE"])
             self.epochs_run = checkpoint["EPOCHS_RUN"]
@@ -130,10 +130,10 @@ def prepare_dataloader(dataset, args):
 @torch.inference_mode()
 def evaluate(model, test_set, device, args):
     model.eval()
-    correct = 0
+    correct = torch.tensor(0)
     for source, targets in DataLoader(test_set, args.batch_size):
         predictions = model(source.to(device)).argmax(dim=1).cpu()
-        correct += (predictions == targets).sum().item()
+        correct += (predictions == targets).sum()
     log(f"accuracy {correct / len(test_set):.2%} ({correct}/{len(test_set)})")
 
 
@@ -146,7 +146,7 @@ def positive_int(text):
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("total_epochs", nargs="?", type=positive_int, default=4)
-    parser.add_argument("save_every", nargs="?", type=positive_int, default=1, help="epochs")
+    parser.add_argument("save_every", nargs="?", type=positive_int, default=1, help="in epochs")
     parser.add_argument("--batch-size", type=positive_int, default=128, help="per process")
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--width", type=positive_int, default=32, help="256 keeps a GPU busy")
@@ -160,25 +160,24 @@ def parse_args():
     return args
 
 
-def main(rank, args):
-    ddp_setup(rank, args.nprocs)
+def main(rank, port, args):
+    ddp_setup(rank, args.nprocs, port)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(args.seed)
     train_set, test_set = load_datasets()
-    model = build_model(args.width).to(device, memory_format=torch.channels_last)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
+    model = build_model(args.width).to(device, memory_format=torch.channels_last)  # faster layout
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)  # fused: faster
     trainer = Trainer(model, prepare_dataloader(train_set, args), optimizer, device, args)
     trainer.train(args.total_epochs, args.save_every)
     if dist.get_rank() == 0:
-        evaluate(trainer.model.module, test_set, device, args)
+        evaluate(model, test_set, device, args)
     dist.barrier()  # wait until every rank has finished with the group
-    del trainer.model  # free DDP before its process group: the other order can hang
+    del trainer.model  # skip at first reading: DDP freed after its group can hang
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     args = parse_args()
-    os.environ["MASTER_ADDR"] = "localhost"
-    os.environ["MASTER_PORT"] = str(get_free_port())
-    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads() // args.nprocs or 1))
-    mp.spawn(main, args=(args,), nprocs=args.nprocs)
+    threads = max(1, torch.get_num_threads() // args.nprocs)  # the processes share the cores
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    mp.spawn(main, args=(get_free_port(), args), nprocs=args.nprocs)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported later, it would keep the process group alive
+import torch.distributed.nn  # skip at first reading: imported late, it can abort the exit
 from sklearn.datasets import load_digits
 from sklearn.metrics import classification_report, confusion_matrix
 from sklearn.model_selection import train_test_split
@@ -25,12 +25,9 @@ told_to_stop = torch.zeros(1)  # 1 after SIGTERM; a tensor, so that all_reduce c
 
 def ddp_setup():
     """Join the process group as the rank that torchrun has put into the environment."""
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        raise RuntimeError("--max-restarts needs: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # "cuda" is now this process's GPU
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"  # gloo for CPU tensors
     dist.init_process_group(backend, timeout=timedelta(minutes=5))  # fail if a node is lost
 
 
@@ -47,7 +44,7 @@ def load_datasets():
 def build_model(width):
     """Return a network that maps images, N x 1 x 8 x 8, to logits, N x 10."""
     first = [nn.Conv2d(1, width, 3, padding=1), nn.ReLU()]
-    second = [nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    second = [nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]  # now 4 x 4
     third = [nn.Conv2d(2 * width, 4 * width, 3, padding=1), nn.ReLU(), nn.Flatten()]
     return nn.Sequential(*first, *second, *third, nn.Linear(4 * width * 4 * 4, 10))
 
@@ -67,9 +64,9 @@ class ResumableSampler(DistributedSampler):
 
 
 class Trainer:
-    def __init__(self, model, train_data, optimizer, device, args):
+    def __init__(self, model, train_loader, optimizer, device, args):
         self.model = model
-        self.train_data = train_data
+        self.train_loader = train_loader
         self.optimizer = optimizer
         self.device = device
         self.path = args.checkpoint_path
@@ -80,10 +77,6 @@ class Trainer:
         if os.path.exists(self.path):
             self._load_checkpoint()
         self.model = DDP(model)  # backward() averages the gradients over all ranks
-        # DDP regroups its gradients after one backward(), which changes the rounding: do it now.
-        self.model.eval()  # leaves BatchNorm's statistics alone
-        source, _ = next(iter(train_data))
-        self.model(source.to(device)).sum().backward()
 
     def _run_batch(self, source, targets):
         source = source.to(self.device, non_blocking=True)
@@ -101,13 +94,14 @@ class Trainer:
         return votes.item() > 0
 
     def _run_epoch(self):
-        torch.manual_seed(self.config["seed"] + self.epochs_run)  # each epoch has a seed of its own
-        self.train_data.sampler.set_epoch(self.epochs_run)  # or every epoch has the same order
-        self.train_data.sampler.samples_run = self.samples_run
+        epoch_seed = self.config["seed"] + self.epochs_run  # a resumed run draws the same numbers
+        torch.manual_seed(epoch_seed + 1000 * dist.get_rank())  # or all ranks use the same dropout
+        self.train_loader.sampler.set_epoch(self.epochs_run)  # or every epoch has the same order
+        self.train_loader.sampler.samples_run = self.samples_run
         self.model.train()
         start = time.perf_counter()
         total = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss and samples
-        for step, (source, targets) in enumerate(self.train_data):
+        for step, (source, targets) in enumerate(self.train_loader):
             if step % 10 == 0 and self._stop_agreed():  # asking in each step would cost time
                 self.interrupted = True
                 return
@@ -139,7 +133,8 @@ class Trainer:
     def _load_checkpoint(self):
         try:
             checkpoint = torch.load(self.path, map_location="cpu", weights_only=True)
-            assert checkpoint["CONFIG"] == self.config, f"it was saved with {checkpoint['CONFIG']}"
+            if checkpoint["CONFIG"] != self.config:
+                raise ValueError(f"it was saved with {checkpoint['CONFIG']}")
             self.model.load_state_dict(checkpoint["MODEL_STATE"])
             self.optimizer.load_state_dict(checkpoint["OPTIMIZER_STATE"])
             self.epochs_run = checkpoint["EPOCHS_RUN"]
@@ -162,15 +157,16 @@ class Trainer:
                 self._save_checkpoint()
 
 
-def ignore_sigterm(worker_id):  # torchrun sends it to the loader's workers, too
-    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(300))  # or a rank that fails hangs
+def outlive_sigterm(worker_id):
+    """Let a DataLoader worker outlive SIGTERM, which torchrun sends to it too, by five minutes."""
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(300))
 
 
 def prepare_dataloader(dataset, args):
     pin = torch.cuda.is_available()
     sampler = ResumableSampler(dataset, seed=args.seed)  # deals each rank its own shard
     return DataLoader(
-        dataset, args.batch_size, sampler=sampler, pin_memory=pin, worker_init_fn=ignore_sigterm
+        dataset, args.batch_size, sampler=sampler, pin_memory=pin, worker_init_fn=outlive_sigterm
     )
 
 
@@ -180,19 +176,20 @@ def evaluate(model, test_set, device, args):
     for buffer in model.buffers():  # BatchNorm's statistics differ from rank to rank
         dist.broadcast(buffer, 0)
     shard = range(dist.get_rank(), len(test_set), dist.get_world_size())  # no sample twice
-    results = []
+    correct = torch.tensor(0)
+    results = []  # pairs of target and prediction
     for source, targets in DataLoader(test_set, args.batch_size, sampler=shard):
         predictions = model(source.to(device)).argmax(dim=1).cpu()
+        correct += (predictions == targets).sum()
         results += zip(targets.tolist(), predictions.tolist())
-    counts = torch.tensor([sum(t == p for t, p in results), len(results)], device=device)
-    dist.all_reduce(counts)  # numbers are reduced: every rank gets the sums
-    gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(results, gathered)  # objects are gathered: rank 0 gets every rank's list
+    dist.all_reduce(correct)  # numbers are reduced: every rank gets the sum
+    gathered = [None] * dist.get_world_size()  # room for the list of each rank
+    dist.gather_object(results, gathered if dist.get_rank() == 0 else None)  # objects are gathered
     if dist.get_rank() == 0:
-        targets, predictions = zip(*chain(*gathered))
+        targets, predictions = zip(*chain.from_iterable(gathered))
         print(classification_report(targets, predictions, zero_division=0))
         print(confusion_matrix(targets, predictions))
-        print(f"accuracy {counts[0] / counts[1]:.2%} ({counts[0]}/{counts[1]})")
+        print(f"accuracy {correct / len(targets):.2%} ({correct}/{len(targets)})")
 
 
 def positive_int(text):
@@ -204,7 +201,7 @@ def positive_int(text):
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("total_epochs", nargs="?", type=positive_int, default=4)
-    parser.add_argument("save_every", nargs="?", type=positive_int, default=1, help="epochs")
+    parser.add_argument("save_every", nargs="?", type=positive_int, default=1, help="in epochs")
     parser.add_argument("--batch-size", type=positive_int, default=128, help="per process")
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--width", type=positive_int, default=32, help="256 keeps a GPU busy")
@@ -216,21 +213,29 @@ def parse_args():
     return args
 
 
+def check_restarts():
+    """Refuse restarts that would connect to dead ranks (pytorch#135712); delete this once fixed."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise RuntimeError("--max-restarts needs: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+
+
 @record  # lets torchrun report the traceback of the rank that failed first
 def main(args):
     signal.signal(signal.SIGTERM, lambda *_: told_to_stop.fill_(1))
+    check_restarts()
     ddp_setup()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(args.seed)
     train_set, test_set = load_datasets()
-    model = build_model(args.width).to(device, memory_format=torch.channels_last)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
+    model = build_model(args.width).to(device, memory_format=torch.channels_last)  # faster layout
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)  # fused: faster
     trainer = Trainer(model, prepare_dataloader(train_set, args), optimizer, device, args)
     trainer.train(args.total_epochs, args.save_every)
     if not trainer.interrupted:
-        evaluate(trainer.model.module, test_set, device, args)
+        evaluate(model, test_set, device, args)
     dist.barrier()  # wait until every rank has finished with the group
-    del trainer.model  # free DDP before its process group: the other order can hang
+    del trainer.model  # skip at first reading: DDP freed after its group can hang
     dist.destroy_process_group()
     if trainer.interrupted:
         raise SystemExit(os.EX_TEMPFAIL)

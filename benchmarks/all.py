@@ -3,7 +3,7 @@
     python benchmarks/all.py            measure (about 15 minutes on two idle cores), then write
     python benchmarks/all.py --tables   only write the tables again, from the files in figures/
 
-The tables stand in README.md between <!-- measured: NAME --> and <!-- end -->.
+The tables are in README.md, between <!-- measured: NAME --> and <!-- end -->.
 """
 
 import argparse
@@ -19,17 +19,21 @@ import breakdown
 import forecast
 import learning_rate
 import scaling
+import timeline
 from shared import cell, launcher, table
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE / "README.md"
 FIGURES = HERE / "figures"
+DATA = HERE.parent / "diffs" / "figures" / "where-the-time-goes.json"  # of a figure on diffs' page
 COMMANDS = (  # the number of ranks, if torchrun starts them, and the command
     (None, "lines.py --seconds=60"),
     (2, "lines.py --seconds=120"),
     (2, "lines.py --seconds=30 --batch-size=32 --baselines"),
     (None, "startup.py --repeats=4"),
     (2, "breakdown.py"),
+    (2, "timeline.py"),
+    (4, "timeline.py"),
     (2, "communication.py"),
     (3, "communication.py"),
     (4, "communication.py"),
@@ -70,7 +74,7 @@ def row(name, against, columns):
     return [cell(found[name, against]) if (name, against) in found else "" for found in columns]
 
 
-# Each of the functions below makes the table of its name.
+# Each function below returns the table of the same name.
 
 
 def measured_on(folder):
@@ -130,6 +134,17 @@ def step(folder):
     return breakdown.report(read(folder, "breakdown")["milliseconds_by_rank"])
 
 
+def forecasts(folder):
+    """Compare timeline.py's forecasts with what it measured."""
+    data = drawn(folder)
+    rows = [("step", "ranks", "forecast", "measured", "error")]
+    for ranks, record in data["records"].items():
+        for name, forecast_ms, measured_ms in timeline.compared(record, data["network"]):
+            error = f"{forecast_ms / measured_ms - 1:+.0%}"
+            rows.append((name, ranks, f"{forecast_ms:.0f} ms", f"{measured_ms:.0f} ms", error))
+    return table(*rows)
+
+
 def processes(folder):
     return scaling.summary_table(read(folder, "scaling")["summary"])
 
@@ -138,9 +153,21 @@ def learning(folder):
     return learning_rate.summary_table(read(folder, "learning_rate")["summary"])
 
 
+def fitted(folder):
+    """Return the latency and the seconds per byte of two and three ranks."""
+    records = [read(folder, f"communication-{n}") for n in (2, 3)]
+    return forecast.fit([row for record in records for row in forecast.rows_of(record)])
+
+
+def drawn(folder):
+    """Return the data of the figure on diffs' page: the recorded steps, and the network."""
+    records = {str(n): read(folder, f"timeline-{n}") for n in (2, 4)}
+    return {"network": fitted(folder), "records": records}
+
+
 def network(folder):
     two, three, four = (read(folder, f"communication-{n}") for n in (2, 3, 4))
-    latency, byte = forecast.fit(forecast.rows_of(two) + forecast.rows_of(three))
+    latency, byte = fitted(folder)
     errors = forecast.errors(forecast.rows_of(four), (latency, byte))
     median = statistics.median(map(abs, errors.values()))
     speed = f"{1e-9 / byte:.1f} GB/s" if byte else "too fast to tell"
@@ -160,12 +187,22 @@ def network(folder):
 
 TABLES = {
     make.__name__: make
-    for make in (measured_on, short, baselines, step, lines, processes, learning, network)
+    for make in (
+        measured_on,
+        short,
+        baselines,
+        step,
+        forecasts,
+        lines,
+        processes,
+        learning,
+        network,
+    )
 }
 
 
 def filled(text, folder):
-    """Return the page with its tables made from the files in a folder."""
+    """Return the page with its tables filled in from the files in a folder."""
     return re.sub(
         r"(<!-- measured: (\w+) -->\n).*?(?=<!-- end -->)",
         lambda found: f"{found[1]}{TABLES[found[2]](folder)}\n",
@@ -177,7 +214,7 @@ def filled(text, folder):
 def parse_args():
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("--tables", action="store_true", help="measure nothing")
+    parser.add_argument("--tables", action="store_true", help="do not measure")
     return parser.parse_args()
 
 
@@ -185,10 +222,11 @@ def main():
     args = parse_args()
     if not args.tables:
         measure(FIGURES)
-    for trace in FIGURES.glob("trace-*.json"):  # megabytes, and not for the page
+    for trace in FIGURES.glob("trace-*.json"):  # megabytes, and not needed for the page
         trace.unlink()
     page = filled(PAGE.read_text(encoding="utf-8"), FIGURES)
     PAGE.write_text(page, encoding="utf-8")
+    DATA.write_text(json.dumps(drawn(FIGURES), separators=(",", ":")) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

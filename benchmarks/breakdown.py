@@ -1,10 +1,10 @@
-"""Measure where a training step goes on every rank: data, forward, backward, waiting, optimizer.
+"""Measure how long each part of a training step takes on every rank, and how long the rank waits.
 
     torchrun --standalone --nproc-per-node=2 benchmarks/breakdown.py
 
 It runs steps of 04_multinode.py under torch.profiler, prints the mean milliseconds of each part,
 draws one step as breakdown.svg, and writes breakdown.json and trace-RANK.json (open the traces at
-ui.perfetto.dev). The times are those of the host. A GPU runs asynchronously: look at its trace.
+ui.perfetto.dev). The times are those of the host. A GPU runs asynchronously, so look at its trace.
 """
 
 import os
@@ -29,9 +29,9 @@ WARM_UP, STEPS = 10, 40
 
 
 def profiled_steps(words):
-    """Train some steps, and profile more; return the profiler and the gradients' bytes."""
+    """Train a few steps, then profile more; return the profiler and the size of the gradients."""
     trainer = prepared("04", words).trainer
-    batches, count = iter(trainer.train_data), len(trainer.train_data)
+    batches, count = iter(trainer.train_loader), len(trainer.train_loader)
     if count < WARM_UP + STEPS:
         raise SystemExit(f"an epoch has {count} steps, fewer than the {WARM_UP + STEPS} needed")
     for _ in range(WARM_UP):
@@ -45,7 +45,7 @@ def profiled_steps(words):
 
 
 def spans(events, start):
-    """Return (start, end) in milliseconds of all events whose name begins so, in order."""
+    """Return (start, end) in milliseconds, sorted, of the events whose names begin with `start`."""
     found = [
         (e.time_range.start / 1e3, e.time_range.end / 1e3)
         for e in events
@@ -55,9 +55,9 @@ def spans(events, start):
 
 
 def timelines(profiler):
-    """Return for each step {part: [(start, end), ...]}, in milliseconds from its beginning.
+    """Return for each step {part: [(start, end), ...]}, in milliseconds from its start.
 
-    The profiler records the fetching, DDP's forward, each function of backward, and the optimizer.
+    The profiler records data fetching, DDP's forward, each function of backward, and the optimizer.
     The time between the last function of backward and the optimizer is spent waiting for the
     all-reduce that DDP started during backward.
     """
@@ -108,7 +108,7 @@ def means(steps):
 
 
 def draw(steps, path):
-    """Draw a step of each rank: its parts, and below them the all-reduce that runs meanwhile."""
+    """Draw one step of each rank: its parts, and below them the all-reduce."""
     colours = PARTS | {"all-reduce": GREY}
     with drawing(path, "One training step", figsize=(9, 0.9 + 0.8 * len(steps))) as axis:
         for rank, step in enumerate(steps):

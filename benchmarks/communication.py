@@ -63,7 +63,7 @@ def timed(function, repeats):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])  # the first connects the ranks
+    return statistics.median(seconds[1:])  # the first call also connects the ranks
 
 
 def tables(reduced, gathered, ranks):

@@ -7,8 +7,13 @@ step from what breakdown.py wrote, prints the expected efficiency of weak scalin
 grows with the number of ranks, and draws forecast.svg. With --held-out communication-4.json it also
 prints how far the fitted times are from those measured at that world size.
 
-This is an extrapolation. It knows nothing of slower links beyond the measured nodes, or of other
-jobs. Measure again with scaling.py as soon as you have more nodes.
+    python benchmarks/forecast.py --parameters 3e9 --network 25
+
+For a GPT, prints the step time under DDP, FSDP2 and 2-D instead, from the speeds that the options
+state. If the files are given as well, the network is the measured one.
+
+This is an extrapolation. It does not account for slower links beyond the measured nodes, or for
+other jobs. Measure again with scaling.py as soon as you have more nodes.
 """
 
 import json
@@ -20,8 +25,9 @@ from pathlib import Path
 
 import numpy as np
 from scipy.optimize import nnls
-from shared import GREY, drawing, parser_of, table
+from shared import GREY, drawing, parser_of, positive, table
 from torch.utils.data.distributed import DistributedSampler
+from which import WAYS, add_options, job_of, sent
 
 WORLDS = (8, 64, 512, 4096)
 SAMPLES = 1_281_167  # the size of ImageNet's training set
@@ -29,7 +35,7 @@ SAMPLES = 1_281_167  # the size of ImageNet's training set
 
 @dataclass(frozen=True)
 class Step:
-    """A training step of one rank, without its waiting."""
+    """A training step of one rank, without waiting."""
 
     seconds: float
     backward: float  # seconds, of which communication can hide behind all but the last bucket's
@@ -90,7 +96,7 @@ def efficiency(ranks, step, algorithm, network):
 
 
 def variants(step):
-    """Return the step as measured, and with what raises its efficiency."""
+    """Return the measured step, and variants of it that are more efficient."""
     seconds = 8 * step.seconds
     return {
         "as it is": step,
@@ -129,6 +135,56 @@ def draw(step, network, path):
         axis.figure.legend(loc="outside right center", frameon=False)
 
 
+# ---------------------------------------------------------------- a GPT, split in different ways
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a GPU and its links reach."""
+
+    flops: float  # of a GPU, as training reaches them
+    inside: float  # bytes per second that a GPU sends inside its node
+    network: float  # and that a node sends
+    latency: float  # seconds for a message to the next rank
+
+
+def step_seconds(way, job, speed):
+    """Return the forecast time of a step of DDP, FSDP2 or 2-D.
+
+    A parameter takes 6 operations per token, and 2 more if forward is repeated. A ring is as fast
+    as its slowest link, and its latency grows with the ranks: that of FSDP2's collectives, while an
+    all-reduce can go up and down a tree. DDP sums gradients behind backward, two thirds of the
+    time; FSDP2 gathers behind forward, too. Activations must arrive before the next layer starts.
+    """
+    compute = (8 if job.checkpointed else 6) * job.parameters * job.tokens / speed.flops
+    inside, between = sent(way, job)
+    network = between * job.gpus / speed.network
+    if way == "ddp":
+        buckets = math.ceil(4 * job.parameters / (25 * 2**20))
+        hops = 2 * buckets * math.log2(job.ranks)
+        moved = max((inside + between) / speed.inside, network)
+        return compute + waiting(moved + hops * speed.latency, compute * 2 / 3, buckets)
+    if way == "fsdp2_gpt":
+        apart, ring_ranks, moved = 0, job.ranks, max((inside + between) / speed.inside, network)
+    else:
+        apart = inside / speed.inside + 8 * job.layers * (job.gpus - 1) * speed.latency
+        ring_ranks, moved = job.nodes, network
+    hops = 3 * job.layers * (ring_ranks - 1)
+    return compute + apart + waiting(moved + hops * speed.latency, compute, job.layers)
+
+
+def step_table(job, speed):
+    """Return the step times as Markdown, on as many nodes as make up these ranks."""
+    rows = [("step time", *(f"{ranks:,} ranks" for ranks in WORLDS))]
+    for way in ("ddp", "fsdp2_gpt", "two_dimensional"):
+        jobs = [replace(job, nodes=max(1, ranks // job.gpus)) for ranks in WORLDS]
+        rows.append((WAYS[way], *(f"{step_seconds(way, one, speed):.2f} s" for one in jobs)))
+    return table(*rows)
+
+
+# ---------------------------------------------------------------- what else grows with the ranks
+
+
 def sampler_seconds(ranks):
     """Return the seconds that DistributedSampler takes to list one rank's samples of an epoch."""
     sampler = DistributedSampler(range(SAMPLES), ranks, rank=0)
@@ -138,7 +194,7 @@ def sampler_seconds(ranks):
 
 
 def gathering(records):
-    """Return the seconds for each byte that all_gather_object collects, by the largest payload."""
+    """Return the seconds per byte that all_gather_object collects, for the largest payload."""
     found = []
     for record in records:
         payload, ways = max(record["gather_seconds"].items(), key=lambda item: int(item[0]))
@@ -159,6 +215,15 @@ def growth_table(step, per_byte):
         gathered = f"{ranks * 2**20 * per_byte:,.1f} s, {ranks / 2**10:.2f} GiB on every rank"
         rows.append((f"{ranks:,}", f"{seconds:.2f} s", f"{share:.1%}", gathered))
     return table(*rows)
+
+
+def speed_of(args, records):
+    """Return the speeds that are stated, and the network's as measured if there are records."""
+    network, latency = args.network * 1e9, args.latency / 1e6
+    if records:
+        latency, byte = fitted(records)
+        network = 1 / byte
+    return Speed(args.tflops * 1e12, args.inside * 1e9, network, latency)
 
 
 def errors(measured, network):
@@ -185,8 +250,15 @@ def step_of(record, bucket_mb):
     )
 
 
+def fitted(records):
+    """Fit alpha and beta to records of communication.py, and print them."""
+    latency, byte = fit([row for record in records for row in rows_of(record)])
+    print(f"latency {latency * 1e6:.1f} us, {1e-9 / byte:.2f} GB/s, fitted to a ring\n")
+    return latency, byte
+
+
 def read(path, program, keys):
-    """Return what another benchmark wrote; end if it did not write this file."""
+    """Return what another benchmark wrote; exit if it did not write this file."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         return {key: record[key] for key in keys}
@@ -204,33 +276,41 @@ def read_breakdown(path):
 
 def parse_args():
     parser = parser_of(__doc__)
-    parser.add_argument("communication", nargs="+", type=Path, help="from communication.py")
-    parser.add_argument("--held-out", type=Path, help="from communication.py with another world")
+    parser.add_argument("communication", nargs="*", type=Path, help="from communication.py")
+    parser.add_argument("--held-out", type=Path, help="the same, for another world size")
     parser.add_argument(
         "--breakdown", type=Path, default="breakdown.json", help="from breakdown.py"
     )
-    parser.add_argument("--bucket-mb", type=float, default=25, help="DDP's bucket_cap_mb")
+    parser.add_argument("--bucket-mb", type=positive, default=25, help="DDP's bucket_cap_mb")
+    gpt = parser.add_argument_group("the step time of a GPT")
+    gpt.add_argument("--parameters", type=positive, help="of the model, such as 3e9")
+    add_options(gpt)
+    gpt.add_argument("--tflops", type=positive, default=125, help="of a GPU, as training gets them")
+    gpt.add_argument("--inside", type=positive, default=250, help="GB/s of a GPU inside its node")
+    gpt.add_argument("--network", type=positive, default=25, help="GB/s of a node's network")
+    gpt.add_argument("--latency", type=positive, default=10, help="microseconds for a message")
     args = parser.parse_args()
-    if not args.bucket_mb > 0:
-        parser.error("--bucket-mb must be positive")
+    if not args.communication and not args.parameters:
+        parser.error("give files from communication.py, or --parameters")
     return args
 
 
 def main():
     args = parse_args()
     records = [read_communication(path) for path in args.communication]
+    if args.parameters:
+        print(step_table(job_of(args, nodes=1), speed_of(args, records)))
+        return
     held_out = read_communication(args.held_out) if args.held_out else None
     step = step_of(read_breakdown(args.breakdown), args.bucket_mb)
-    network = fit([row for record in records for row in rows_of(record)])
-    latency, byte = network
-    print(f"latency {latency * 1e6:.1f} us, {1e-9 / byte:.2f} GB/s, fitted to a ring")
+    network = fitted(records)
     if held_out:
         found = errors(rows_of(held_out), network)
         median = statistics.median(map(abs, found.values()))
         sizes = ", ".join(f"{size:,} B {error:+.0%}" for size, error in found.items())
-        print(f"error for the held-out world size: {median:.0%} in the median; {sizes}")
+        print(f"error for the held-out world size: {median:.0%} in the median; {sizes}\n")
     draw(step, network, "forecast.svg")
-    print("", efficiency_table(step, network), "", sep="\n")
+    print(efficiency_table(step, network), "", sep="\n")
     print(f"An epoch of {SAMPLES:,} samples:\n")
     print(growth_table(step, gathering(records)))
 

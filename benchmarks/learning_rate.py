@@ -1,10 +1,10 @@
-"""Measure how well the model learns with more processes, by how the learning rate grows with them.
+"""Measure how well the model learns with more processes, by the rule for the learning rate.
 
     python benchmarks/learning_rate.py
 
-N processes with a batch of B train as one process with a batch of N x B does. So each run is one
-process, with the recipe recipes/learning_rate.md and with the batch of all N together. The runs
-differ in the rule for the rate, the number of processes and the seed.
+N processes with a batch of B train like one process with a batch of N x B. So each run is one
+process, with the recipe recipes/learning_rate.md and the batch of all N together. The runs differ
+in the rule for the rate, the number of processes and the seed.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ BATCH = 128  # per process
 
 
 def recipe(rule):
-    """Import the recipe, with a rule for the rate, and with a group of one process."""
+    """Import the recipe with this rule for the rate, and with a process group of one."""
     module = load("learning_rate", [(ROOT_RULE, RULES[rule])])
     alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     module.ddp_setup = lambda: dist.init_process_group("gloo", **alone)
@@ -47,7 +47,7 @@ def recipe(rule):
 
 
 def train(rule, processes, seed, epochs, width):
-    """Train once; return how many of the held-out digits are read, and of how many."""
+    """Train once; return how many of the held-out digits are recognized, and of how many."""
     torch.set_num_threads(1)
     module, output = recipe(rule), io.StringIO()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(output):

@@ -4,11 +4,11 @@
     torchrun --standalone --nproc-per-node=2 benchmarks/lines.py    two ranks
 
 The speed of a machine drifts within seconds. So each round takes all pairs of variants in random
-order and trains the two of a pair one right after the other, on a third of the samples. The result
+order and trains both of a pair, one right after the other, on a third of the samples. The result
 is the median of the ratios with their quartiles.
 
 Two baselines show how much is left to gain: for one process a bare loop over batches that are
-already in memory; for several ranks as many copies of step 1 in the same processes, which never
+already in memory; for several ranks, copies of step 1 in the same processes, which never
 communicate, and the same copies with one all-reduce of the gradients per step whose result is not
 used.
 """
@@ -28,7 +28,7 @@ from shared import cell, load, middle, parser_of, positive_int, prepared, table,
 RANKS = int(os.environ.get("WORLD_SIZE", "0"))
 STEP = "05" if RANKS else "01"  # the script whose lines are changed
 PART = 3  # train on every third sample: an epoch is long enough for two votes
-TESTS = 20  # evaluate the test set so many times over
+TESTS = 20  # evaluate on this many copies of the test set
 LOADER = "pin_memory=pin"
 DATASET = "class TensorDataset(TensorDataset):\n    __getitems__ = TensorDataset.__getitem__\n\n\n"
 FORWARD = "loss = nn.functional.cross_entropy(self.model(source), targets, label_smoothing=0.1)"
@@ -58,7 +58,7 @@ ASYNCHRONOUS = """        pending = getattr(self, "pending", None)
         return agreed
 """
 
-# The variants: a name, and what replaces what in the script.
+# The variants: a name, and what to replace in the script: [(old, new)].
 ANYWHERE = {
     "not channels-last": [(", memory_format=torch.channels_last", "")],
     "AdamW not fused": [(", fused=True", "")],
@@ -102,11 +102,11 @@ SUMMING += [(BACKWARD, f"{BACKWARD}; {SUM}")]
 
 
 class Run:
-    """A script or a variant of one, ready to train. Each method returns how many samples it ran."""
+    """A script or a variant of one, ready to train. Each method returns its number of samples."""
 
     def __init__(self, step, words, changes=(), threads=None):
         self.threads = threads
-        self.sharing = 1 if step == "01" else RANKS  # so many ranks share the samples
+        self.sharing = 1 if step == "01" else RANKS  # how many ranks share the samples
         self.script, self.args, self.trainer, self.test_set = prepared(step, words, changes, PART)
         many = (torch.cat([tensor] * TESTS) for tensor in self.test_set.tensors)
         self.test_set.tensors = tuple(many)
@@ -118,17 +118,17 @@ class Run:
         self.trainer._run_epoch()
         self.trainer.epochs_run += 1
         torch.set_num_threads(threads)
-        return len(self.trainer.train_data.sampler)
+        return len(self.trainer.train_loader.sampler)
 
     def train_on_rank_0(self):
-        """Train in one process; the others wait, and leave it their cores."""
+        """Train on rank 0; the other ranks wait, and leave their cores to it."""
         return self.train() if dist.get_rank() == 0 else 0
 
     def train_bare(self):
         """Run the training steps alone; the first call fetches the batches."""
         trainer = self.trainer
         if not hasattr(self, "batches"):
-            self.batches = [[x.to(trainer.device) for x in pair] for pair in trainer.train_data]
+            self.batches = [[x.to(trainer.device) for x in pair] for pair in trainer.train_loader]
         for source, targets in self.batches:
             trainer.optimizer.zero_grad()
             logits = trainer.model(source)
@@ -139,11 +139,11 @@ class Run:
         return sum(len(targets) for _, targets in self.batches)
 
     def save(self):
-        """Save on rank 0. The samples returned are those of an epoch, to compare the times."""
+        """Save on rank 0. Return the samples of an epoch, to compare the time of both."""
         if RANKS and dist.get_rank() > 0:
             return 0
         self.trainer._save_checkpoint()
-        return len(self.trainer.train_data.sampler) * PART * self.sharing
+        return len(self.trainer.train_loader.sampler) * PART * self.sharing
 
     def evaluate(self):
         """Evaluate on the test set: together in step 5, each rank on all of it in step 1."""
@@ -153,7 +153,7 @@ class Run:
 
 
 def baselines(words):
-    """Return {name: a function to time} and pairs of names: the baselines, and what they limit."""
+    """Return {name: a function to time}, and pairs of names to compare: scripts and baselines."""
     if not RANKS:
         runs = {"01": Run("01", words).train, "bare loop": Run("01", words).train_bare}
         return runs, [("01", "bare loop")]
@@ -176,7 +176,7 @@ def baselines(words):
 
 
 def changed_lines(words):
-    """Return the same for the changed lines, and for the parts of a script that are no training."""
+    """Return the same for the changed lines, and for saving and evaluating."""
     step = Run(STEP, words)
     runs, pairs = {STEP: step.train, "a save": step.save}, [("a save", STEP)]
     if RANKS:
@@ -187,7 +187,7 @@ def changed_lines(words):
     variants["2 threads per process"] = Run(STEP, words, threads=2).train
     pairs += [(name, STEP) for name in variants]
     if RANKS:
-        pairs += [("no vote", STEP)] * 2  # makes little difference, so it is measured thrice
+        pairs += [("no vote", STEP)] * 2  # the difference is small: measure it three times
     return runs | variants, pairs
 
 
@@ -238,7 +238,7 @@ def parse_args():
     parser = parser_of(__doc__)
     parser.add_argument("--batch-size", type=positive_int, default=128, help="per process")
     parser.add_argument("--width", type=positive_int, default=32, help="of the model; 256 for GPUs")
-    parser.add_argument("--seconds", type=positive_int, default=300, help="then end the last round")
+    parser.add_argument("--seconds", type=positive_int, default=300, help="at least")
     parser.add_argument("--baselines", action="store_true", help="leave out the changed lines")
     return parser.parse_args()
 
@@ -256,7 +256,7 @@ def main():
             runs, pairs = runs | more_runs, pairs + more_pairs
         found, ratios = measure(runs, pairs, args.seconds)
     if not RANKS or dist.get_rank() == 0:
-        # For a save, a ratio of times: its share of an epoch.
+        # For a save, the ratio of times: the share of an epoch that it takes.
         ratios = {p: [1 / r if p[0] == "a save" else r for r in own] for p, own in ratios.items()}
         rows = [{"name": a, "against": b, **middle(own)} for (a, b), own in ratios.items()]
         cells = [(row["name"], row["against"], cell(row, ".3f")) for row in rows]

@@ -5,8 +5,8 @@
 
 Weak scaling keeps the batch per process. Strong scaling keeps the batch of all processes together,
 so each gets a smaller part. Every repetition runs all sizes once, in random order, and compares
-them only with each other. On one machine each size is also compared with as many copies of step 1,
-which run side by side and never communicate: the most that these cores can do.
+them only with each other. On one machine, each size is also compared with the same number of copies
+of step 1, which run side by side and never communicate: the most that these cores can do.
 """
 
 import itertools
@@ -45,7 +45,7 @@ RUNS = itertools.count()
 
 
 def speed(process):
-    """Return the median samples/s that a run prints, without the first epoch, the warm-up."""
+    """Return the median samples/s that a run prints, without the first epoch, a warm-up."""
     output, errors = process.communicate()
     if process.returncode:
         raise SystemExit(f"{' '.join(map(str, process.args))}\n{output}{errors}")
@@ -69,7 +69,7 @@ def run_together(commands, threads):
 
 
 def srun(size):
-    """Return the words that start a script with so many ranks on the nodes of the job."""
+    """Return the words that start a script with this many ranks on the nodes of the job."""
     nodes = size // PER_NODE
     words = ["srun", "--relative=0", f"--nodes={nodes}", f"--ntasks={nodes}"]
     words += ["--kill-on-bad-exit=1", TORCHRUN, f"--nnodes={nodes}"]
@@ -107,7 +107,7 @@ def summary(runs):
     """Return a row for each kind and world size: samples/s, and ratios within a repetition.
 
     "speed_up" is relative to the smallest size, "efficiency" is the speed-up per process, and
-    "of_copies" is relative to as many copies of step 1, if these were run.
+    "of_copies" is relative to the same number of copies of step 1, if these were run.
     """
     speeds = {(r["kind"], r["world_size"], r["repetition"]): r["samples_per_second"] for r in runs}
     repetitions = sorted({r["repetition"] for r in runs})

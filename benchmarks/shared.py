@@ -16,7 +16,6 @@ from types import ModuleType
 from typing import NamedTuple
 from unittest import mock
 
-import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
 
@@ -67,7 +66,7 @@ class Prepared(NamedTuple):
 
 
 def prepared(step, words, changes=(), part=1):
-    """Run a step's main() up to the training, on every part-th sample.
+    """Run a step's main() until training starts, on every part-th sample.
 
     The process group must exist.
     """
@@ -81,10 +80,10 @@ def prepared(step, words, changes=(), part=1):
 
     script.load_datasets, script.ddp_setup = smaller, lambda *_: None
     args = parsed(script, words)
-    rank = (dist.get_rank(),) if step == "02" else ()
+    joined = (dist.get_rank(), None) if step == "02" else ()  # the group exists: no port
     handler = signal.getsignal(signal.SIGTERM)
-    trainer, test_set = script.main(*rank, args)
-    signal.signal(signal.SIGTERM, handler)  # step 4 and 5 set their own
+    trainer, test_set = script.main(*joined, args)
+    signal.signal(signal.SIGTERM, handler)  # steps 4 and 5 set their own
     return Prepared(script, args, trainer, test_set)
 
 
@@ -92,7 +91,7 @@ def prepared(step, words, changes=(), part=1):
 
 
 def launcher(ranks):
-    """Return the words that start a script with so many ranks on this machine."""
+    """Return the words that start a script with this many ranks on this machine."""
     return [TORCHRUN, "--standalone", f"--nproc-per-node={ranks}"]
 
 
@@ -106,6 +105,12 @@ def positive_int(text):
     if int(text) < 1:
         raise ValueError
     return int(text)
+
+
+def positive(text):
+    if not 0 < float(text) < float("inf"):
+        raise ValueError
+    return float(text)
 
 
 def powers_up_to(limit):
@@ -159,6 +164,8 @@ def table(*rows):
 @contextlib.contextmanager
 def drawing(path, title, **options):
     """Give axes to draw on, and save them as an SVG picture for light and dark pages."""
+    import matplotlib.pyplot as plt  # here, so that what only prints does not need it
+
     names = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
     with plt.rc_context(dict.fromkeys(names, GREY) | {"svg.fonttype": "none"}):
         figure, axes = plt.subplots(layout="constrained", **options)

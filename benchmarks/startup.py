@@ -1,8 +1,8 @@
-"""Measure how long step 3 takes to its first step, relative to the shortest program.
+"""Measure how long step 3 takes until its first step, relative to the shortest DDP program.
 
     python benchmarks/startup.py
 
-torchrun starts both in turn, they import the same modules, and both end after one training step.
+torchrun starts both in turn. They import the same modules, and end after one training step.
 The shortest program wraps a single weight in DDP: no data, no arguments, no checkpoint.
 """
 

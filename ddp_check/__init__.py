@@ -1,5 +1,5 @@
-"""Checks a distributed training script: runs it on the CPUs of this machine, watched from inside.
+"""Checks a distributed training script by running it under observation on this machine's CPUs.
 
-`python -m ddp_check train.py` is the command, `pytest -p ddp_check.plugin` the fixture. README.md
-in this folder is the manual.
+The command is `python -m ddp_check train.py`; `pytest -p ddp_check.plugin` provides the fixture.
+The manual is README.md in this folder.
 """

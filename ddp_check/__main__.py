@@ -1,54 +1,109 @@
-"""Check a distributed training script: run it on the CPUs of this machine, watched from the inside.
+"""Check a distributed training script by running it under observation on this machine's CPUs.
 
-The script is run as it is, over gloo, in a temporary folder that holds the files of this one.
-Each rule says pass, FAIL, not seen (the run did not show it) or not applicable. A drill runs the
-script several times, interrupts it, and compares the weights. The exit code is 1 if anything fails.
+The script runs unchanged, over gloo, in a temporary folder with the files of the current one. Each
+rule says pass, FAIL (wrong), WARN (fragile or slow), unsure or not seen. A drill runs the script
+several times, interrupts it, and compares the weights.
 
-  python -m ddp_check train.py
-  python -m ddp_check --nproc 3 train.py --epochs 2
-  python -m ddp_check --drill kill --drill sigterm --drill world-size train.py
+  ddp-check train.py
+  ddp-check --nproc 3 train.py --epochs 2
+  ddp-check --drill kill --drill sigterm --drill world-size train.py
+  ddp-check -m package.train --epochs 2
+
+exit code: 0: nothing is wrong; 1: something is; 2: the script could not be run here
 """
 
 import argparse
+import shlex
+import signal
 import sys
 from pathlib import Path
 
 from ddp_check.drills import DRILLS
-from ddp_check.report import planned, report
-from ddp_check.rules import FAIL
-from ddp_check.run import LAUNCHERS
+from ddp_check.report import annotations, check, exit_code, json_of, planned, text_of
+from ddp_check.run import LAUNCHERS, module_path
 
 
-def parse_args():
-    parser = argparse.ArgumentParser(
-        prog="python -m ddp_check",
+def variable(text):
+    """Return the name and the value in NAME=VALUE."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text} is not NAME=VALUE")
+    return name, value
+
+
+def parser():
+    options = argparse.ArgumentParser(
+        prog="ddp-check",
+        usage="ddp-check [options] script [arguments]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--nproc", type=int, default=2, help="processes (2)")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for each run (300)")
-    parser.add_argument(
+    add = options.add_argument
+    add("--nproc", type=int, default=2, help="number of processes (2)")
+    add("--timeout", type=float, default=300, help="seconds for each run (300)")
+    add(
         "--launcher",
         choices=LAUNCHERS,
-        help="what starts the script; python: it starts its processes itself (what its text needs)",
+        help="how to start the script; python: it starts its own processes (chosen by its text)",
     )
-    parser.add_argument(
-        "--drill", action="append", choices=DRILLS, default=[], help="also run this (repeatable)"
-    )
-    parser.add_argument("script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
-    args = parser.parse_args()
-    if not Path(args.script).is_file():
-        parser.error(f"there is no {args.script}")
+    add("--translate", choices=["auto", "yes", "no"], default="auto", help="GPU calls (auto)")
+    add("--env", metavar="NAME=VALUE", action="append", default=[], type=variable)
+    add("--drill", action="append", choices=DRILLS, default=[], help="also run this (repeatable)")
+    add("--restart-args", metavar="'…'", type=shlex.split, help="follow the others on a restart")
+    add("--all", action="store_true", help="also say why something was not seen")
+    add("--output", action="store_true", help="then show all that the script printed")
+    add("--format", choices=["text", "json", "github"], default="text", help="(text)")
+    add("-m", dest="module", action="store_true", help="the script is a module, as for python -m")
+    add("script")
+    add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    return options
+
+
+def joined(words):
+    """Join --restart-args to its value, which begins with a hyphen; argparse wants it so."""
+    if "--restart-args" not in words[:-1]:
+        return words
+    at = words.index("--restart-args")
+    return [*words[:at], "=".join(words[at : at + 2]), *words[at + 2 :]]
+
+
+def parse_args():
+    options = parser()
+    args = options.parse_args(joined(sys.argv[1:]))
+    path = module_path(args.script) if args.module else Path(args.script)
+    if not path.is_file():
+        options.error(f"there is no {path}")
     args.arguments = args.arguments[args.arguments[:1] == ["--"] :]
     return args
 
 
 def main():
     args = parse_args()
-    with planned(args.script, args.arguments, args.nproc, args.timeout, args.launcher) as plan:
-        verdicts = report(plan, args.drill)
-    sys.exit(any(verdict.status == FAIL for _, verdict in verdicts))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, silently: the keeper cleans up
+    with planned(
+        args.script,
+        args.arguments,
+        nproc=args.nproc,
+        timeout=args.timeout,
+        launcher=args.launcher,
+        module=args.module,
+        translate=args.translate,
+        env=dict(args.env),
+        restart_arguments=args.restart_args,
+    ) as plan:
+        verdicts = check(plan, args.drill)
+        show(plan, verdicts, args)
+    sys.exit(exit_code(plan, verdicts))
+
+
+def show(plan, verdicts, args):
+    """Print the report in the form that is asked for."""
+    print(json_of(plan, verdicts) if args.format == "json" else text_of(plan, verdicts, args.all))
+    if args.format == "github":
+        print(annotations(plan, verdicts))
+    if args.output:
+        where = sys.stderr if args.format == "json" else sys.stdout
+        print(f"\nThe script printed:\n{plan.undisturbed.output}", file=where)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The drills: what a run that is killed, stopped or resized ends with."""
+"""The drills: what is left of a run that is killed, stopped or resized."""
 
 import contextlib
 import os
@@ -10,59 +10,88 @@ from itertools import chain
 import psutil
 import torch
 
+from ddp_check.keeper import processes
 from ddp_check.passes import epochs
 from ddp_check.protocol import STEPS
-from ddp_check.rules import FAIL, NONE, PASS, UNSEEN, Verdict, it_ends, lowest, safe_loads
-from ddp_check.run import kill_all, processes, reports
+from ddp_check.rules import (
+    NONE,
+    PASS,
+    UNSEEN,
+    UNSURE,
+    WRONG,
+    Verdict,
+    it_ends,
+    lowest,
+    safe_loads,
+)
+from ddp_check.run import kill_all, reports
 
 TOLERANCE = 1e-6
-GOES_ON, SAME_SAMPLES = "it goes on", "each step has the same samples"  # titles of verdicts
+DOING = ("step", "batch", "pass", "collective", "final")  # a rank that does so has saved
+GOES_ON, SAME_SAMPLES = "it resumes", "each step has the same samples"  # titles of verdicts
 
 
 def steps_of(run):
-    """Return how many steps the optimizers of the lowest rank have taken."""
+    """Return the number of optimizer steps that the lowest rank has taken."""
     return len(lowest(run.of("step")))
 
 
 def saved_steps(run):
-    """Return after how many steps a rank saved last, or None if none did."""
-    return max((event["steps"] for event in run.all("saved")), default=None)
+    """Return the number of steps before the last complete save, or None without one.
+
+    A save counts once its rank has done something else: the file may have to be renamed first.
+    """
+    saved = None
+    for events in run.ranks.values():
+        last = max((at for at, event in enumerate(events) if event["kind"] in DOING), default=0)
+        done = [event["steps"] for event in events[:last] if event["kind"] == "saved"]
+        saved = max([*done, *([] if saved is None else [saved])], default=None)
+    return saved
 
 
-def wait_for_a_save(process, events, end):
-    """Wait for a step after a save; return the seconds from the first step to that one."""
-    start = None
+def wait_for_a_save(process, events, end, steps=0):
+    """Wait for a step after a save, and for so many steps; return whether the run still goes on."""
     while time.monotonic() < end and process.poll() is None:
         for _, found in reports(events).values():
             kinds = [event["kind"] for event in found]
-            if "step" in kinds:
-                start = start or time.monotonic()
-            if "saved" in kinds and "step" in kinds[kinds.index("saved") :]:
-                return time.monotonic() - start
+            saved = "saved" in kinds and "step" in kinds[kinds.index("saved") :]
+            if saved and kinds.count("step") >= steps:
+                return True
         time.sleep(0.05)
-    return 0
+    return False
 
 
-def kill_one(process, events, end):
-    """Kill a rank at a random moment after the first save, and soon, or it may be over."""
-    time.sleep(random.uniform(0, min(1, wait_for_a_save(process, events, end))))
-    found = reports(events)
-    if found and process.poll() is None:
-        pid, _ = found[random.choice(list(found))]
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+def kill_one(steps, killed):
+    """Return a function that kills a rank once it has saved and taken this number of steps.
+
+    It appends the process ID to `killed`.
+    """
+
+    def strike(process, events, end):
+        if not wait_for_a_save(process, events, end, steps):
+            return
+        time.sleep(random.uniform(0, 0.2))
+        found = reports(events)
+        if found and process.poll() is None:
+            pid, _ = found[random.choice(list(found))]
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+
+    return strike
 
 
 def stop_all(process, events, end):
-    """Tell all processes to stop, as Slurm does."""
+    """Send SIGTERM to all processes, as Slurm does."""
     wait_for_a_save(process, events, end)
+    time.sleep(random.uniform(0, 0.2))
     for candidate in processes(events):
         with contextlib.suppress(psutil.NoSuchProcess):
             candidate.terminate()
 
 
 def end_after_some_steps(nproc):
-    """Return a function that ends a run when all ranks have taken the steps to compare."""
+    """Return a function that ends a run once all ranks have taken the steps to compare."""
 
     def wait(process, events, end):
         while time.monotonic() < end and process.poll() is None:
@@ -78,19 +107,34 @@ def compare(plan, resumed):
     """Return the verdict on the weights of a run that was resumed."""
     one, other = (final_weights(run) for run in (plan.undisturbed, resumed))
     if one is None or other is None:
-        return Verdict(UNSEEN, "no whole model to compare: it is sharded, or there is none")
+        return Verdict(UNSEEN, "no full model to compare: it is sharded, or nothing was trained")
     differing = [n for n in one if n not in other or not torch.equal(one[n], other[n])]
     if not differing:
-        return Verdict(PASS, "the same bits as without the interruption")
+        return Verdict(PASS, "bit-for-bit identical to an uninterrupted run")
+    text = f"{len(differing)} of {len(one)} tensors differ{apart_by(one, other, differing)}"
+    first = next(iter(lowest(resumed.of("step"))), {})
+    if max(step["state"] for step in lowest(plan.undisturbed.of("step"))) and not first["state"]:
+        text += "; the optimizer starts again without its state"
+        return Verdict(WRONG, text, first["where"], "resume_without_optimizer")
+    if by_chance(plan.undisturbed):
+        text += "; the optimizer is restored, the random numbers (dropout, batches) are not"
+        return Verdict(UNSURE, text)
     again = final_weights(plan.run("again")) or {}
     if any(name not in again or not torch.equal(one[name], again[name]) for name in one):
-        return Verdict(UNSEEN, "two undisturbed runs differ, too: seed the script")
-    text = f"{len(differing)} of {len(one)} tensors differ{apart_by(one, other, differing)}"
-    return Verdict(FAIL, f"{text}; the first is {differing[0]}", "", "resume_without_optimizer")
+        return Verdict(UNSEEN, "two uninterrupted runs differ as well: seed the script")
+    return Verdict(WRONG, f"{text}; the first is {differing[0]}")
+
+
+def by_chance(run):
+    """Return whether training depends on random numbers: dropout's, or a loader's order."""
+    ones = [lowest(epoch) for epoch in epochs(run)]
+    parts = [one.steps for one in ones] or [lowest(run.of("step"))]  # without a DataLoader, one
+    drawn = any(len({step["random"] for step in steps}) > 1 for steps in parts)
+    return drawn or any(one.shuffle and not one.distributed for one in ones)
 
 
 def apart_by(one, other, names):
-    """Return in words by how much these tensors differ at most."""
+    """Return the largest difference between these tensors in words, or an empty string."""
     pairs = [(one[name], other[name]) for name in names if name in other]
     same = [(a.double(), b.double()) for a, b in pairs if a.shape == b.shape]
     off = max(((a - b).abs().max().item() for a, b in same if a.numel()), default=0)
@@ -98,6 +142,7 @@ def apart_by(one, other, names):
 
 
 def final_weights(run):
+    """Return the final weights of rank 0's models: {name: tensor}, or None if there are none."""
     path = run.folder / "final"
     if not path.exists():
         return None
@@ -110,54 +155,74 @@ def final_weights(run):
 
 
 def too_little(plan, interrupted):
-    """Return why the interrupted run shows nothing, or an empty string."""
+    """Return why nothing can be learned from the interrupted run, or an empty string."""
     if plan.undisturbed.returncode != 0:
-        return "the script does not end well without it, either"
+        return "the script fails even when it is not interrupted"
     if saved_steps(interrupted) is None:
-        return "no rank has called torch.save before the interruption"
+        return "no rank called torch.save before the interruption"
     if steps_of(interrupted) >= steps_of(plan.undisturbed):
-        return "it was over too soon: ask the script for more epochs"
+        return "all steps were taken before the interruption: run more epochs"
     return ""
 
 
 def go_on(plan, interrupted):
-    """Start an interrupted run again; return that run, the verdict on its steps and those lost."""
+    """Restart an interrupted run; return the new run, the verdict, and the number of lost steps."""
     if reason := too_little(plan, interrupted):
         return None, Verdict(UNSEEN, reason), None
     resumed = plan.again(interrupted)
-    before, after, total = map(steps_of, (interrupted, resumed, plan.undisturbed))
-    lost, text = before + after - total, f"{before} steps, then {after}, of {total}"
-    verdict = Verdict(PASS, text)
-    if resumed.returncode != 0:
-        verdict = Verdict(FAIL, f"started again, it fails: {it_ends(resumed).text}")
-    elif after == total:
-        verdict = Verdict(FAIL, f"started again, it begins at step 0 of {total}")
-    elif lost < 0:
-        verdict = Verdict(FAIL, f"{-lost} steps are skipped: {text}")
+    verdict, lost = continued(plan, [interrupted], resumed)
     return resumed, verdict, lost
 
 
+def continued(plan, interrupted, resumed):
+    """Return the verdict on a run that was resumed to its end, and the number of lost steps."""
+    before = [steps_of(run) for run in interrupted]
+    after, total = steps_of(resumed), steps_of(plan.undisturbed)
+    lost = sum(before) + after - total
+    text = f"{' and '.join(map(str, before))} steps, then {after}; uninterrupted, {total}"
+    if resumed.returncode != 0:
+        end = it_ends(resumed)
+        text = f"when started again, it fails: {end.text}"
+        return Verdict(WRONG, text, end.where, "", end.details), lost
+    if after == total and not resumed.all("load") and plan.restart_arguments is None:
+        text = "with the same arguments, it loads nothing and begins again at step 0"
+        return Verdict(UNSURE, f"{text}: does it need others to resume (--restart-args)?"), lost
+    if after == total and any(map(saved_steps, interrupted)):
+        text = f"when started again, it begins at step 0 of {total}"
+        return Verdict(WRONG, text, lowest(resumed.of("load"))[0]["where"]), lost
+    if lost < 0:
+        return Verdict(WRONG, f"{-lost} steps are skipped: {text}"), lost
+    return Verdict(PASS, text), lost
+
+
 def kill(plan):
-    """a killed worker costs at most the steps since the last save"""
-    interrupted = plan.run("interrupted", during=kill_one)
-    resumed, verdict, lost = go_on(plan, interrupted)
+    """a killed rank costs at most the steps since the last save"""
+    first = plan.run("interrupted", during=kill_one(0, []))
+    if reason := too_little(plan, first):
+        return [(GOES_ON, Verdict(UNSEEN, reason))]
+    struck, killed, left = [first], [], steps_of(plan.undisturbed) - saved_steps(first)
+    resumed = plan.again(first, during=kill_one(random.randrange(left), killed))
+    if killed and resumed.returncode != 0:  # else it had ended, or failed by itself
+        struck.append(resumed)
+        resumed = plan.again(first)
+    verdict, lost = continued(plan, struck, resumed)
     if verdict.status != PASS:
         return [(GOES_ON, verdict)]
-    again = steps_of(interrupted) - saved_steps(interrupted)
-    most = Verdict(PASS, f"{lost} steps are repeated, of {again} since the last save")
+    again = sum(steps_of(run) - (saved_steps(run) or 0) for run in struck)
+    most = Verdict(PASS, f"{lost} of the {again} steps since the last save are repeated")
     if lost > again:
         text = f"{lost} steps are repeated, although {lost - again} of them were saved"
-        most = Verdict(FAIL, text, "", "epoch_starts_again")
+        most = Verdict(WRONG, text, "", "epoch_starts_again")
     return [
         (GOES_ON, verdict),
         ("no saved step is repeated", most),
-        ("it ends alike", compare(plan, resumed)),
+        ("the final weights are the same", compare(plan, resumed)),
         (safe_loads.__doc__, safe_loads(resumed)),
     ]
 
 
 def sigterm(plan):
-    """told to stop, it loses no step"""
+    """when it is told to stop, no step is lost"""
     interrupted = plan.run("stopped", during=stop_all)
     if not interrupted.all("handler"):
         saved = saved_steps(interrupted)
@@ -167,20 +232,21 @@ def sigterm(plan):
     if verdict.status != PASS:
         return [(GOES_ON, verdict)]
     if lost:
-        return [(GOES_ON, verdict), ("no step is lost", Verdict(FAIL, f"{lost} steps are lost"))]
+        return [(GOES_ON, verdict), ("no step is lost", Verdict(WRONG, f"{lost} steps are lost"))]
     return [
         (GOES_ON, verdict),
-        ("no step is lost", Verdict(PASS, "none")),
-        ("it ends alike", compare(plan, resumed)),
+        ("no step is lost", Verdict(PASS, "none is repeated or skipped")),
+        ("the final weights are the same", compare(plan, resumed)),
     ]
 
 
 def world_size(plan):
-    """N processes train as one with a batch N times as large"""
+    """N processes train like one with N times the batch"""
     many = plan.run("many", scale=1, during=end_after_some_steps(plan.nproc))
     if not kept(many):
         return [(SAME_SAMPLES, Verdict(UNSEEN, not_kept(many)))]
-    one = plan.run("one", nproc=1, scale=plan.nproc, during=end_after_some_steps(1))
+    alone = {"nproc": 1, "scale": plan.nproc, "start": str(many.folder)}
+    one = plan.run("one", **alone, during=end_after_some_steps(1))
     if len(one.ranks) != 1 or len(many.ranks) != plan.nproc:
         text = f"asked for 1 and {plan.nproc} processes, the script starts"
         text += f" {len(one.ranks)} and {len(many.ranks)}"
@@ -192,31 +258,31 @@ def world_size(plan):
         return [(SAME_SAMPLES, verdict)]
     results = [same_gradients(many, one), same_weights(many, one)]
     reason = by_process(many)
-    if reason and FAIL in {result.status for result in results}:
+    if reason and WRONG in {result.status for result in results}:
         results = [Verdict(UNSEEN, reason)] * 2
     titles = ("the gradients agree", "the weights agree")
     return [(SAME_SAMPLES, verdict), *zip(titles, results)]
 
 
 def kept(run):
-    """Return whether a model was kept to compare."""
+    """Return whether the run kept a model to compare."""
     return (run.folder / "step1").exists()
 
 
 def not_kept(run):
-    """Return why there is no gradient to compare."""
+    """Return why the run kept no model to compare."""
     if run.returncode == 0 or steps_of(run) > STEPS:
         return "no model is wrapped in DistributedDataParallel and trained"
     return f"in float64: {it_ends(run).text}"
 
 
 def by_process(run):
-    """Return why the gradients of a right script may depend on the number of processes."""
+    """Return why even a correct script's gradients may depend on the world size, or None."""
     drawn = {step["random"] for epoch in epochs(run)[:1] for step in lowest(epoch).steps}
     if len(drawn) > 1:
         return "the script draws random numbers, such as dropout's, while it trains"
     if any(wrap["buffers"] for wrap in run.all("wrap")):
-        return "the model has buffers, such as BatchNorm's, which each process computes"
+        return "the model has buffers, such as BatchNorm's, which each process updates"
     return None
 
 
@@ -227,32 +293,34 @@ def same_samples(many, one):
     pair = [list(epochs(run)[0].values()) for run in (many, one)]
     if any(of.samples() is None for ranks in pair for of in ranks):
         return Verdict(UNSEEN, "the samples have no index")
+    if pair[0][0].data != pair[1][0].data:
+        return Verdict(UNSEEN, "the data differs from run to run: seed it")
     steps = min(STEPS, *(len(of.batches) for ranks in pair for of in ranks))
     for step in range(steps):
         ours, theirs = (
             sorted(chain(*(of.batches[step]["base"] for of in ranks))) for ranks in pair
         )
         if ours != theirs:
-            text = f"step {step + 1} has others: the data is not dealt out"
+            text = f"step {step + 1} has different samples: the data is not split"
             return Verdict(UNSEEN, f"{text} as DistributedSampler does")
     return Verdict(PASS, f"in the first {steps} steps")
 
 
 def models(run, step):
-    """Return parameters and gradients of rank 0 before a step: {name: (parameter, gradient)}."""
+    """Return rank 0's parameters and gradients before a step: {name: (parameter, gradient)}."""
     found = torch.load(run.folder / f"step{step}", weights_only=True)
     return {name: (value, gradient) for model in found for name, value, gradient in model}
 
 
 def apart(one, other):
-    """Return how far two tensors are apart, relative to the larger one."""
+    """Return the largest difference of two tensors, relative to their largest value."""
     one, other = one.to_dense().double(), other.to_dense().double()
     largest = max(one.abs().max().item(), other.abs().max().item(), 1e-300)
     return (one - other).abs().max().item() / largest
 
 
 def same_gradients(many, one):
-    """Return the verdict on the gradients of the first step, and name the first that differs."""
+    """Return the verdict on the first step's gradients; it names the first that differs."""
     ours, theirs = models(many, 1), models(one, 1)
     for name, (_, gradient) in ours.items():
         other = theirs[name][1]
@@ -260,9 +328,9 @@ def same_gradients(many, one):
             continue
         if (far := apart(gradient, other)) > TOLERANCE:
             factor = (gradient.norm() / other.norm()).item()
-            text = f"that of {name} is off by {far:.1e} and {factor:.2f} times as long"
-            return Verdict(FAIL, text, many.all("step")[0]["where"])
-    return Verdict(PASS, f"in float64, to {TOLERANCE:.0e}")
+            text = f"that of {name} is off by {far:.1e}; its norm is {factor:.2f} times as large"
+            return Verdict(WRONG, text, many.all("step")[0]["where"])
+    return Verdict(PASS, f"in float64, to within {TOLERANCE:.0e}")
 
 
 def same_weights(many, one):
@@ -272,12 +340,12 @@ def same_weights(many, one):
     far = {name: apart(value, theirs[name][0]) for name, (value, _) in ours.items()}
     name = max(far, key=far.get)
     if far[name] > TOLERANCE:
-        return Verdict(FAIL, f"after {step - 1} steps, {name} is off by {far[name]:.1e}")
-    return Verdict(PASS, f"after {step - 1} steps, to {TOLERANCE:.0e}")
+        return Verdict(WRONG, f"after {step - 1} steps, {name} is off by {far[name]:.1e}")
+    return Verdict(PASS, f"after {step - 1} steps, to within {TOLERANCE:.0e}")
 
 
 DRILLS = {
-    "kill": (kill, "a killed worker costs no step that was saved"),
+    "kill": (kill, "a killed rank costs no saved step"),
     "sigterm": (sigterm, "when the scheduler stops the job, no step is lost"),
-    "world-size": (world_size, "N processes train as one with N times the batch"),
+    "world-size": (world_size, "N processes train like one with N times the batch"),
 }

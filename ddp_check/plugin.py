@@ -1,21 +1,21 @@
-"""A fixture of pytest that checks a training script: `pytest -p ddp_check.plugin`."""
+"""A pytest fixture that checks a training script. `pip install` registers it."""
 
 import pytest
-
-from ddp_check.report import line, planned, report
-from ddp_check.rules import FAIL
 
 
 @pytest.fixture
 def ddp_check():
-    """Check a script as the command does, and fail the test with the report unless it passes."""
+    """Return a function that checks a script as the command does.
 
-    def check(script, *arguments, nproc=2, timeout=300, launcher=None, drills=()):
-        with planned(script, arguments, nproc, timeout, launcher) as plan:
-            verdicts = report(plan, drills)
-        failed = [line(*one) for one in verdicts if one[1].status == FAIL]
-        if failed:
-            pytest.fail("\n".join(failed), pytrace=False)
+    It fails the test, with the report, if a rule fails, and returns each status by title otherwise.
+    """
+    from ddp_check import report  # imports PyTorch, which pytest must not do for other tests
+
+    def check(script, *arguments, drills=(), **options):
+        with report.planned(script, arguments, **options) as plan:
+            verdicts = report.check(plan, drills)
+            if report.exit_code(plan, verdicts):
+                pytest.fail(report.text_of(plan, verdicts), pytrace=False)
         return {title: verdict.status for title, verdict in verdicts}
 
     return check

@@ -1,4 +1,4 @@
-"""What the checker and the observer in the script's processes agree on. Needs no PyTorch."""
+"""What the checker shares with the observer in the script's processes. Does not import PyTorch."""
 
 import json
 import os
@@ -9,9 +9,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 LIBRARY = re.compile(rf"/lib(64)?/python3|/site-packages/|^<|^{re.escape(str(HERE))}/")
-STACKS = signal.SIGRTMIN + 5  # asks a process for the lines that it runs
-STEPS = 3  # compared between world sizes
-VARIABLE = "DDP_CHECK"  # the task, in the environment of each process
+STACKS = signal.SIGRTMIN + 5  # asks a process for its stack
+STEPS = 3  # how many are compared between world sizes
+VARIABLE = "DDP_CHECK"  # holds the task, in the environment of each process
 
 
 def is_own(path):
@@ -21,13 +21,14 @@ def is_own(path):
 
 @dataclass(frozen=True)
 class Task:
-    """What a run is asked to show."""
+    """How a run is to be observed."""
 
     events: str  # the folder that the processes report to
     place: str  # the folder that the script runs in
     nproc: int
-    scale: int = 0  # multiplies the batch and asks for double precision, unless it is 0
-    translate: bool = False  # calls for GPUs
+    scale: int = 0  # unless 0: multiply the batch by this, and use double precision
+    translate: bool = False  # GPU calls, for the CPU
+    start: str = ""  # a folder with weights for the models to start from
 
     def __str__(self):
         return json.dumps(asdict(self))

@@ -1,24 +1,55 @@
 """The verdicts on a script, and the report that shows them."""
 
 import contextlib
-import tempfile
+import json
+import os
+import sys
 from collections import Counter
 from itertools import starmap
+from pathlib import Path
 
 from ddp_check.drills import DRILLS
-from ddp_check.rules import BROKEN, FAIL, NONE, PASS, RULES, UNSEEN, Verdict
+from ddp_check.keeper import kept_folder
+from ddp_check.rules import (
+    BROKEN,
+    FRAGILE,
+    NONE,
+    PASS,
+    RULES,
+    SLOW,
+    UNSEEN,
+    UNSURE,
+    WRONG,
+    Verdict,
+    short,
+)
 from ddp_check.run import Plan
+
+LABELS = {  # status -> how its line in the report begins; the worst come first
+    WRONG: "FAIL",
+    FRAGILE: "WARN",
+    SLOW: "WARN",
+    UNSURE: "unsure",
+    PASS: "pass",
+    UNSEEN: "not seen",
+    NONE: "n/a",
+}
+FOLDED = (UNSEEN, NONE)
+LEVELS = {WRONG: "error", FRAGILE: "warning", SLOW: "warning", UNSURE: "notice"}  # GitHub's
+TAIL = 8  # lines of a traceback
+CLEAN, FAULTY, UNKNOWN = range(3)  # the exit codes
+SUMMARIES = ("nothing wrong", "wrong", "no verdict")
 
 
 @contextlib.contextmanager
-def planned(script, arguments=(), nproc=2, timeout=300, launcher=None):
-    """Run a script in temporary folders."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        yield Plan(script, arguments, nproc, timeout, launcher, folder)
+def planned(script, arguments=(), nproc=2, timeout=300, launcher=None, **options):
+    """Yield the plan for a script, whose runs stay in a temporary folder."""
+    with kept_folder() as folder:
+        yield Plan(script, arguments, nproc, timeout, launcher, folder, **options)
 
 
 def judge(run):
-    """Return the verdict of each rule: [(title, verdict)]."""
+    """Return the verdicts of all rules: [(title, verdict)]."""
     return [(rule.__doc__, rule(run)) for rule in RULES]
 
 
@@ -27,43 +58,157 @@ def perform(name, plan):
     drill, _ = DRILLS[name]
     try:
         verdicts = drill(plan)
-    except Exception as error:  # a drill that cannot be judged must not end the report
+    except Exception as error:  # a drill that breaks must not cost the whole report
         verdicts = [("the drill", Verdict(UNSEEN, f"{BROKEN}: {error!r}"))]
     return [(f"{name}: {title}", verdict) for title, verdict in verdicts]
 
 
+def check(plan, drills=()):
+    """Run a script and the drills; return all verdicts as `judge` does."""
+    say(f"running {plan.script}: {plan.nproc} processes, {plan.launcher}")
+    verdicts = judge(plan.undisturbed)
+    for name in drills:
+        say(f"drill: {name}")
+        verdicts += perform(name, plan)
+    return verdicts
+
+
+def say(text):
+    print(f"ddp_check: {text}", file=sys.stderr, flush=True)
+
+
+def exit_code(plan, verdicts):
+    """Return 0 if nothing is wrong, 1 if something is, 2 if the script could not be run here."""
+    if any(verdict.status == WRONG for _, verdict in verdicts):
+        return FAULTY
+    return UNKNOWN if plan.undisturbed.returncode != 0 else CLEAN
+
+
+# ---------------------------------------------------------------- as text
+
+
+def message(title, verdict, place):
+    """Return a verdict on one line."""
+    kind = f"{verdict.status}: " if verdict.status in (FRAGILE, SLOW) else ""
+    at = f" ({place})" if place and verdict.status != NONE else ""
+    return f"{kind}{title}: {verdict.text}{at}"
+
+
 def line(title, verdict):
-    """Return a verdict as one line of the report, or two."""
-    text = f"{verdict.status:<15} {title}: {verdict.text}"
-    if verdict.where and verdict.status != NONE:
-        text += f" ({verdict.where})"
-    if verdict.status == FAIL and verdict.pitfall:
-        text += f"\n{'':<15} see pitfalls/{verdict.pitfall}.md"
-    return text
+    """Return a verdict as one or more lines of the report."""
+    lines = [f"{LABELS[verdict.status]:<8} {message(title, verdict, short(verdict.where))}"]
+    if verdict.status in LEVELS:
+        lines += [f"{'':<8} see pitfalls/{verdict.pitfall}.md"] if verdict.pitfall else []
+        lines += [f"{'':<8} | {text}" for text in verdict.details[-TAIL:]]
+    return "\n".join(lines)
 
 
 def conclude(name, verdicts):
-    """Return what a reader may rely on after a drill."""
+    """Return a line that says whether the promise of a drill holds."""
     _, promise = DRILLS[name]
-    found = {verdict.status for _, verdict in verdicts}
-    if FAIL in found:
+    found = {verdict.status for _, verdict in verdicts} - {FRAGILE}  # how a file is loaded
+    if WRONG in found:
         return f"{name}: do not rely on it: {promise}"
     return f"{name}: {'you may rely on it' if found == {PASS} else 'not shown'}: {promise}"
 
 
-def report(plan, drills=()):
-    """Run a script and the drills; print all verdicts, and return them."""
-    verdicts = judge(plan.undisturbed)
-    print("\n".join(starmap(line, verdicts)), flush=True)
-    for name in drills:
-        found = perform(name, plan)
-        print("\n".join(["", *starmap(line, found), conclude(name, found)]), flush=True)
-        verdicts += found
-    calls = [f"{event['call']} ({event['where']})" for event in plan.undisturbed.all("translated")]
+def ranked(verdicts):
+    """Return the verdicts, the worst first."""
+    order = list(LABELS)
+    return sorted(verdicts, key=lambda one: order.index(one[1].status))
+
+
+def name_of(title):
+    """Return the name of the rule or drill that gave the verdict with this title."""
+    names = {rule.__doc__: rule.__name__ for rule in RULES}
+    return names.get(title) or title.partition(":")[0]
+
+
+def headline(plan, verdicts):
+    """Return the three lines that come first: the verdict, its first reason, and what was run."""
+    run, counts = plan.undisturbed, Counter(verdict.status for _, verdict in verdicts)
+    found = ", ".join(f"{counts[status]} {status}" for status in LABELS if counts[status])
+    title, worst = ranked(verdicts)[0]
+    reason = f"all {counts[PASS]} rules that saw something pass"
+    if worst.status in LEVELS:
+        reason = f"first: {message(title, worst, short(worst.where))}"
+    where = "its GPU calls translated for the CPU" if run.translate else "on the CPU"
+    option = f" with {run.option}" if run.option else ""
+    ran = f"ran: {plan.nproc} processes under {run.launcher}{option}, {where}, {run.seconds:.0f} s"
+    return [f"{plan.script}: {SUMMARIES[exit_code(plan, verdicts)]}: {found}", reason, ran]
+
+
+def text_of(plan, verdicts, everything=False):
+    """Return the report, as `check` gave the verdicts."""
+    shown = [one for one in ranked(verdicts) if everything or one[1].status not in FOLDED]
+    lines = [*headline(plan, verdicts), "", *starmap(line, shown)]
+    folded = [name_of(title) for title, verdict in verdicts if verdict.status in FOLDED]
+    if folded and not everything:
+        lines.append(f"not seen: {', '.join(dict.fromkeys(folded))} (--all says why)")
+    drilled = {name: [] for name in DRILLS}
+    for title, verdict in verdicts:
+        drilled.get(title.partition(":")[0], []).append((title, verdict))
+    lines += ["", *(conclude(name, found) for name, found in drilled.items() if found)]
     if plan.lacking:
-        print(f"\nWithout a GPU, the script ended with: {plan.lacking}")
-    if calls:
-        print("\nTranslated for the CPU:", ", ".join(dict.fromkeys(calls)))
-    count = Counter(verdict.status for _, verdict in verdicts)
-    print("\n" + ", ".join(f"{number} {status}" for status, number in count.items()))
-    return verdicts
+        lines.append(f"Without a GPU, the script ended with: {plan.lacking}")
+    if calls := translated(plan):
+        lines.append(f"Translated for the CPU: {', '.join(calls)}")
+    return "\n".join(lines).rstrip("\n")
+
+
+def translated(plan):
+    """Return the calls that were translated, with their lines."""
+    calls = plan.undisturbed.all("translated")
+    return list(dict.fromkeys(f"{call['call']} ({short(call['where'])})" for call in calls))
+
+
+# ---------------------------------------------------------------- for programs
+
+
+def split(where):
+    """Return the file and the line number of "file:line", or None for each."""
+    path, _, number = where.rpartition(":")
+    return (path, int(number)) if path else (None, None)
+
+
+def json_of(plan, verdicts):
+    """Return the report as JSON."""
+    run, code = plan.undisturbed, exit_code(plan, verdicts)
+    results = [
+        {
+            "check": name_of(title),
+            "title": title,
+            **{"status": verdict.status, "text": verdict.text},
+            **dict(zip(("file", "line"), split(verdict.where))),
+            **{"pitfall": verdict.pitfall or None, "details": list(verdict.details)},
+        }
+        for title, verdict in verdicts
+    ]
+    summary = {"script": str(plan.script), "verdict": SUMMARIES[code], "exit_code": code}
+    how = {"processes": plan.nproc, "launcher": run.launcher, "seconds": round(run.seconds, 1)}
+    found = {"translated": translated(plan), "results": results}
+    return json.dumps({**summary, **how, **found}, indent=2)
+
+
+def annotations(plan, verdicts):
+    """Return GitHub's commands that show the verdicts beside the lines of the script."""
+    return "\n".join(
+        annotation(plan.path, title, verdict)
+        for title, verdict in ranked(verdicts)
+        if verdict.status in LEVELS
+    )
+
+
+def annotation(script, title, verdict):
+    path, number = split(verdict.where)
+    top = os.environ.get("GITHUB_WORKSPACE") or Path.cwd()  # a path must be relative to this
+    values = {"file": os.path.relpath(path or script, top), "line": number or 1, "title": title}
+    text = ",".join(f"{name}={escaped(str(value), ',:')}" for name, value in values.items())
+    return f"::{LEVELS[verdict.status]} {text}::{escaped(verdict.text)}"
+
+
+def escaped(text, more=""):
+    """Return a text as GitHub's commands need it."""
+    for character in ("%", "\r", "\n", *more):
+        text = text.replace(character, f"%{ord(character):02X}")
+    return text

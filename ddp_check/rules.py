@@ -1,4 +1,4 @@
-"""The rules by which a run is judged. Each title is the docstring of its function."""
+"""The rules that a run is judged by. A rule's docstring is its title in the report."""
 
 import functools
 import re
@@ -10,27 +10,34 @@ from pathlib import Path
 from ddp_check.passes import epochs, passes
 from ddp_check.protocol import is_own
 
-PASS, FAIL, UNSEEN, NONE = "pass", "FAIL", "not seen", "not applicable"
+PASS, UNSEEN, NONE = "pass", "not seen", "not applicable"
+WRONG = "wrong"  # the result is wrong, or the run fails
+FRAGILE = "fragile"  # it works until something else goes wrong
+SLOW = "slow"  # it is right, and costs time
+UNSURE = "unsure"  # something was seen that may be wrong, and the checker cannot decide
 BROKEN = "the checker does not understand this run"
 RULES = []  # functions that return the verdict on a run
 
 
 @dataclass
 class Verdict:
+    """What a rule or a drill says about a run."""
+
     status: str
     text: str
     where: str = ""  # the line of the script
-    pitfall: str = ""  # the name of the page about it
+    pitfall: str = ""  # the page that explains it
+    details: tuple = ()  # lines to show beneath it
 
 
 def rule(function):
-    """Make a rule of a function that returns the verdict on a run."""
+    """Register a function that returns the verdict on a run as a rule."""
 
     @functools.wraps(function)
     def judge(run):
         try:
             return function(run)
-        except Exception as error:  # a report that lacks a line is better than none
+        except Exception as error:  # a rule that breaks must not cost the whole report
             return Verdict(UNSEEN, f"{BROKEN}: {error!r}")
 
     RULES.append(judge)
@@ -38,51 +45,98 @@ def rule(function):
 
 
 def differ(values):
-    """Return the first two ranks whose values differ, or None."""
+    """Return the lowest rank and the first rank whose value differs from its own, or None."""
     (rank, value), *others = values.items()
     return next(((rank, other) for other, theirs in others if theirs != value), None)
 
 
+def short(where):
+    """Return a line of the script without its folder."""
+    return where.rpartition("/")[2]
+
+
 def counted(number, noun):
-    """Return a number of things in words."""
+    """Return a number with its noun, in the plural unless it is 1."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def lowest(values):
-    """Return the value of the lowest rank."""
+    """Return the value of the lowest rank, or an empty list if there are no ranks."""
     return next(iter(values.values()), [])
 
 
 def sharded(run):
-    """Return whether parameters are sharded, so that no rank holds the whole model."""
+    """Return whether the parameters are sharded, so no rank holds the full model."""
     return any(step["sharded"] for step in run.all("step"))
 
 
-NETWORK = r"URLError|gaierror|ConnectionError|MaxRetryError|name resolution|OfflineMode|HTTPError"
+def step_rows(run):
+    """Return the steps that all ranks took: a tuple of their events for each.
+
+    Without the last one if the run failed: whether a rank reports the step of the failure, or is
+    killed before, is a matter of chance.
+    """
+    rows = list(zip(*run.of("step").values()))
+    return rows[:-1] if run.returncode else rows
+
+
+NETWORK = (
+    r"URLError|gaierror|ConnectionError|MaxRetryError|name resolution|OfflineMode|HTTPError"
+    r"|(FileNotFoundError|OSError): .*https?://"
+)
+DROP_THE_MODEL = "drop every reference to the DDP model (del model) before destroy_process_group"
+LACKS_GPUS = r"(?i)cuda|nccl|nvidia|\bgpu|accelerator|ddp_check/observer|Tensor-likes"
 
 
 @rule
 def it_ends(run):
     """the script ends"""
+    if run.returncode == 0 and run.option:
+        return started_by_option(run)
     if run.returncode == 0:
         return Verdict(PASS, f"after {run.seconds:.0f} s")
     if run.returncode is None and run.idle < run.seconds / 10:
-        text = f"still training after {run.seconds:.0f} s: ask it for less, or raise --timeout"
-        return Verdict(UNSEEN, text)
+        text = f"still training after {run.seconds:.0f} s: shorten the run, or raise --timeout"
+        return Verdict(UNSURE, text)
     if run.returncode is None:
         text = f"still running after {run.seconds:.0f} s; {waiting(run)}"
-        return Verdict(FAIL, text, "", "collective_on_one_rank")
-    text = f"exit code {run.returncode}: {run.error}"
-    if re.search(NETWORK, " ".join(run.errors)):
-        text += "; it needs the network: download the data before"
+        if joined(run) and all(run.of("destroy").values()):
+            text += f". All ranks have left the process group. To rule out a race: {DROP_THE_MODEL}"
+            return Verdict(WRONG, text, "", "handler_holds_model")
+        return Verdict(WRONG, text, "", "collective_on_one_rank")
+    return failure(run)
+
+
+def started_by_option(run):
+    """Return the verdict on a script that takes its local rank from its command line."""
+    text = "it needs {}, which {} passes: read LOCAL_RANK from the environment instead"
+    if run.option == "--local-rank":
+        only = "torch.distributed.launch, but not torchrun,"
+        return Verdict(FRAGILE, text.format(run.option, only), run.option_where)
+    text = text.format(run.option, "no launcher of PyTorch 2")
+    return Verdict(WRONG, text, run.option_where)
+
+
+def failure(run):
+    """Return the verdict on a run that failed: the fault may not be the script's."""
+    text, where, details = run.ending, run.error_where, tuple(run.traceback)
+    if re.search(NETWORK, " ".join([*run.errors, *details])):
+        text += "; it needs the network: download the data first"
+        return Verdict(UNSURE, text, where, "", details)
+    if "No module named" in text:
+        text += "; run the checker in the environment of the script"
+        return Verdict(UNSURE, text, where, "", details)
+    if run.translate and re.search(LACKS_GPUS, " ".join([run.ending, *details[-6:]])):
+        text = f"the checker cannot translate this for the CPU: {text}"
+        return Verdict(UNSURE, text, where, "", details)
     if run.left_out:
         names = ", ".join(run.left_out)
         text += f"; {names} could be a checkpoint and was left out: give its absolute path"
-    return Verdict(FAIL, text)
+    return Verdict(WRONG, text, where, "", details)
 
 
 def waiting(run):
-    """Return where each rank was when the time was over."""
+    """Return where each rank was when the time ran out."""
     lines = []
     for rank, stack in run.stacks.items():
         own = [(path, line) for path, line, _ in stack if is_own(path)]
@@ -93,7 +147,7 @@ def waiting(run):
 
 
 def joined(run):
-    """Return the events of joining a process group, for each rank that has any."""
+    """Return the `init` events of each rank that joined a process group."""
     return {rank: events for rank, events in run.of("init").items() if events}
 
 
@@ -102,78 +156,89 @@ def one_group(run):
     """one process group, destroyed at the end"""
     ranks = joined(run)
     if not ranks and run.returncode == 0:
-        text = "no process joined a process group: each trains on its own"
-        return Verdict(FAIL, f"{text}; diffs/README.md shows what to add")
-    if verdict := joined_badly(run):
+        return alone(run)
+    if verdict := fixed_port(run):
         return verdict
     if run.returncode != 0:
-        return Verdict(UNSEEN, "the script did not come to its end")
+        return Verdict(UNSEEN, "the script did not finish")
     if missing := run.ranks.keys() - ranks.keys():
-        return Verdict(FAIL, f"rank {min(missing)} did not join")
+        return Verdict(WRONG, f"rank {min(missing)} did not join")
     if verdict := left_badly(run):
         return verdict
     return Verdict(PASS, counted(len(ranks), "rank"), lowest(ranks)[0]["where"])
 
 
-def joined_badly(run):
-    """Return the verdict if a rank joins twice, or at a port that stands in the script, or None."""
-    for rank, events in joined(run).items():
-        if len(events) > 1:
-            return Verdict(FAIL, f"rank {rank} joined {len(events)} times", events[1]["where"])
+def alone(run):
+    """Return the verdict on a run in which no process joined a process group."""
+    if run.all("step"):
+        text = "no process joined a process group: each trains on its own"
+        return Verdict(WRONG, f"{text}; diffs/README.md shows what to add")
+    last = (run.own.strip() or "nothing is printed").splitlines()[-1]
+    return Verdict(UNSURE, f"no process joined a process group or trained: {last}")
+
+
+def fixed_port(run):
+    """Return the verdict if the port is hardcoded, or None."""
+    for events in joined(run).values():
         port = events[0]["port"]
         if port and re.search(rf"\b{port}\b", run.text):
             text = f"the port is always {port}: two jobs on one node would collide"
-            return Verdict(FAIL, text, events[0]["where"], "fixed_port")
+            return Verdict(FRAGILE, text, events[0]["where"], "fixed_port")
     return None
 
 
+def by_framework(run):
+    """Return whether a library joined the process group, so leaving it is not the script's task."""
+    return not all(event["own"] for event in run.all("init"))
+
+
 def left_badly(run):
-    """Return the verdict if a rank does not destroy the group, or end as Python does, or None."""
+    """Return the verdict if a rank skips destroy_process_group or Python's normal exit, or None."""
     for rank, events in run.of("exit").items():
         if not events:
-            text = f"rank {rank} leaves by os._exit: atexit functions are not called"
-            return Verdict(FAIL, text, "", "os_exit")
-        if events[0]["open_group"]:
+            text = f"rank {rank} ends with os._exit: atexit functions are not called"
+            return Verdict(FRAGILE, text, "", "os_exit")
+        if events[0]["open_group"] and not by_framework(run):
             text = f"rank {rank} did not call destroy_process_group"
-            return Verdict(FAIL, text, "", "destroy_missing")
+            return Verdict(FRAGILE, text, joined(run)[rank][0]["where"], "destroy_missing")
     return None
 
 
 @rule
 def no_thread_left(run):
-    """no thread of gloo is left at the exit"""
+    """no gloo thread is left at exit"""
     ranks = joined(run)
     if not ranks:
         return Verdict(UNSEEN, "no process joined a process group")
-    if run.for_nccl:
+    if run.for_nccl or "get_default_backend_for_device" in run.text:
         return Verdict(NONE, "the script is for NCCL")
+    if by_framework(run):
+        return Verdict(NONE, "a library joined the process group")
     if sharded(run):
-        return Verdict(UNSEEN, "with sharded parameters, PyTorch itself may keep the group")
+        return Verdict(UNSEEN, "with sharded parameters, PyTorch itself may keep the group alive")
     return threads_left(run, ranks)
 
 
 def threads_left(run, ranks):
-    """Return the verdict on the threads that the ranks of a group have when they end."""
+    """Return the verdict on the gloo threads that the ranks still have at exit."""
     for rank, events in run.of("exit").items():
         if not events or not events[0]["threads"]:
             continue
-        text = f"rank {rank} has some, and may rarely abort after its work is done"
+        text = f"rank {rank} has some, and in rare cases aborts after its work is done"
         if events[0]["nn"] and not ranks[rank][0]["nn"]:
-            cure = "import torch.distributed.nn at the top, as DDP and optimizers do it too late"
-            return Verdict(FAIL, f"{text}: {cure}", ranks[rank][0]["where"], "late_import")
-        cure = "let nothing hold the DDP model (del model) when destroy_process_group is called"
-        return Verdict(FAIL, f"{text}: {cure}", "", "handler_holds_model")
+            cure = "import torch.distributed.nn at the top: DDP and optimizers import it too late"
+            return Verdict(FRAGILE, f"{text}: {cure}", ranks[rank][0]["where"], "late_import")
+        return Verdict(FRAGILE, f"{text}: {DROP_THE_MODEL}", "", "handler_holds_model")
     if not all(run.of("exit").values()):
-        return Verdict(UNSEEN, "a rank did not come to its end")
+        return Verdict(UNSEEN, "a rank did not finish")
     if any(event["open_group"] for event in run.all("exit")):
         return Verdict(UNSEEN, "the process group was not destroyed")
     return Verdict(PASS, counted(len(ranks), "rank"))
 
 
 def reduced_by_hand(run):
-    """Return whether, without DDP, the script itself reduces the gradients in each step."""
-    steps, calls = run.of("step"), run.of("collective")
-    rows = list(zip(*steps.values()))
+    """Return whether the script reduces the gradients itself, without DDP, in each step."""
+    rows, calls = step_rows(run), run.of("collective")
     alike = all(len({step["gradients"] for step in row}) == 1 for row in rows)
     return bool(rows) and alike and len(lowest(calls)) >= len(rows)
 
@@ -189,7 +254,7 @@ def the_same_model(run):
         return Verdict(UNSEEN, "nothing was trained")
     if not wrapped and not reduced_by_hand(run):
         text = "no model is wrapped in DistributedDataParallel: each rank trains its own"
-        return Verdict(FAIL, text, next((step["where"] for step in run.all("step")), ""))
+        return Verdict(WRONG, text, next((step["where"] for step in run.all("step")), ""))
     if verdict := wrapped_apart(run) or trained_apart(run, wrapped) or ended_apart(run):
         return verdict
     if wrapped:
@@ -198,39 +263,39 @@ def the_same_model(run):
 
 
 def wrapped_apart(run):
-    """Return the verdict if the ranks do not wrap the same models, or None."""
+    """Return the verdict if the ranks wrap different models, or None."""
     wraps = run.of("wrap")
     if pair := differ({rank: len(of) for rank, of in wraps.items()}):
         counts = " and ".join(f"rank {rank} wraps {len(wraps[rank])}" for rank in pair)
-        return Verdict(FAIL if run.returncode == 0 else UNSEEN, f"{counts} models")
+        return Verdict(WRONG if run.returncode == 0 else UNSEEN, f"{counts} models")
     for what, key in (("parameters", "shapes"), ("weights", "weights")):
         if pair := differ({rank: [wrap[key] for wrap in of] for rank, of in wraps.items()}):
-            text = f"after DDP(...), the {what} of rank {pair[0]} and {pair[1]} differ"
-            return Verdict(FAIL, text, wraps[pair[0]][0]["where"])
+            text = f"after DDP(...), the {what} of ranks {pair[0]} and {pair[1]} differ"
+            return Verdict(WRONG, text, wraps[pair[0]][0]["where"])
     return None
 
 
 def trained_apart(run, wrapped):
-    """Return the verdict if a step changes what DDP does not hold alike on all ranks, or None."""
+    """Return the verdict if training makes the weights of the ranks diverge, or may, or None."""
     foreign = next((step for step in run.all("step") if step["foreign"]), None)
     if foreign and wrapped:
         text = f"the optimizer changes {foreign['foreign']} parameters that are in no wrapped model"
-        return Verdict(FAIL, text, foreign["where"], "optimizer_of_other_parameters")
-    for number, row in enumerate(zip(*run.of("step").values()), 1):
+        return Verdict(WRONG, text, foreign["where"], "optimizer_of_other_parameters")
+    for number, row in enumerate(step_rows(run), 1):
         if len({step["weights"] for step in row}) > 1:
             text = f"before step {number}, the weights differ from rank to rank"
-            return Verdict(FAIL, text, row[0]["where"], "edit_on_one_rank")
+            return Verdict(WRONG, text, row[0]["where"], "edit_on_one_rank")
     return None
 
 
 def ended_apart(run):
-    """Return the verdict unless all ranks end with the same weights, or None."""
+    """Return the verdict if the final weights of the ranks differ or are missing, or None."""
     final = run.of("final")
-    if not all(final.values()):
-        return Verdict(UNSEEN, "the run did not come to its end")
+    if run.returncode != 0 or not all(final.values()):
+        return Verdict(UNSEEN, "the run did not finish")
     if pair := differ({rank: [event["weights"] for event in of] for rank, of in final.items()}):
-        text = f"at the end, the weights of rank {pair[0]} and {pair[1]} differ: were they edited,"
-        return Verdict(UNSEEN, f"{text} or loaded on one rank only?", "", "edit_on_one_rank")
+        text = f"at the end, the weights of ranks {pair[0]} and {pair[1]} differ: were they edited,"
+        return Verdict(UNSURE, f"{text} or loaded on one rank only?", "", "edit_on_one_rank")
     return None
 
 
@@ -245,16 +310,20 @@ def equal_buffers(run):
         return Verdict(NONE, "no model with buffers is evaluated by several ranks")
     for (where, _), sums in shared.items():
         if len(set(sums)) > 1:
-            return Verdict(FAIL, "they differ from rank to rank", where, "batchnorm_of_rank_0")
+            return Verdict(WRONG, "they differ from rank to rank", where, "batchnorm_of_rank_0")
     return Verdict(PASS, counted(len(shared), "evaluation"), next(iter(shared))[0])
 
 
 @rule
 def shards(run):
-    """in each epoch, the ranks share out the data"""
+    """the ranks share out the data"""
+    if where := same_inputs(run):
+        return Verdict(
+            WRONG, "in each step, all ranks train on the same batch", where, "no_sampler"
+        )
     found = epochs(run)
     if not found:
-        return Verdict(UNSEEN, "no DataLoader was used to train")
+        return shared_inputs(run)
     for number, epoch in enumerate(found, 1):
         if bad := share_of(epoch):
             status, text, pitfall = bad
@@ -264,44 +333,79 @@ def shards(run):
     return Verdict(PASS, text, lowest(found[0]).where)
 
 
+def entering(run):
+    """Return the steps of all ranks for which it is known what entered the model."""
+    return [row for row in step_rows(run) if len(row) > 1 and any(step["inputs"] for step in row)]
+
+
+def same_inputs(run):
+    """Return the line of a step if the same batches enter the model on all ranks, or None."""
+    rows = entering(run)
+    if any(step["meshes"] > 1 for row in rows for step in row):
+        return None  # ranks that share a model's layers have to have the same
+    if not rows or any(len({str(step["inputs"]) for step in row}) > 1 for row in rows):
+        return None
+    return rows[0][0]["where"]
+
+
+def shared_inputs(run):
+    """Return the verdict on training without a DataLoader."""
+    rows = entering(run)
+    if not rows:
+        return Verdict(UNSEEN, "no DataLoader was used to train, nor a wrapped model")
+    if any(step["meshes"] > 1 for row in rows for step in row):
+        return Verdict(UNSEEN, "some ranks share a model, and have to have the same batches")
+    for number, row in enumerate(rows, 1):
+        if len({str(step["inputs"]) for step in row}) == 1:
+            text = f"in {number} of {len(rows)} steps, all ranks train on the same batch"
+            return Verdict(UNSURE, text, row[0]["where"], "no_sampler")
+    text = f"in {counted(len(rows), 'step')}, the ranks train on different batches"
+    return Verdict(PASS, text, rows[0][0]["where"])
+
+
 def share_of(epoch):
-    """Return what is wrong with the samples of the ranks in an epoch: status, text, pitfall."""
+    """Return what is wrong with the samples of an epoch: (status, text, pitfall), or None."""
     if lowest(epoch).iterable:
         content = {rank: [b["content"] for b in of.batches] for rank, of in epoch.items()}
         if len(epoch) > 1 and differ(content) is None:
-            return FAIL, "each rank trains on the same batches", "no_sampler"
-        return UNSEEN, "an iterable data set gives its samples no index", ""
+            return WRONG, "each rank trains on the same batches", "no_sampler"
+        return UNSEEN, "the samples of an iterable data set have no index", ""
     seen = {rank: of.samples("base") for rank, of in epoch.items()}
     if None in seen.values():
-        return UNSEEN, "the sampler gives no integer index", ""
+        return UNSEEN, "the sampler does not return integer indices", ""
     if any(max(Counter(of).values(), default=1) > 1 for of in seen.values()):
         return UNSEEN, "a rank draws samples with replacement", ""
     return overlap(epoch, seen)
 
 
 def own_data(distributed):
-    """Return the question that data which differs from rank to rank leaves open."""
+    """Return what to ask about data that differs between ranks."""
     if distributed:
-        return "DistributedSampler wants the same on all; is it random, and not seeded?"
-    return "are they parts of one?"
+        return "DistributedSampler needs the same on all; is it random and unseeded?"
+    return "are they parts of a larger one?"
 
 
 def overlap(epoch, seen):
-    """Return what is wrong if ranks have samples in common, as `share_of` does."""
+    """Return what is wrong if ranks share samples, as `share_of` does, or None."""
     one, ranks = lowest(epoch), len(epoch)
     alike = differ({rank: of.data for rank, of in epoch.items()}) is None
     if differ({rank: of.tensors for rank, of in epoch.items()}) and one.distributed:
         text = "the data sets of the ranks differ: the same index means different samples"
-        return FAIL, text, "split_differs_by_rank"
+        return WRONG, text, "split_differs_by_rank"
     if not alike:
-        return UNSEEN, f"each rank has a data set of its own: {own_data(one.distributed)}", ""
+        status = UNSURE if one.distributed else UNSEEN
+        return status, f"each rank has a data set of its own: {own_data(one.distributed)}", ""
     counts = Counter(index for of in seen.values() for index in of)
     twice = counts.total() - len(counts)
     if ranks > 1 and differ({rank: set(of) for rank, of in seen.items()}) is None:
-        return FAIL, f"each rank trains on the same {len(seen[min(seen)])} samples", "no_sampler"
+        text = f"each rank trains on the same {len(seen[min(seen)])} samples"
+        return WRONG, text, "no_sampler"
     largest = max((len(batch["indices"]) for batch in one.batches), default=1)
     if twice >= (ranks if one.distributed else ranks * largest):  # more than padding
-        return FAIL, f"{twice} samples are seen by several ranks", "rank_seeds_split_data"
+        text = f"{twice} samples are seen by several ranks"
+        if all(of.ended for of in epoch.values()):
+            return WRONG, text, "rank_seeds_split_data"
+        return UNSURE, f"{text}: each draws from all of them in an order of its own", "no_sampler"
     return None
 
 
@@ -315,18 +419,18 @@ def new_order(run):
         return Verdict(UNSEEN, "no DataLoader was used to train")
     where, most = max(loops.items(), key=lambda item: len(item[1]))
     if len(most) < 2:
-        return Verdict(UNSEEN, "fewer than two epochs: ask the script for more")
+        return Verdict(UNSEEN, "fewer than two epochs: run more")
     if not most[0].shuffle:
-        return Verdict(UNSEEN, "the sampler does not shuffle: is that meant?", where)
+        return Verdict(UNSEEN, "the sampler does not shuffle: is that intended?", where)
     for line, of in loops.items():
         orders = [one.samples() for one in of]
         if None in orders or len(orders[0]) < 8:
-            return Verdict(UNSEEN, "the samples have no index, or are few", line)
+            return Verdict(UNSEEN, "the samples have no index, or there are too few", line)
         for number, (order, next_order) in enumerate(pairwise(orders), 1):
             if order == next_order:
                 text = f"epochs {number} and {number + 1} have the same order"
-                return Verdict(FAIL, text, line, "no_set_epoch")
-    return Verdict(PASS, f"{len(most)} orders", where)
+                return Verdict(WRONG, text, line, "no_set_epoch")
+    return Verdict(PASS, f"{len(most)} epochs", where)
 
 
 @rule
@@ -348,39 +452,40 @@ def mean_gradients(run):
 
 
 def reduced_apart(run):
-    """Return the verdict if the ranks take a step with different gradients, or None."""
+    """Return the verdict if a step's gradients differ between ranks or are all zero, or None."""
     bypass = next(iter(run.all("bypass")), None)
-    for number, row in enumerate(zip(*run.of("step").values()), 1):
+    for number, row in enumerate(step_rows(run), 1):
         where = row[0]["where"]
         if all(step["zero"] for step in row):
-            return Verdict(FAIL, f"step {number}: all gradients are zero", where)
+            return Verdict(WRONG, f"step {number}: all gradients are zero", where)
         if len({step["gradients"] for step in row}) == 1:
             continue
         text = f"step {number}: the gradients differ from rank to rank"
         if bypass:
-            text += f"; the model is called without its wrapper at {bypass['where']}"
-            return Verdict(FAIL, text, where, "forward_through_module")
+            text += f"; the model is called without its wrapper at {short(bypass['where'])}"
+            return Verdict(WRONG, text, where, "forward_through_module")
         if not row[0]["synced"]:
             text += "; the last backward() was under no_sync"
-        return Verdict(FAIL, text, where)
+        return Verdict(WRONG, text, where)
     return None
 
 
 def reduced_too_often(run):
-    """Return the verdict if a step of several batches reduces the gradients of each, or None."""
+    """Return the verdict if gradients are all-reduced more than once per step, or None."""
     for number, step in enumerate(lowest(run.of("step")), 1):
         if step["reductions"] > 1:
-            text = f"step {number}: {step['reductions']} batches all-reduce their gradients"
-            return Verdict(FAIL, text, step["where"], "accumulation_without_no_sync")
+            text = f"step {number}: {step['reductions']} backward passes all-reduce their gradients"
+            text += "; under no_sync(), only the last of them would"
+            return Verdict(SLOW, text, step["where"], "accumulation_without_no_sync")
     return None
 
 
 def stepped_apart(run):
-    """Return the verdict if a rank takes more steps than another, or None."""
+    """Return the verdict if the ranks take different numbers of steps, or None."""
     counts = {rank: len(of) for rank, of in run.of("step").items()}
     if run.returncode == 0 and (pair := differ(counts)):
         text = " and ".join(f"rank {rank} takes {counts[rank]}" for rank in pair)
-        return Verdict(FAIL, f"{text} steps", run.all("step")[0]["where"], "uneven_batches")
+        return Verdict(WRONG, f"{text} steps", run.all("step")[0]["where"], "uneven_batches")
     return None
 
 
@@ -392,11 +497,32 @@ def training_mode(run):
         return Verdict(UNSEEN, "no optimizer took a step")
     if not any(run.of("wrap").values()):
         return Verdict(UNSEEN, "no model is wrapped in DistributedDataParallel")
+    if not any(step["training"] for step in steps):
+        return Verdict(UNSURE, "all steps are taken in evaluation mode", steps[0]["where"])
     for number, step in enumerate(steps, 1):
         if not step["training"]:
             text = f"step {number} is taken in evaluation mode"
-            return Verdict(FAIL, text, step["where"], "eval_never_undone")
+            return Verdict(WRONG, text, step["where"], "eval_never_undone")
     return Verdict(PASS, f"{len(steps)} steps", steps[0]["where"])
+
+
+@rule
+def evaluation_mode(run):
+    """the model is in evaluation mode when it is evaluated"""
+    looked = {
+        (rank, one.number)
+        for rank, of in passes(run).items()
+        for one in of
+        if one.batches and not one.is_training
+    }
+    for rank, events in run.of("noisy").items():
+        for event in events:
+            if (rank, event["number"]) in looked:
+                text = f"it is in training mode: {event['layer']} changes what it returns"
+                return Verdict(WRONG, text, event["where"])
+    if not looked or not any(run.of("wrap").values()):
+        return Verdict(UNSEEN, "no wrapped model was evaluated with a DataLoader")
+    return Verdict(PASS, "or its layers do the same in both")
 
 
 @rule
@@ -405,15 +531,62 @@ def randomness(run):
     found = epochs(run)
     if not found:
         return Verdict(UNSEEN, "no DataLoader was used to train")
+    drawn = drawn_for_samples(run)
+    if lowest(drawn) and differ(drawn) is None:
+        (worker, source), *_ = lowest(drawn)
+        place = "" if worker is None else " in DataLoader workers"
+        text = f"all ranks have the same augmentation{place}: equal seeds of {source}"
+        return Verdict(WRONG, text, lowest(found[0]).where, "same_augmentation")
     for epoch in found:
         numbers = {rank: [step["random"] for step in of.steps] for rank, of in epoch.items()}
-        if len(epoch) > 1 and any(len(set(drawn)) > 1 for drawn in numbers.values()):
+        if len(epoch) > 1 and any(len(set(of)) > 1 for of in numbers.values()):
             where = lowest(epoch).steps[0]["where"]
             if differ(numbers):
                 return Verdict(PASS, "dropout or augmentation differs from rank to rank", where)
-            text = "all ranks have the same dropout or augmentation"
-            return Verdict(FAIL, text, where, "same_augmentation")
-    return Verdict(UNSEEN, "the training process draws none between two steps")
+            dropout = any(wrap["dropout"] for wrap in run.all("wrap"))  # some libraries do so
+            status, what = (UNSURE, "dropout: should they?") if dropout else (WRONG, "augmentation")
+            return Verdict(status, f"all ranks have the same {what}", where, "same_augmentation")
+    if lowest(drawn):
+        return Verdict(PASS, "augmentation differs from rank to rank", lowest(found[0]).where)
+    return Verdict(UNSEEN, "the training process draws no random numbers between steps")
+
+
+def drawn_for_samples(run):
+    """Return from which states the ranks that make random samples do so: {rank: {source: state}}.
+
+    Only sources that all ranks draw from, or nothing if fewer than two ranks do.
+    """
+    found = {
+        rank: {(event["worker"], event["source"]): event["state"] for event in reversed(events)}
+        for rank, events in run.of("drawn").items()
+    }
+    if len(found) < 2:
+        return {}
+    common = set.intersection(*map(set, found.values()))
+    return {rank: {key: of[key] for key in of if key in common} for rank, of in found.items()}
+
+
+@rule
+def own_gpu(run):
+    """each rank uses a GPU of its own"""
+    used = {rank: events for rank, events in run.of("gpu").items() if events}
+    if not used:
+        return Verdict(UNSEEN, "the script names no GPU, or its calls were not translated")
+    if any(event["alone"] for event in run.all("gpu")):
+        return Verdict(UNSEEN, "the script chooses what each rank can see")
+    uses = {rank: [one for one in of if one["use"] == "use"] or of for rank, of in used.items()}
+    found = {rank: {event["index"] for event in events} for rank, events in uses.items()}
+    if any(len(of) > 1 for of in found.values()):
+        return Verdict(UNSEEN, "a rank uses several GPUs")
+    for rank, (event, *_) in uses.items():
+        if not 0 <= event["index"] < event["count"]:
+            text = f"rank {rank} uses GPU {event['index']}, but a node has {event['count']}"
+            return Verdict(WRONG, text, event["where"], "global_rank_as_device")
+    if len(found) > 1 and differ(found) is None:
+        index = lowest(uses)[0]["index"]
+        text = f"ranks {' and '.join(map(str, found))} use the same GPU, number {index}"
+        return Verdict(WRONG, text, uses[max(uses)][0]["where"])
+    return Verdict(PASS, counted(len(used), "rank"), lowest(used)[0]["where"])
 
 
 @rule
@@ -431,15 +604,15 @@ def progress(run):
         common = sorted(set.intersection(*patterns)) if len(texts) > 1 else []
         if common and not names_its_rank(texts):
             text = f'ranks {" and ".join(map(str, texts))} print "{common[0]}"'
-            return Verdict(FAIL, text, where, "prints_on_every_rank")
+            return Verdict(UNSURE, f"{text}: is that intended?", where, "prints_on_every_rank")
         labelled |= bool(common)
     if labelled:
-        return Verdict(UNSEEN, "every rank prints, and says which it is: is that meant?")
+        return Verdict(UNSEEN, "every rank prints, with its own number: is that intended?")
     return Verdict(PASS, f"{len(run.all('print'))} lines")
 
 
 def names_its_rank(texts):
-    """Return whether one of the numbers in each line is the rank that prints it."""
+    """Return whether one number in each line is always the rank that prints it."""
     rows = [
         [number == str(rank) for number in re.findall(r"\d+", text)]
         for rank, of in texts.items()
@@ -461,14 +634,14 @@ def one_writer(run):
     for path, lines in writers.items():
         if len(lines) > 1:
             text = f"ranks {', '.join(map(str, lines))} write {Path(path).name}"
-            return Verdict(FAIL, text, lowest(lines), "every_rank_saves")
+            return Verdict(WRONG, text, lowest(lines), "every_rank_saves")
     saved = {event["path"]: event["where"] for event in run.all("save") if event["path"]}
     renamed = {event["source"] for event in run.all("rename")}
     for path, where in saved.items():
         if path not in renamed:
             name = Path(path).name
             text = f"{name} is written in place: a crash during the save leaves half a file"
-            return Verdict(FAIL, text, where, "written_in_place")
+            return Verdict(FRAGILE, text, where, "written_in_place")
     return Verdict(PASS, f"{len(writers)} files", next(iter(saved.values()), ""))
 
 
@@ -482,7 +655,8 @@ def plain_names(run):
     for event in saves:
         prefixed = [key for key in event["keys"] if key not in own]
         if prefixed:
-            return Verdict(FAIL, f"a key is {prefixed[0]}", event["where"], "module_prefix_saved")
+            text = f"a key is {prefixed[0]}: only a wrapped model can load it"
+            return Verdict(FRAGILE, text, event["where"], "module_prefix_saved")
     return Verdict(PASS, f"{len(saves)} saves", saves[0]["where"])
 
 
@@ -494,48 +668,124 @@ def safe_loads(run):
         return Verdict(UNSEEN, "nothing is loaded: run it again with a checkpoint (--drill kill)")
     for event in events:
         if not event["weights_only"]:
-            text = "a file from elsewhere could run code"
-            return Verdict(FAIL, text, event["where"], "weights_only_false")
+            text = "a file from an untrusted source could run code"
+            return Verdict(FRAGILE, text, event["where"], "weights_only_false")
     return Verdict(PASS, f"{len(events)} loads", events[0]["where"])
+
+
+def looks(run):
+    """Return the evaluations: {size of a data set and line: [one pass of each rank]}.
+
+    Without those on the training set: they only show how training goes. In a run that failed, also
+    without those that some ranks did not come to.
+    """
+    looked, found = {}, passes(run)
+    trained = {(one.data, one.part) for of in found.values() for one in of if one.is_training}
+    for rank, of in found.items():
+        for one in of:
+            if one.ended and one.length and (one.data, one.part) not in trained:
+                key = one.length, one.where
+                looked.setdefault(key, {}).setdefault(rank, []).append(one)
+    least = 1 if run.returncode == 0 else len(run.ranks)
+    return {key: list(zip(*of.values())) for key, of in looked.items() if len(of) >= least}
 
 
 @rule
 def evaluation(run):
     """the evaluation sees each sample once"""
-    looked = {}  # size of a data set and line -> its passes without a step, by rank
-    for rank, of in passes(run).items():
-        for one in of:
-            if one.ended and one.length and not one.is_training:
-                key = one.length, one.where
-                looked.setdefault(key, {}).setdefault(rank, []).append(one)
+    looked = looks(run)
     if not looked:
-        return Verdict(UNSEEN, "no DataLoader was gone through without training")
-    for (total, where), ranks in looked.items():
-        for row in zip(*ranks.values()):
-            if bad := missed(row, total, len(run.ranks)):
+        return Verdict(UNSEEN, "no DataLoader was used without training")
+    text = ""
+    for (total, where), rows in looked.items():
+        rest = [row for of in looked.values() for row in of if is_rest(row, rows[0])]
+        for row in rows:
+            if bad := missed([row, *rest[:1]], total, len(run.ranks)):
                 return Verdict(*bad, where, "padded_evaluation")
-    return Verdict(PASS, f"{total} samples", where)
+            if padding(row) and not text:
+                text = f"; its padding of {padding(row)} is dropped after a gather"
+    total, where = max(looked)
+    return Verdict(PASS, f"{total} samples{text}", where)
 
 
-def missed(row, total, ranks):
-    """Return what is wrong with an evaluation, of which each rank did a part: status and text."""
+def is_rest(row, other):
+    """Return whether all ranks evaluate the same few samples, which another pass may leave out."""
+    ours, theirs = row[0], other[0]
+    few = ours.data == theirs.data and ours.length < theirs.length
+    parts = [one.samples("base") for one in row]
+    return few and None not in parts and parts[1:] == parts[:-1]
+
+
+def padding(row):
+    """Return how many samples an evaluation by all ranks loads more than once."""
     seen = [one.samples() for one in row]
-    if None in seen:
-        return UNSEEN, "the samples have no index"
-    if all(sorted(of) == list(range(total)) for of in seen):
-        return None  # each of these ranks evaluates all
+    if None in seen or len({tuple(sorted(of)) for of in seen}) == 1:  # all evaluate the same
+        return 0
     counts = Counter(index for of in seen for index in of)
-    if counts.total() > len(counts):
-        text = f"it counts {counts.total()} samples, of which {len(counts)} differ, of {total}"
-        return FAIL, text
-    if len(counts) < total:
+    return counts.total() - len(counts)
+
+
+def missed(rows, total, ranks):
+    """Return what is wrong with an evaluation that the ranks shared: (status, text), or None."""
+    row, *rest = rows
+    seen = [one.samples() for one in row]
+    if None in seen or len({one.part for one in row}) > 1:
+        return UNSEEN, "the samples have no index, or each rank evaluates a part of its own"
+    if all(sorted(of) == list(range(total)) for of in seen):
+        return None  # each of these ranks evaluates the whole set
+    if twice := padding(row):
+        return counted_twice(row, twice, total)
+    counts = {index for one in row for index in one.samples("base")}
+    whole = counts.union(*(other[0].samples("base") for other in rest))
+    if len(counts) < total and len(whole) != total:
         lost = row[0].drop_last or (row[0].distributed and len(row) < ranks)
         text = f"it sees {len(counts)} of {total} samples"
-        return (FAIL, text) if lost else (UNSEEN, f"{text}: is that meant?")
-    if row[0].distributed:
-        text = f"{total} samples divide by {len(row)}, else DistributedSampler would pad"
+        return (WRONG, text) if lost else (UNSURE, f"{text}: is that intended?")
+    if row[0].distributed and not rest:
+        text = f"{total} is divisible by {len(row)}; otherwise DistributedSampler would pad"
         return UNSEEN, text
     return None
+
+
+def counted_twice(row, twice, total):
+    """Return what is wrong with a padded evaluation: (status, text), or None if it is cut off."""
+    if any(twice in one.dropped for one in row):
+        return None
+    loaded = sum(len(one.samples()) for one in row)
+    text = f"{loaded} samples, {loaded - twice} of them distinct, of {total}"
+    if any(one.gathered for one in row) and not all(one.added_up for one in row):
+        return UNSURE, f"it loads {text}: are the extra ones dropped after the gather?"
+    return WRONG, f"it counts {text}"
+
+
+@rule
+def held_out(run):
+    """no sample is both trained on and evaluated"""
+    trained, parts = {}, {}  # checksum of a data set -> indices; and -> rank -> part of it
+    for epoch in epochs(run):
+        for rank, one in epoch.items():
+            trained.setdefault(one.data, set()).update(one.samples("base") or ())
+            parts.setdefault(one.data, {}).setdefault(rank, one.part)
+    text = "training and evaluation do not use parts of one data set"
+    verdict = Verdict(UNSEEN, text)
+    for (_, where), rows in looks(run).items():
+        for one in (one for row in rows for one in row):
+            if one.data not in trained:
+                continue
+            seen = set(one.samples("base") or ())
+            if both := seen & trained[one.data]:
+                return overlapping(len(both), len(seen), parts[one.data], where)
+            verdict = Verdict(PASS, "they are parts of one data set that do not overlap", where)
+    return verdict
+
+
+def overlapping(both, total, parts, where):
+    """Return the verdict on an evaluation that shares samples with the training set."""
+    text = f"{both} of the {total} samples of an evaluation are also trained on"
+    if differ(parts):
+        text += ": the split differs from rank to rank; give it a seed"
+        return Verdict(WRONG, text, where, "split_differs_by_rank")
+    return Verdict(WRONG if both < total else UNSURE, f"{text}: is that intended?", where)
 
 
 @rule
@@ -543,19 +793,19 @@ def same_collectives(run):
     """all ranks call the same collectives in the same order"""
     calls = run.of("collective")
     if not any(calls.values()):
-        return Verdict(UNSEEN, "the script itself calls none")
+        return Verdict(UNSEEN, "the script calls none itself")
     together = zip_longest(*calls.values()) if run.returncode == 0 else zip(*calls.values())
     for number, row in enumerate(together, 1):
         events = dict(zip(calls, row))
         if pair := differ({rank: event and event["name"] for rank, event in events.items()}):
             said = " and ".join(f"rank {rank} calls {named(events[rank])}" for rank in pair)
-            return Verdict(FAIL, f"call {number}: {said}", "", "collective_on_one_rank")
+            return Verdict(WRONG, f"call {number}: {said}", "", "collective_on_one_rank")
     return Verdict(PASS, counted(len(lowest(calls)), "call"))
 
 
 def named(event):
-    """Return the name of a collective and the line that calls it; of no event, "none"."""
-    return f"{event['name']} ({event['where']})" if event else "none"
+    """Return the name of a collective and the line that calls it, or "nothing" without an event."""
+    return f"{event['name']} ({short(event['where'])})" if event else "nothing"
 
 
 @rule
@@ -567,34 +817,35 @@ def needed_search(run):
     said = "find_unused_parameters=True was specified" in run.output
     if said and not any(step["unused"] for step in steps):
         text = "it costs time, and every parameter is used in each step"
-        return Verdict(FAIL, text, run.all("wrap")[0]["where"], "find_unused_without_need")
-    return Verdict(PASS, "DDP has nothing to complain about")
+        return Verdict(SLOW, text, run.all("wrap")[0]["where"], "find_unused_without_need")
+    return Verdict(PASS, "DDP does not warn about it")
 
 
 SUMS = re.compile("reduce|gather")
+NUMBER = r"\d\.\d"
 
 
 @rule
 def printed_loss(run):
-    """what is printed was summed over all ranks"""
+    """printed values are summed over all ranks"""
     since, summed = None, False  # the collectives since the last step
     for event in lowest(run.ranks):
         if event["kind"] == "step":
             since = []
         elif event["kind"] == "collective" and since is not None:
             since.append(event["name"])
-        elif event["kind"] == "print" and since is not None:
+        elif event["kind"] == "print" and since is not None and re.search(NUMBER, event["text"]):
             if not any(map(SUMS.search, since)):
-                text = "no collective before it: is the loss that of rank 0 alone?"
-                return Verdict(UNSEEN, text, event["where"], "rank_0_loss")
+                text = "no collective before it: is the loss only that of rank 0?"
+                return Verdict(UNSURE, text, event["where"], "rank_0_loss")
             summed = True
     if not summed:
-        return Verdict(UNSEEN, "nothing is printed after a step")
+        return Verdict(UNSEEN, "no fraction is printed after a step")
     return Verdict(PASS, "after a collective")
 
 
 @rule
 def beyond(run):
-    """what only a reader can see"""
-    text = "that losses are divided rightly, sums weighted, files awaited, the learning rate scaled"
-    return Verdict(UNSEEN, f"{text}, and what happens on several nodes: see pitfalls/README.md")
+    """what you must check yourself"""
+    text = "division of losses, weighting of means, waiting for files, scaling of the learning rate"
+    return Verdict(UNSEEN, f"{text}, several nodes: see pitfalls/README.md")

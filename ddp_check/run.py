@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -12,76 +13,133 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-import psutil
-
-from ddp_check.protocol import HERE, STACKS, VARIABLE, Task
+from ddp_check.keeper import kill
+from ddp_check.protocol import HERE, STACKS, VARIABLE, Task, is_own
 
 CHECKPOINT = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".new", ".interrupted")
-STARTS = r"\bspawn\(|\bstart_processes\(|\bProcess\(\s*target"  # processes of its own
+STARTS = r"\bspawn\(|\bstart_processes\(|\bProcess\(\s*target"  # starts its own processes
 ASKS_TORCHRUN = r"""(environ(\.get)?|getenv)[\[(]["'](LOCAL_)?RANK["'](\](?!\s*=[^=])|[,)])"""
+# What torch.distributed.launch passes; before PyTorch 2, with an underscore.
+LOCAL_RANK = r"""add_argument\(\s*["'](--local[-_]rank)["'](?:,\s*["'](--local[-_]rank)["'])?"""
 USES_GPUS = r"nccl|cuda|device_ids|torch\.accelerator|\.to\(\w*rank\)"
-LACKS_GPUS = r"(?i)cuda|nccl|nvidia|\bgpu"  # in an error
+LACKS_GPUS = r"(?i)cuda|nccl|nvidia|\bgpu"  # in an error message
 ERROR = r"^(?:\[rank\d+\]: *)?((?:[\w.]*(?:Error|Exception)(?:: .+)?|[\w.-]+: error: .+))$"
+PREFIX = r"\[rank\d+\]: *"  # that PyTorch puts before each line of a traceback
+FRAME = re.compile(r' *File "(.+)", line (\d+)')
+REPORT = r"^(?:[EW]\d{4} .*torch/distributed|srun: task)"  # a launcher's, of a failure
+STATUS = (  # of the rank that failed first, as torchrun and srun report it
+    r"Root Cause.*\n(?:.*\n)*?\s+rank\s+: (\d+).*\n\s+exitcode\s+: (-?\d+)",
+    r"^srun: task (\d+) ended with exit code (-?\d+)",
+)
 CHAINED = r"\s+(?:\[rank\d+\]:\s*)*(?:During handling of|The above exception was)"
 
 
 @dataclass
 class Run:
-    """What a run of the script has shown."""
+    """What was observed in a run of the script."""
 
     nproc: int
     folder: Path  # of the events
+    cwd: Path = Path()
     place: str = ""
     launcher: str = ""
     text: str = ""  # of the script
-    left_out: list = field(default_factory=list)  # files that the script did not find
-    returncode: int | None = None  # None: it had to be ended
+    translate: bool = False  # its calls for GPUs were translated for the CPU
+    option: str = ""  # that tells it its local rank, if it asks for one, and where it does
+    option_where: str = ""
+    left_out: list = field(default_factory=list)  # checkpoints that the script missed
+    returncode: int | None = None  # None: it was killed after the timeout
     seconds: float = 0
     idle: float = 0  # seconds since the last batch or step
     output: str = ""
     ranks: dict = field(default_factory=dict)  # rank -> the events of its process, in order
-    stacks: dict = field(default_factory=dict)  # rank -> the lines where it hangs, innermost first
+    stacks: dict = field(default_factory=dict)  # rank -> its frames when it hung, innermost first
 
     def of(self, *kinds):
-        """Return the events of these kinds for each rank."""
+        """Return the events of these kinds: {rank: [event]}."""
         return {
             rank: [event for event in events if event["kind"] in kinds]
             for rank, events in self.ranks.items()
         }
 
     def all(self, *kinds):
+        """Return the events of these kinds from all ranks, as one list."""
         return [event for events in self.of(*kinds).values() for event in events]
 
     @property
     def for_nccl(self):
-        """Whether the script asks for NCCL alone, so that faults of gloo do not concern it."""
+        """Whether the script uses only NCCL, so faults of gloo do not affect it."""
         return "nccl" in self.text and "cpu:gloo" not in self.text
 
     @property
     def own(self):
-        """The output without torchrun's report of a failure."""
-        return re.split(r"^[EW]\d{4} .*torch/distributed", self.output, maxsplit=1, flags=re.M)[0]
+        """The output without the launcher's report of a failure."""
+        return re.split(REPORT, self.output, maxsplit=1, flags=re.M)[0]
+
+    @property
+    def raised(self):
+        """The matches of all errors in the output, except those that another one followed."""
+        found = list(re.finditer(ERROR, self.own, re.M))
+        return [one for one in found if not re.match(CHAINED, self.own[one.end() :])]
 
     @property
     def errors(self):
-        """The last lines of all tracebacks, but for those that led to the next one."""
-        found = [
-            (match[1], self.own[match.end() :]) for match in re.finditer(ERROR, self.own, re.M)
-        ]
-        return [text for text, rest in found if not re.match(CHAINED, rest)]
+        """The last lines of all tracebacks, except those that another exception followed."""
+        return [match[1] for match in self.raised]
 
     @property
-    def error(self):
-        """The first error in the output or, if there is none, its last line."""
-        # torchrun itself sends 15, SIGTERM, to the other ranks.
-        found = self.errors or re.findall(r"Signal (?!15 )\d+ \(\w+\)", self.output)
+    def traceback(self):
+        """The lines of the first error's traceback."""
+        if not self.raised:
+            return []
+        text = self.own[: self.raised[0].end()].replace(f"{self.cwd}{os.sep}", "")
+        (prefix,) = re.findall(rf"^(?:{PREFIX})?", text.rpartition("\n")[2])
+        lines = [line for line in text.splitlines() if line.startswith(prefix.rstrip())]
+        lines = [re.sub(PREFIX, "", line) if prefix else line for line in lines]
+        starts = [number for number, line in enumerate(lines) if line.startswith("Traceback")]
+        frames = [number for number, line in enumerate(lines) if FRAME.match(line)]
+        start = starts[-1:] or frames[-1:]  # a SyntaxError has only the frame
+        return lines[start[0] :] if start else []
+
+    @property
+    def error_where(self):
+        """The innermost line of the script in the first error's traceback, as "path:line"."""
+        frames = [match.groups() for match in map(FRAME.match, self.traceback) if match]
+        own = [f"{path}:{line}" for path, line in frames if is_own(path)]
+        return own[-1] if own else ""
+
+    @property
+    def ending(self):
+        """How a script that failed has ended, in words."""
         usage = re.findall(r"^usage: .+", self.own, re.M)
-        last = (self.own.strip() or self.output.strip() or "it printed nothing").splitlines()[-1]
-        return "; ".join([*found[:1], *usage[:1]]) if found else last
+        if self.errors:
+            return "; ".join([self.errors[0], *usage[:1]])
+        rank, code = self.status
+        who = f"rank {rank}" if rank is not None else "it"
+        if code < 0:
+            return f"{who} is killed by {signal.Signals(-code).name}"
+        last = self.own.strip().rpartition("\n")[2] or "nothing is printed"
+        return f"{who} exits with code {code}: {last}"
+
+    @property
+    def status(self):
+        """The rank that failed first, if the launcher names it, and its exit code or -signal."""
+        for pattern in STATUS:
+            if match := re.search(pattern, self.output, re.M):
+                return int(match[1]), int(match[2])
+        return None, self.returncode
+
+    @property
+    def lacks_gpus(self):
+        """Whether the script failed because there are no GPUs."""
+        if not self.returncode:  # it has not failed
+            return False
+        bare = self.traceback[1:] if self.ending == "AssertionError" else []  # says what it asserts
+        return bool(re.search(LACKS_GPUS, "\n".join([self.ending, *bare[-3:]])))
 
 
-LAUNCHERS = {  # how the script is started, before its name and arguments
-    "python": [sys.executable],  # it starts its processes itself
+LAUNCHERS = {  # what precedes the script on the command line
+    "python": [sys.executable],  # the script starts its own processes
     "srun": [sys.executable, str(HERE / "srun.py"), "NPROC"],
     "torchrun": [
         sys.executable,
@@ -95,17 +153,26 @@ LAUNCHERS = {  # how the script is started, before its name and arguments
 
 
 def launcher_of(text):
-    """Return how a script with this text wants to be started."""
+    """Return the launcher that a script with this text needs."""
     if re.search(STARTS, text):
         return "python"
     alone = "SLURM_PROCID" in text and not re.search(ASKS_TORCHRUN, text)
     return "srun" if alone else "torchrun"
 
 
-def mirror(source, target, depth=3):
-    """Fill a folder with what another one holds, and return the checkpoints that are left out.
+def local_rank_option(text):
+    """Return the option by which a script learns its local rank, and its line, or ("", 0)."""
+    found = re.search(LOCAL_RANK, text)
+    if not found or re.search(r"[\"']LOCAL_RANK[\"']", text):
+        return "", 0
+    option = "--local-rank" if "--local-rank" in found.groups() else found[1]
+    return option, text[: found.start()].count("\n") + 1
 
-    What the script writes stays in this folder, except below a folder of data.
+
+def mirror(source, target, depth=3):
+    """Copy or link the files of a folder into another; return the checkpoints that were left out.
+
+    What the script writes stays in the new folder, except inside folders of data.
     """
     left_out = []
     for path in source.iterdir():
@@ -118,7 +185,7 @@ def mirror(source, target, depth=3):
             new.mkdir()
             left_out += mirror(path, new, depth - 1)
         elif path.suffix == ".py":
-            shutil.copy(path, new)  # Python would import from the folder of a link's target
+            shutil.copy(path, new)  # from a link, Python would import from its target's folder
         else:
             new.symlink_to(path)
     return left_out
@@ -126,74 +193,99 @@ def mirror(source, target, depth=3):
 
 @dataclass
 class Plan:
-    """How a script is run: each time in a new place, or in one where it has run before."""
+    """How a script is run: in a new folder, or in that of an earlier run."""
 
-    script: str
+    script: str  # or the name of a module
     arguments: list
     nproc: int
     timeout: float  # seconds
-    launcher: str | None  # None: what the text of the script asks for
+    launcher: str | None  # None: chosen by the text of the script
     folder: str  # temporary, for all runs
+    module: bool = False  # the script is a module, as after python -m
+    translate: str = "auto"  # GPU calls: auto, yes or no
+    env: dict = field(default_factory=dict)  # more variables
+    restart_arguments: list | None = None  # follow the arguments after an interruption
 
     def __post_init__(self):
-        self.text = Path(self.script).read_text(encoding="utf-8", errors="replace")
+        path = module_path(self.script) if self.module else Path(self.script)
+        self.path = str(path)
+        self.text = path.read_text(encoding="utf-8", errors="replace")
         self.launcher = self.launcher or launcher_of(self.text)
-        self.uses_gpus = bool(re.search(USES_GPUS, self.text))
-        self.translate = self.uses_gpus and "is_available" not in self.text
-        self.lacking = ""  # how the script ended when no call was translated
+        asked = local_rank_option(self.text) if self.launcher == "torchrun" else ("", 0)
+        self.option, self.option_line = asked
+        uses_gpus, asks = re.search(USES_GPUS, self.text), "is_available" in self.text
+        self.uses_gpus = bool(uses_gpus)
+        at_once = self.translate == "auto" and uses_gpus and not asks
+        self.translated = bool(self.translate == "yes" or at_once)
+        self.lacking = ""  # how the run without translated calls ended
 
     @cached_property
     def undisturbed(self):
-        """A run from start to end, its calls for GPUs translated if it cannot do without them."""
+        """An uninterrupted run, with GPU calls translated if the script fails without GPUs."""
         run = self.run("undisturbed")
-        lacks = run.returncode and re.search(LACKS_GPUS, run.error)
-        idle = run.returncode == 0 and not run.all("init", "step")
-        if self.uses_gpus and not self.translate and (lacks or idle):
-            self.translate, self.lacking = True, run.error
+        idle = self.uses_gpus and run.returncode == 0 and not run.all("init", "step")
+        if self.translate == "auto" and not self.translated and (run.lacks_gpus or idle):
+            self.translated = True
+            self.lacking = "no training" if idle else run.ending
             return self.run("translated")
         return run
 
-    def run(self, place, nproc=None, **options):
-        """Run the script in a place."""
+    def run(self, place, nproc=None, during=None, arguments=None, **options):
+        """Run the script in a folder of this name, which need not exist."""
         folder, nproc = Path(self.folder, place).resolve(), nproc or self.nproc
         left_out = []
         if not folder.exists():
             folder.mkdir()
             left_out = mirror(Path.cwd(), folder)
         words = [str(nproc) if word == "NPROC" else word for word in LAUNCHERS[self.launcher]]
-        command = [*words, self.copy(folder), *map(str, self.arguments)]
-        run = observe(command, nproc, self.timeout, folder, translate=self.translate, **options)
+        if self.option:
+            words += ["--no-python", "bash", "-c", f'exec "$@" {self.option}="$LOCAL_RANK"', "bash"]
+            words.append(sys.executable)
+        command = [*words, *self.target(folder), *map(str, arguments or self.arguments)]
+        options |= {"translate": self.translated}
+        run = observe(command, nproc, self.timeout, folder, during, self.env, **options)
         run.place, run.launcher, run.text = place, self.launcher, self.text
-        run.left_out = [name for name in left_out if run.returncode and name in run.error]
+        run.option, run.option_where = self.option, f"{self.path}:{self.option_line}"
+        run.left_out = [name for name in left_out if run.returncode and name in run.ending]
         return run
 
-    def again(self, run):
-        """Start the script once more where it has run before."""
-        return self.run(run.place)
+    def again(self, run, **options):
+        """Run the script once more in the folder of an earlier run."""
+        arguments = [*self.arguments, *(self.restart_arguments or [])]
+        return self.run(run.place, arguments=arguments, **options)
 
-    def copy(self, folder):
-        """Return the path of the script in this folder, or its own if it comes from elsewhere."""
+    def target(self, folder):
+        """Return the words that name the script in this folder, or the original without a copy."""
+        if self.module:
+            return ["-m", self.script]
         path = Path(self.script).resolve()
         if not path.is_relative_to(Path.cwd()) or path.suffix in CHECKPOINT:
-            return str(path)
-        return str(folder / path.relative_to(Path.cwd()))
+            return [str(path)]
+        return [str(folder / path.relative_to(Path.cwd()))]
 
 
-def observe(command, nproc, timeout, cwd, during=None, scale=0, translate=False):
+def module_path(name):
+    """Return the file of a module in the current folder."""
+    path = Path(*name.split("."))
+    found = [path.with_suffix(".py"), path / "__main__.py"]
+    return next((one for one in found if one.is_file()), found[0])
+
+
+def observe(command, nproc, timeout, cwd, during=None, variables=None, **options):
     """Run a command under observation and return a Run.
 
-    `during` is called with the process, the folder of the events and the time limit while it runs.
+    While it runs, `during` is called with the process, the folder of the events and the deadline.
     """
     number = len(list(cwd.parent.glob(f"{cwd.name}.run*")))
     events = cwd.with_name(f"{cwd.name}.run{number}")
     events.mkdir()
-    task = Task(str(events), f"{cwd}{os.sep}", nproc, scale, translate)
-    run, start = Run(nproc, events), time.monotonic()
+    task = Task(str(events), f"{cwd}{os.sep}", nproc, **options)
+    run, start = Run(nproc, events, cwd, translate=task.translate), time.monotonic()
     with open(events / "output", "w+", encoding="utf-8", errors="replace") as output:
         process = subprocess.Popen(
             command,
             cwd=cwd,
-            env=environment(task),
+            env=environment(task, variables or {}),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -216,25 +308,29 @@ def observe(command, nproc, timeout, cwd, during=None, scale=0, translate=False)
     return run
 
 
-def environment(task):
-    """Return the environment of a script with this task: observed, without GPUs or Slurm."""
-    path = os.pathsep.join([str(HERE / "startup"), os.environ.get("PYTHONPATH", "")])
-    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    env |= {VARIABLE: str(task), "PYTHONPATH": path.rstrip(os.pathsep)}
+def environment(task, variables):
+    """Return the environment of an observed script, without GPUs or Slurm, with these variables."""
+    theirs = variables.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    path = os.pathsep.join([str(HERE / "startup"), theirs])
+    mine = r"SLURM_|(LOCAL_)?RANK$|WORLD_SIZE$"  # of the job that the checker may run in
+    env = {name: value for name, value in os.environ.items() if not re.match(mine, name)}
     env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
     env.setdefault("OMP_NUM_THREADS", "1")
-    return env
+    env |= variables | {VARIABLE: str(task), "PYTHONPATH": path.rstrip(os.pathsep)}
+    own = Path(task.events).parent / "tmp"  # so that what a killed run leaves there is removed
+    own.mkdir(exist_ok=True)
+    return env | {"TMPDIR": str(own)}
 
 
 def reports(events):
-    """Return process ID and events of each rank.
+    """Return the process ID and the events of each rank: {rank: (pid, events)}.
 
-    A process has the rank with which it joined a process group or, before that, the one that its
-    launcher gave it; of several with one rank, the first that joined, or else that started, counts.
+    A process has the rank with which it joined a process group or, before that, the one from its
+    launcher. Of several with the same rank, the first that joined counts, else the first started.
     """
     found = {}
     for path in events.glob("*.jsonl"):
-        whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")  # it may still grow
+        whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")  # a line may be incomplete
         lines = [json.loads(line) for line in whole.splitlines()]
         joined = next((event for event in lines if event["kind"] == "init"), None)
         rank = (joined or next(iter(lines), {})).get("rank")
@@ -245,7 +341,7 @@ def reports(events):
 
 
 def look(events):
-    """Return the stack of each rank."""
+    """Return the stack of each rank, innermost first: {rank: [(file, line, function)]}."""
     pids = {rank: pid for rank, (pid, _) in reports(events).items()}
     for pid in pids.values():
         with contextlib.suppress(ProcessLookupError):  # it may have ended
@@ -257,20 +353,7 @@ def look(events):
     }
 
 
-def processes(events):
-    """Return the processes that report to this folder: a command and all of its descendants."""
-    found = []
-    for candidate in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            asked = candidate.environ().get(VARIABLE)
-            if asked and json.loads(asked)["events"] == str(events):
-                found.append(candidate)
-    return found
-
-
 def kill_all(process, events):
-    """Kill the command and all of its descendants, torchrun's workers included."""
-    for candidate in processes(events):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            candidate.kill()
+    """Kill the command and all its descendants, including the ranks that torchrun started."""
+    kill(events)
     process.wait()

@@ -10,27 +10,37 @@ import time
 
 
 def free_port():
-    """Return a port where nothing listens, below those that the system hands out to others."""
+    """Return a free port below the range that the system hands out to others."""
     while True:
         with socket.socket() as server, contextlib.suppress(OSError):
             server.bind(("localhost", port := random.randint(20_000, 32_000)))
             return str(port)
 
 
+COUNTS = (  # of processes, each with a CPU and a GPU
+    *("NTASKS", "NPROCS", "NTASKS_PER_NODE", "TASKS_PER_NODE"),
+    *("STEP_NUM_TASKS", "STEP_TASKS_PER_NODE", "CPUS_ON_NODE", "JOB_CPUS_PER_NODE"),
+    *("GPUS", "GPUS_ON_NODE", "GPUS_PER_NODE"),
+)
+ONES = ("NNODES", "JOB_NUM_NODES", "STEP_NUM_NODES", "JOB_ID", "JOBID", "CPUS_PER_TASK")
+NODES = ("JOB_NODELIST", "NODELIST", "STEP_NODELIST", "SUBMIT_HOST", "TOPOLOGY_ADDR")
+
+
 def environment(nproc):
-    """Return what all processes have in common."""
-    counts = dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE"), nproc)
-    counts |= {"SLURM_STEP_NUM_TASKS": nproc, "SLURM_TASKS_PER_NODE": nproc}
-    nodes = dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SLURM_STEP_NUM_NODES"), "1")
-    names = ("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST", "SLURMD_NODENAME")
-    nodes |= dict.fromkeys(names, "localhost") | {"SLURM_NODEID": "0"}
-    job = {"SLURM_JOB_ID": "1", "SLURM_JOBID": "1", "SLURM_CPUS_PER_TASK": "1"}
-    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
-    return {**os.environ, **counts, **nodes, **job, **address}
+    """Return the environment that all processes share, with what batch scripts export."""
+    names = dict.fromkeys(COUNTS, nproc) | dict.fromkeys(ONES, "1")
+    names |= dict.fromkeys(NODES, "localhost") | {"LAUNCH_NODE_IPADDR": "127.0.0.1"}
+    names |= dict.fromkeys(("NODEID", "STEP_ID", "STEPID"), "0")
+    names |= {"JOB_NAME": "ddp_check", "JOB_PARTITION": "debug", "CLUSTER_NAME": "ddp_check"}
+    names |= {"SUBMIT_DIR": os.getcwd(), "GTIDS": ",".join(map(str, range(int(nproc))))}
+    names |= {"JOB_GPUS": names["GTIDS"], "STEP_GPUS": names["GTIDS"]}
+    slurm = {f"SLURM_{name}": value for name, value in names.items()}
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "WORLD_SIZE": nproc}
+    return {**slurm, "SLURMD_NODENAME": "localhost", **address, **os.environ}
 
 
 def main(nproc, *command):
-    """Start all processes; when one fails, end the others, as with --kill-on-bad-exit."""
+    """Start all processes; if one fails, kill the others, like --kill-on-bad-exit."""
     shared, processes = environment(nproc), []
     for rank in map(str, range(int(nproc))):
         env = {**shared, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}
@@ -40,9 +50,19 @@ def main(nproc, *command):
         time.sleep(0.05)
         codes = [process.poll() for process in processes]
         if any(codes):
-            for process in processes:
-                process.kill()
-    return max(map(abs, codes))
+            return stop(processes, codes)
+    return 0
+
+
+def stop(processes, codes):
+    """Say which process failed, as srun does, and kill the others."""
+    rank, code = next((rank, code) for rank, code in enumerate(codes) if code)
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()
+    print(f"srun: task {rank} ended with exit code {code}", flush=True)
+    return 1
 
 
 if __name__ == "__main__":

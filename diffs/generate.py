@@ -1,4 +1,4 @@
-"""Write what is generated: diffs, walk-through, page, notebook, exercise, and two indexes.
+"""Write the generated files: diffs, walk-through, page, notebook, exercise, indexes, table rows.
 
 python diffs/generate.py [--check | --run]
 """
@@ -11,9 +11,11 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "generator"))
 
 try:
+    from holds import pictures
     from hunks import Problem, compare, explained, parse, tie
+    from lookup import sections, weave
     from notebook import run, write_book
-    from page import render
+    from page import PLACES, render
     from patches import KINDS, collect
 except ModuleNotFoundError as error:
     sys.exit(f"generate.py: {error}: pip install -r requirements-dev.txt")
@@ -25,17 +27,16 @@ BEGIN = """\
 <!-- Written by diffs/generate.py from the scripts and notes.md: edit those. -->
 
 Each script of the ladder differs from the previous one by one lesson. This page goes through the
-four diffs in order. Every change comes with the reason for it, the tests that fail without it, and
-the place in the documentation where you can read more. To run one of these tests, type
-`pytest --everything -k 'NAME'` at the top of the repository.
+four diffs in order: first the lines that carry the lesson, then every change with the reason for it
+and the place in the documentation where you can read more.
 
-The same text, in two other forms:
+The same text in two other forms:
 
 - [`index.html`](index.html) shows both files side by side: download it and open it in a browser.
-- [`walkthrough.ipynb`](walkthrough.ipynb) also runs each step: open it in this folder of a clone,
-  with the packages of `requirements-dev.txt` installed and any editor for notebooks.
+- [`walkthrough.ipynb`](walkthrough.ipynb) also runs each step, in Jupyter or on a notebook service,
+  with or without GPUs: download this one file and open it there.
 
-To look at a diff with your own tools, at the top of the repository:
+To see a diff in your own tools, type one of these at the top of the repository:
 
 ```bash
 diff --color -U0 02_multigpu_spawn.py 03_multigpu_torchrun.py
@@ -43,6 +44,19 @@ git diff --no-index --color-words 02_multigpu_spawn.py 03_multigpu_torchrun.py
 vimdiff 02_multigpu_spawn.py 03_multigpu_torchrun.py
 code --diff 02_multigpu_spawn.py 03_multigpu_torchrun.py
 ```
+"""
+BESIDE = """\
+Does your model outgrow DDP? [Which one](which.md) says how to split it, by its size and your GPUs.
+Three more pages are no patches: [everyday questions](questions.md) has short answers on batch
+sizes, seeds, loader workers, metrics, inference, debuggers, profiles, sweeps, large data, CI, …;
+[frameworks](../frameworks/README.md) maps step 5 to Accelerate, Lightning Fabric, the Hugging Face
+Trainer and DeepSpeed; [without Slurm](../without_slurm/README.md) is about ssh, Docker, Kubernetes,
+Kubeflow, SageMaker, Azure, Vertex AI, cloud machines and notebooks."""
+TESTS = """\
+## The tests
+
+{}
+To run one of them, type `pytest --everything -k 'NAME'` at the top of the repository.
 """
 
 
@@ -54,17 +68,19 @@ def index(kind, collections):
         "pitfalls": "| what you see | pitfall | what to do |\n|---|---|---|",
     }[kind]
     source = f"<!-- Written by diffs/generate.py: edit {kind}/*.md. -->"
-    more = "[`diffs/index.html`](../diffs/index.html) shows them side by side with the scripts"
-    more += ", and has a table of symptoms to search." if kind == "pitfalls" else "."
+    more = f"[`diffs/index.html`](../diffs/index.html) shows the {kind} beside the scripts"
+    more += ", with a search for what you see on your screen."
     parts = [f"# {KINDS[kind].title}\n\n{source}\n\n{KINDS[kind].story}\n{more}\n"]
+    if kind == "recipes":
+        parts += [f"{BESIDE}\n"]
     pages = {patch.name: patch for patch in collections[kind]}
     for group, names in KINDS[kind].groups.items():
         parts += [f"## {group}\n\n{head}", *(row(pages[name]) for name in names), ""]
-    if kind == "pitfalls":
-        parts += [f"## Messages that a recipe explains\n\n{head.replace('pitfall', 'recipe')}"]
-        parts += [pitfall_row(patch) for patch in collections["recipes"] if patch.rows]
-        parts += [""]
-    return "\n".join(parts)
+    said = {
+        "recipes": "Each page names the tests that show what it says.",
+        "pitfalls": "Each page names the tests that show the symptom in the broken script only.",
+    }[kind]
+    return "\n".join([*parts, TESTS.format(said)])
 
 
 def recipe_row(patch):
@@ -72,22 +88,32 @@ def recipe_row(patch):
 
 
 def pitfall_row(patch):
-    page = f"../{patch.path}" if patch.kind == "recipes" else f"{patch.name}.md"
     return "\n".join(
-        f"| {seen} | [{patch.title}]({page}) | {remedy} |" for seen, _, remedy in patch.rows
+        f"| {seen} | [{patch.title}]({patch.name}.md) | {remedy} |"
+        for seen, _, remedy in patch.rows
     )
 
 
 def walkthrough(diffs):
-    """Return README.md: each step's story, and its hunks with their notes."""
+    """Return README.md: each step in a few lines, its story, and its hunks with their notes."""
     parts = [BEGIN]
     for diff in diffs:
         slug = diff.slug.replace("-", "_")
         old, new = (f"[`{path.name}`](../{path.name})" for path in (diff.old, diff.new))
         files = f"From {old} to {new}, as a patch: [`{slug}.diff`]({slug}.diff)"
-        parts += [f"## {diff.name}: {diff.title}\n", f"{files}\n", f"{diff.story}\n"]
-        parts += [f"{hunk.markdown}\n" for hunk in diff.hunks]
-    return "\n".join(parts)
+        lesson = diff.short(lambda note: note.slug)
+        parts += [f"## {diff.name}: {diff.title}\n", f"{files}\n"]
+        parts += [f"{lesson}\n", f"{diff.story}\n", *play(diff.slug)]
+        for hunk in diff.hunks:
+            parts += [f"{hunk.markdown}\n", *play(f"{diff.slug}-{hunk.note.slug}")]
+    said = "Each change names the tests that fail if you revert it alone."
+    return "\n".join([*parts, TESTS.format(said)])
+
+
+def play(place):
+    """Return a link to the figure that stands here on the page, if there is one."""
+    for name in PLACES.get(place, []):
+        yield f"[Play with it](index.html#fig-{name}) (download the page, open it in a browser).\n"
 
 
 def exercise(folder):
@@ -111,8 +137,12 @@ def generate(root=HERE.parent):
         folder / f"{diff.slug.replace('-', '_')}.diff": f"{WRITTEN}\n{diff.text}" for diff in diffs
     }
     files[folder / "README.md"] = walkthrough(diffs)
+    files |= pictures(folder / "pictures")
     files[root / "exercise" / "README.md"] = exercise(root / "exercise")
-    files[folder / "index.html"] = render(root, diffs, collections)
+    looked_up = root / "troubleshooting.md"
+    messages = weave(looked_up.read_text(encoding="utf-8"), collections)
+    files[looked_up] = messages
+    files[folder / "index.html"] = render(root, diffs, collections, messages, sections(root))
     book = folder / "walkthrough.ipynb"
     files[book] = write_book(book, diffs)
     for kind, members in collections.items():

@@ -1,4 +1,4 @@
-"""Train a character-level GPT to write like Python's manual, which Python itself carries."""
+"""Train a character-level GPT to write like the manual that comes with Python."""
 
 import math
 import os
@@ -12,7 +12,7 @@ from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported later, it would keep the process group alive
+import torch.distributed.nn  # skip at first reading: imported late, it can abort the exit
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -32,14 +32,18 @@ path = "gpt.pt"
 told_to_stop = torch.zeros(1)  # 1 after SIGTERM; a tensor, so that all_reduce can sum it
 
 
-def ddp_setup():
-    """Join the process group as the rank that torchrun has put into the environment."""
+def check_restarts():
+    """Refuse restarts that would connect to dead ranks (pytorch#135712); delete this once fixed."""
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise RuntimeError("--max-restarts needs: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+
+
+def ddp_setup():
+    """Join the process group as the rank that torchrun has put into the environment."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # "cuda" is now this process's GPU
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"  # gloo for CPU tensors
     dist.init_process_group(backend, timeout=timedelta(minutes=5))  # fail if a node is lost
 
 
@@ -49,6 +53,7 @@ def log(message):
 
 
 signal.signal(signal.SIGTERM, lambda *_: told_to_stop.fill_(1))
+check_restarts()
 ddp_setup()
 torch.manual_seed(0)
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -61,7 +66,7 @@ split = len(numbers) * 9 // 10
 
 
 class Windows(Dataset):
-    """Pieces of the text, each with the same piece one character further on."""
+    """Pieces of the text, each paired with the same piece shifted by one character."""
 
     def __init__(self, numbers):
         self.numbers = numbers
@@ -131,7 +136,7 @@ def batch_loss(model, x, y):
 
 
 def schedule(step):
-    """Return the factor on lr: a warm-up, then down to 0 on a cosine."""
+    """Return the factor on lr: a linear warm-up, then a cosine decay to 0."""
     return min(1, (step + 1) / warm_up) * (1 + math.cos(math.pi * step / steps)) / 2
 
 
@@ -172,7 +177,7 @@ def evaluate(model):
 
 @torch.inference_mode()
 def write(model, length):
-    """Return a text drawn from the model."""
+    """Return text sampled from the model."""
     written = torch.tensor([[number["\n"]]], device=device)
     for _ in range(length):
         logits = model(written[:, -context:])[:, -1]
@@ -199,13 +204,10 @@ if os.path.exists(path):
     samples_run = checkpoint.get("samples_run", 0)
     Path(f"{path}.interrupted").unlink(missing_ok=True)
     log(f"resuming from {path} after epoch {epochs_run}")
-# The steps taken so far, counted in batches of this world size: it may have been another.
+# The steps taken so far, counted at the current world size, which may have changed.
 steps_run = epochs_run * len(train_data) + samples_run // (batch_size * dist.get_world_size())
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule, last_epoch=steps_run - 1)
 ddp_model = DDP(model)  # backward() averages the gradients over all ranks
-# DDP regroups its gradients after one backward(), which changes the rounding: do it now.
-model.eval()  # leaves BatchNorm's statistics alone
-batch_loss(ddp_model, *next(iter(train_data))).backward()
 
 for epoch in range(epochs_run, epochs):
     model.train()
@@ -243,7 +245,7 @@ if not interrupted:
     if dist.get_rank() == 0:
         print(write(model, 300))
 dist.barrier()  # wait until every rank has finished with the group
-del ddp_model  # free DDP before its process group: the other order can hang
+del ddp_model  # skip at first reading: DDP freed after its group can hang
 dist.destroy_process_group()
 if interrupted:
     raise SystemExit(os.EX_TEMPFAIL)

@@ -1,4 +1,4 @@
-"""Train a character-level GPT to write like Python's manual, which Python itself carries."""
+"""Train a character-level GPT to write like the manual that comes with Python."""
 
 import math
 import os
@@ -32,7 +32,7 @@ split = len(numbers) * 9 // 10
 
 
 class Windows(Dataset):
-    """Pieces of the text, each with the same piece one character further on."""
+    """Pieces of the text, each paired with the same piece shifted by one character."""
 
     def __init__(self, numbers):
         self.numbers = numbers
@@ -93,7 +93,7 @@ def batch_loss(model, x, y):
 
 
 def schedule(step):
-    """Return the factor on lr: a warm-up, then down to 0 on a cosine."""
+    """Return the factor on lr: a linear warm-up, then a cosine decay to 0."""
     return min(1, (step + 1) / warm_up) * (1 + math.cos(math.pi * step / steps)) / 2
 
 
@@ -118,7 +118,7 @@ def evaluate(model):
 
 @torch.inference_mode()
 def write(model, length):
-    """Return a text drawn from the model."""
+    """Return text sampled from the model."""
     written = torch.tensor([[number["\n"]]], device=device)
     for _ in range(length):
         logits = model(written[:, -context:])[:, -1]

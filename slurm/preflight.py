@@ -21,7 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 
 COLUMNS = ("names", "network", "port", "GPU", "clock", "folder")
-TO_THE_FIRST = ("network", "port", "folder")  # what the other nodes share with the first node
+TO_THE_FIRST = ("network", "port", "folder")  # what concerns the connection to the first node
 FINE = ("no GPU", "ok", "-")  # cells without a fault, the most telling first; "-": not checked
 SIZES = (2**10, 2**20, 2**24)  # bytes
 SIOCGIFADDR = 0x8915  # from linux/sockios.h: the IPv4 address of an interface
@@ -86,7 +86,8 @@ def check_names(nodes):
 def gloo_address():
     """Return the interface that gloo uses on this host, and its address.
 
-    It is that of GLOO_SOCKET_IFNAME or else of the host name, or else the loopback interface.
+    Gloo takes the interface in GLOO_SOCKET_IFNAME, or the one that the host name's address belongs
+    to, or else the loopback interface.
     """
     own = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
@@ -214,7 +215,7 @@ class Task:
                 raise Fault(f"{self.network} is a loopback address")
             if self.rank == 0:
                 family = socket.AF_INET6 if ":" in own else socket.AF_INET
-                backlog = len(self.nodes)  # it accepts none, so all have to wait in line
+                backlog = len(self.nodes)  # it accepts none, so all must fit in the queue
                 self.server = socket.create_server((own, 0), family=family, backlog=backlog)
                 return "ok"
         finally:
@@ -251,7 +252,7 @@ class Task:
         return int(bad or answer is None)
 
     def complain(self, cells):
-        """Print this task's faults, as its report may get lost; return whether there are any."""
+        """Print this task's faults, since its report may be lost; return whether there are any."""
         bad = [f"{name}: {cell}" for name, cell in cells.items() if cell not in FINE]
         for reason in bad:
             print(f"{self.node}: task {self.rank}: {reason}", file=sys.stderr, flush=True)
@@ -392,7 +393,7 @@ def node_row(reports, tasks):
 
 
 def node_rows(reports, nodes, tasks):
-    """Return a row of cells for each node; some can be judged only beside those of the others."""
+    """Return a row of cells for each node; some can be judged only by comparison."""
     rows = {}
     for node in nodes:
         own = [report for report in reports if report["node"] == node]
@@ -556,8 +557,8 @@ def print_pairs(pairs):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("port", type=int, help="that training will use")
-    parser.add_argument("nodes", nargs="+", help="the first one runs task 0")
+    parser.add_argument("port", type=int, help="the port that training will use")
+    parser.add_argument("nodes", nargs="+", help="all nodes of the job; the first runs task 0")
     parser.add_argument("--timeout", type=float, default=30, help="seconds to wait for a node")
     args = parser.parse_args()
     if not 0 < args.timeout < float("inf"):

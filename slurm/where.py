@@ -4,8 +4,8 @@
     python slurm/where.py        # what torchrun has started on this machine
 
 An arrow marks the ranks that are not where most ranks are. If they hang, the others wait for them
-in a collective. Look twice: in a healthy job the ranks move on. This needs Linux, and py-spy in the
-environment of the job (pip install py-spy).
+in a collective. Run it twice: in a healthy job the ranks move on. This needs Linux, and py-spy in
+the environment of the job (pip install py-spy).
 """
 
 import argparse
@@ -98,8 +98,8 @@ def table(rows):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("job", nargs="?", help="of Slurm; without it, look at this machine")
-    parser.add_argument("--json", action="store_true", help="one line per rank, and no table")
+    parser.add_argument("job", nargs="?", help="a Slurm job; without it, look at this machine")
+    parser.add_argument("--json", action="store_true", help="print one line per rank, and no table")
     args = parser.parse_args()
     if not shutil.which("py-spy"):
         sys.exit("py-spy is missing: pip install py-spy")

@@ -8,17 +8,19 @@ import zlib
 
 import pytest
 import torch.distributed as dist
+from support.browser import browser, visit  # noqa: F401  # fixtures
 from support.checker import own_folder  # noqa: F401  # a fixture
 from support.generator import copy  # noqa: F401  # a fixture
 from support.jobs import finished
+from support.machines import holder, machines  # noqa: F401  # fixtures
 from support.once import FOLDER, once
 from support.scripts import ROOT, SCRIPT, SMALL, command, edited, forked, patched
 from support.slurm import clone, cluster, gated, submit  # noqa: F401  # fixtures
 
-# Parts of the ids of tests that may be skipped even with --everything: they need GPUs, or version 1
-# of control groups.
+# Parts of the ids of tests that --everything may skip: they need GPUs, or cgroups v1.
 EXPECTED_SKIPS = ("[nccl-", "test_out_of_memory")
-TURNS = 3  # how many runs of --everything it takes until each repetition has had its turn
+TURNS = 4  # runs of --everything until each repetition has had its turn
+COLLECTED = pytest.StashKey()  # the ids of all tests, those of later turns too
 
 # ---------------------------------------------------------------- what runs
 
@@ -29,23 +31,25 @@ def pytest_addoption(parser):
         nargs="?",
         const="turn",
         choices=["turn", "all"],
-        help="also run the slow tests, and of those that only repeat a third, chosen by the "
-        "commit; `--everything=all` runs all of them",
+        help="also run the slow tests, and a quarter of the repetitions, chosen by the commit; "
+        "`--everything=all` runs all of them",
     )
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "everything: takes minutes, runs only with --everything")
-    config.addinivalue_line("markers", "repetition: the same, and takes turns with its like")
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
+    config.addinivalue_line("markers", "everything: slow, runs only with --everything")
+    config.addinivalue_line("markers", "repetition: the same, but only in every fourth run")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
+    os.environ.pop("PYTHONUNBUFFERED", None)  # would divide the lines that ranks print
     if FOLDER not in os.environ:
         folder = tempfile.TemporaryDirectory(prefix="trained-")
         config.add_cleanup(folder.cleanup)
-        os.environ[FOLDER] = folder.name
+        os.chmod(folder.name, 0o1777)  # as /tmp is
+        os.environ[FOLDER] = os.environ["TMPDIR"] = folder.name  # torchrun leaves a folder there
 
 
 def turn():
-    """Return which of the turns this commit takes."""
+    """Return the number of this commit's turn, from 0."""
     words = ["git", "-c", "safe.directory=*", "rev-parse", "HEAD"]
     found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout
     return int(found or "0", 16) % TURNS
@@ -59,11 +63,12 @@ def pytest_report_header(config):
 
 def pytest_collection_modifyitems(config, items):
     chosen = config.getoption("--everything")
+    config.stash[COLLECTED] = {item.nodeid for item in items}
     for item in items:
         slow = item.get_closest_marker("everything") or item.get_closest_marker("repetition")
         if slow and not chosen:
             item.add_marker(pytest.mark.skip(reason="takes minutes: run pytest --everything"))
-    if chosen == "turn" and not config.getoption("keyword"):  # who asks for a test gets it
+    if chosen == "turn" and not config.getoption("keyword"):  # -k runs what it names
         now = turn()
         later = [
             item
@@ -76,8 +81,15 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture
+def collected(request):
+    """The ids of the tests of this session, with and without their parameters."""
+    names = request.config.stash[COLLECTED]
+    return names | {name.partition("[")[0] for name in names}
+
+
+@pytest.fixture
 def repetitions(request):
-    """Return how many of some repetitions inside a test this run makes."""
+    """Return a function: of `count` repetitions inside a test, how many to do in this run."""
     everything = request.config.getoption("--everything") == "all"
     return lambda count: count if everything else -(-count // TURNS)
 
@@ -90,7 +102,7 @@ def pytest_runtest_makereport(item):
     allowed = expected or not item.config.getoption("--everything")
     if report.skipped and not hasattr(report, "wasxfail") and not allowed:
         report.outcome = "failed"
-        report.longrepr = f"skipped in spite of --everything: {report.longrepr}"
+        report.longrepr = f"skipped despite --everything: {report.longrepr}"
     return report
 
 
@@ -99,7 +111,7 @@ def pytest_runtest_makereport(item):
 
 @pytest.fixture(scope="session")
 def launched():
-    """Run a step to completion, with its own launcher."""
+    """Run a step to completion with its own launcher, once for all tests."""
 
     def train(step, *args, nprocs=2):
         text = SCRIPT[step].read_text(encoding="utf-8")
@@ -111,7 +123,7 @@ def launched():
 
 @pytest.fixture(scope="session")
 def trained_with():
-    """Run an edited step to completion, by forked ranks."""
+    """Run an edited step to completion on forked ranks, once for all tests."""
 
     def train(step, changes, args, nprocs=2):
         def make(cwd):
@@ -127,13 +139,13 @@ def trained_with():
 
 @pytest.fixture(scope="session")
 def trained(trained_with):
-    """Run a step to completion, by forked ranks."""
+    """Run a step to completion on forked ranks, once for all tests."""
     return lambda step, *args, **options: trained_with(step, (), args, **options)
 
 
 @pytest.fixture
 def both(trained_with, tmp_path):
-    """Run the script that a pitfall breaks, and step 5 itself, with the same changes to both."""
+    """Run a pitfall's broken script and step 5, with the same changes to both."""
 
     def run_both(name, *changes, args=("1", *SMALL)):
         broken = patched(tmp_path, f"pitfalls/{name}", *changes)
@@ -144,7 +156,7 @@ def both(trained_with, tmp_path):
 
 @pytest.fixture
 def process_group():
-    """Join a process group that has this process as its only member."""
+    """Join a process group of which this process is the only member."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Step 1 learns, saves and resumes, and contains nothing about other processes."""
+"""Step 1 learns, saves and resumes, and has no distributed code."""
 
 import re
 

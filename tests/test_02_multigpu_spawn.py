@@ -1,4 +1,4 @@
-"""Step 2: several processes train one model, on a free port, and end together."""
+"""Step 2: several processes find a free port, train one model, and end together."""
 
 import os
 import re
@@ -32,7 +32,7 @@ def test_learns_with_the_default_arguments(launched):
     assert len(job.stdout.splitlines()) == 5
 
 
-@pytest.mark.everything
+@pytest.mark.repetition
 def test_two_copies_at_the_same_time(trained, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
@@ -46,7 +46,7 @@ def test_two_copies_at_the_same_time(trained, tmp_path):
 
 
 @pytest.mark.everything
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.repetition), 1])
 def test_a_killed_process_ends_all(tmp_path, rank):
     killed = at(0, 5, KILLED, when=f"dist.get_rank() == {rank}")
     job = run(command(edited(tmp_path, "02", killed), *LONG), tmp_path)
@@ -54,6 +54,7 @@ def test_a_killed_process_ends_all(tmp_path, rank):
     assert "terminated with signal SIGKILL" in job.stderr or "Connection closed" in job.stderr, job
 
 
+@pytest.mark.everything
 def test_the_saved_names_have_no_prefix(launched, process_group):
     model = load("02").build_model(4)
     saved = weights(launched("02", *LONG))
@@ -101,7 +102,7 @@ def test_ranks_end_with_equal_weights_and_share_the_cores(tmp_path):
 
 @pytest.mark.everything
 def test_omp_num_threads_is_honoured(tmp_path):
-    joined = "    ddp_setup(rank, args.nprocs)\n"
+    joined = "    ddp_setup(rank, args.nprocs, port)\n"
     leave = f"    {on_each_rank(THREADS)}    return\n"
     path = edited(tmp_path, "02", (joined, joined + leave))
     given = str(len(os.sched_getaffinity(0)))
@@ -111,7 +112,7 @@ def test_omp_num_threads_is_honoured(tmp_path):
 
 @pytest.mark.parametrize("nprocs", [2, pytest.param(3, marks=pytest.mark.everything)])
 def test_n_processes_follow_one_with_the_same_effective_batch(tmp_path, nprocs):
-    """The printed loss agrees too: it is the loss of all ranks."""
+    """The printed loss is the same too: it is the mean over all ranks."""
     path = without_spawn(tmp_path, *DOUBLE)
     jobs, results = [], []
     for count, batch in ((nprocs, 64), (1, 64 * nprocs)):

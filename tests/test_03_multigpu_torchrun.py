@@ -1,4 +1,4 @@
-"""Step 3: torchrun restarts a killed run, which ends with the bits of an undisturbed one."""
+"""Step 3: torchrun restarts a killed run; its final weights are those of an undisturbed run."""
 
 import random
 import time
@@ -8,7 +8,7 @@ import torch
 from support.jobs import RESTARTS, Job, finished, kill, run
 from support.positions import KILLED, at
 from support.results import accuracy, epochs, error_lines, resumed, same_bits
-from support.scripts import LONG, SMALL, command, edited, forked, load
+from support.scripts import LONG, SMALL, command, edited, exact, forked, load
 
 
 def test_a_finished_job_only_evaluates(trained, tmp_path):
@@ -22,19 +22,20 @@ def test_a_finished_job_only_evaluates(trained, tmp_path):
     assert (tmp_path / "checkpoint.pt").read_bytes() == saved
 
 
-def test_kill_9_with_4_processes(trained, tmp_path):
+def test_kill_9_with_4_processes(trained_with, tmp_path):
+    undisturbed = trained_with("03", exact(4), LONG, nprocs=4)
     killed = at(1, 20, KILLED, when="dist.get_rank() == 3")
-    start = forked(edited(tmp_path, "03", killed), *LONG, nprocs=4, restarts=1)
+    start = forked(edited(tmp_path, "03", killed, *exact(4)), *LONG, nprocs=4, restarts=1)
     job = finished(start, tmp_path)
     assert resumed(job) == [1]
     assert epochs(job) == [1, 2, 3, 4]
-    assert same_bits(job, trained("03", *LONG, nprocs=4))
-    assert accuracy(job) == accuracy(trained("03", *LONG, nprocs=4))
+    assert same_bits(job, undisturbed)
+    assert accuracy(job) == accuracy(undisturbed)
 
 
 @pytest.mark.everything
 def test_kill_9_repeats_what_was_not_saved(trained, tmp_path):
-    """torchrun restarts the ranks, after the third epoch, which was not saved."""
+    """The kill comes after the third epoch, which was not saved."""
     killed = edited(tmp_path, "03", at(3, 20, KILLED, when="dist.get_rank() == 0"))
     start = command(killed, "4", "2", *SMALL, torchrun=("--max-restarts=1",))
     job = finished(start, tmp_path, RESTARTS)
@@ -45,7 +46,7 @@ def test_kill_9_repeats_what_was_not_saved(trained, tmp_path):
 
 @pytest.mark.everything
 def test_kill_9_at_any_moment(trained, tmp_path, repetitions):
-    """Restarts succeed after all kills, at any time between the first import and the end."""
+    """Every restart succeeds, whenever a rank is killed between the first import and the end."""
     moments, kills, life, wanted = random.Random(), 0, 8, repetitions(20)
     for attempt in range(wanted):
         folder = tmp_path / str(attempt)
@@ -58,7 +59,7 @@ def test_kill_9_at_any_moment(trained, tmp_path, repetitions):
                 while job.process.poll() is None:
                     workers = job.workers()
                     pids = {worker.pid for worker in workers.values()}
-                    if len(pids) == 2 and not pids & old:  # all of them are of this restart
+                    if len(pids) == 2 and not pids & old:  # both belong to this restart
                         kill(workers[kills % 2])
                         kills += 1
                         old = pids
@@ -89,6 +90,7 @@ def test_without_torchrun(tmp_path):
     assert "environment variable RANK expected" in job.stderr.splitlines()[-1]
 
 
+@pytest.mark.everything
 def test_restarts_need_a_store_of_their_own(tmp_path):
     start = command("03", "1", *SMALL, nprocs=1, torchrun=("--max-restarts=1",))
     job = run(start, tmp_path)

@@ -1,4 +1,4 @@
-"""Step 4 on several nodes: agents of their own, on one machine."""
+"""Step 4 on several nodes, simulated by one torchrun agent each on this machine."""
 
 import contextlib
 import re
@@ -70,6 +70,13 @@ def test_two_nodes_of_two_are_one_of_four(trained, tmp_path):
 
 
 @pytest.mark.everything
+def test_step_3_runs_on_two_nodes(trained, tmp_path):
+    with nodes(tmp_path, 2, 1, LONG, path=SCRIPT["03"]) as jobs:
+        seen_by_all(jobs)
+    assert bits_equal(tmp_path, trained("03", *LONG))
+
+
+@pytest.mark.repetition
 def test_static_rendezvous(trained, tmp_path):
     with nodes(tmp_path, 2, 1, LONG, static=True) as jobs:
         seen_by_all(jobs)
@@ -78,7 +85,7 @@ def test_static_rendezvous(trained, tmp_path):
 
 @pytest.mark.everything
 def test_any_launcher_that_sets_the_ranks(trained, tmp_path):
-    """The way srun alone would start it, without torchrun."""
+    """As srun would start it without torchrun."""
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
     start = forked("04", *LONG, nprocs=0)
     with (
@@ -89,21 +96,21 @@ def test_any_launcher_that_sets_the_ranks(trained, tmp_path):
     assert bits_equal(tmp_path, trained("03", *LONG))
 
 
-@pytest.mark.everything
+@pytest.mark.repetition
 def test_kill_9_on_one_of_two_nodes(trained, tmp_path):
     path = edited(tmp_path, "04", at(1, 20, KILLED, when=ON_RANK_1))
     with nodes(tmp_path, 2, 1, LONG, path=path) as jobs:
         for job in jobs:
             assert job.wait().returncode == 0, job
             job.wait_until_gone()
-    # After the restart either node may have rank 0, which prints.
+    # After the restart, rank 0, which prints, may be on either node.
     assert sorted(number for job in jobs for number in epochs(job)) == [1, 2, 3, 4]
     assert [number for job in jobs for number in resumed(job)] == [1]
     assert bits_equal(tmp_path, trained("03", *LONG))
 
 
 def test_local_rank_picks_the_gpu_before_the_group_is_joined(monkeypatch):
-    """Without a GPU, check the calls."""
+    """There may be no GPU, so this checks the calls."""
     calls = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
@@ -117,7 +124,7 @@ def test_local_rank_picks_the_gpu_before_the_group_is_joined(monkeypatch):
 
 @pytest.mark.everything
 def test_a_node_that_falls_silent_is_an_error_and_not_a_hang(tmp_path):
-    """A stopped process keeps its connections open, as a lost node does."""
+    """A stopped process keeps its connections open, like a lost node."""
     short = ("timedelta(minutes=5)", "timedelta(seconds=8)")
     stops = f"{on_each_rank('os.getpid()')}os.kill(os.getpid(), signal.SIGSTOP)"
     path = edited(tmp_path, "04", short, at(0, 5, stops, when=ON_RANK_1))
@@ -135,13 +142,13 @@ def test_without_torchrun(tmp_path):
     assert job.stdout == ""
 
 
-# ---------------------------------------------------------------- nodes are lost, and join again
+# ---------------------------------------------------------------- nodes are lost and rejoin
 
 
 def start_node(folder, port, script, nnodes="1:2", host=False):
-    """Start the agent of a node, with one worker, in a folder that all nodes share.
+    """Start the agent of a node with one rank, in a folder that all nodes share.
 
-    A node waits for a second one for some seconds, then it goes on alone.
+    A node waits a few seconds for a second one, then continues alone.
     """
     where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"]
     where += [f"--rdzv-conf=is_host={int(host)},last_call_timeout=10"]
@@ -151,7 +158,7 @@ def start_node(folder, port, script, nnodes="1:2", host=False):
 
 @contextlib.contextmanager
 def two_nodes(folder, script, **options):
-    """Start the node that hosts the rendezvous, and another; yield once both are at the gate."""
+    """Start the rendezvous host and another node; yield (port, host, other) at the gate."""
     port = free_port()
     with (
         start_node(folder, port, script, host=True, **options) as host,
@@ -162,7 +169,7 @@ def two_nodes(folder, script, **options):
 
 
 def world_size(job):
-    """Return the world size of the worker of a node, or None if it has no worker now."""
+    """Return the world size of a node's rank, or None if no rank is running."""
     for worker in job.workers().values():
         with contextlib.suppress(psutil.Error, KeyError):  # an exiting process has no environment
             return int(worker.environ()["WORLD_SIZE"])
@@ -170,7 +177,7 @@ def world_size(job):
 
 
 def cut_the_power(job):
-    """Kill everything that runs on a node at once."""
+    """Kill everything on a node at once."""
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for process in job.processes():
             with contextlib.suppress(psutil.Error):
@@ -179,7 +186,7 @@ def cut_the_power(job):
 
 
 def samples_at_stops(job):
-    """Return the number of samples for each time the job was interrupted."""
+    """Return the printed number of samples at each interruption."""
     return [int(n.replace(",", "")) for n in re.findall(r"interrupted after ([\d,]+)", job.stdout)]
 
 
@@ -204,9 +211,9 @@ def test_a_node_is_lost_and_comes_back(tmp_path):
             for job in (host, again):
                 assert job.wait().returncode == 0, job
                 job.wait_until_gone()
-    # After the return either node may have rank 0, which prints.
+    # After the node's return, rank 0, which prints, may be on either node.
     assert resumed(host)[0] == 1
-    assert samples_at_stops(host) == [20 * 64]  # told by its agent to stop, so nothing was lost
+    assert samples_at_stops(host) == [20 * 64]  # its agent told it to stop, so nothing was lost
     assert resumed(host)[1:] + resumed(again) == [2]
     printed = [number for job in (other, host, again) for number in epochs(job)]
     assert sorted(printed) == [1, 2, 3, 4]
@@ -220,9 +227,9 @@ def test_a_node_is_lost_and_comes_back(tmp_path):
     assert same_bits(steady / "checkpoint.pt", folder / "checkpoint.pt")
 
 
-@pytest.mark.everything
+@pytest.mark.repetition
 def test_the_host_of_the_rendezvous_is_lost(tmp_path, trained):
-    """The job ends on every node. Started again on any node, it resumes."""
+    """The job fails on every node. Started again anywhere, it resumes."""
     with two_nodes(tmp_path, edited(tmp_path, "04", at(2, 15, GATE))) as (_, host, other):
         cut_the_power(host)
         open_the_gate(other)
@@ -236,12 +243,12 @@ def test_the_host_of_the_rendezvous_is_lost(tmp_path, trained):
 
 @pytest.mark.everything
 def test_one_node_is_told_to_stop(tmp_path, trained):
-    """The other stops at the same step, and both exit with an error."""
+    """The other node stops at the same step, and both exit with an error."""
     script = edited(tmp_path, "04", at(1, 15, GATE))
     with two_nodes(tmp_path, script, nnodes=2) as (_, one, two):
         one.process.send_signal(signal.SIGTERM)
         assert one.wait().returncode == 1
-        two.process.send_signal(signal.SIGTERM)  # or it would wait for the first node to return
+        two.process.send_signal(signal.SIGTERM)  # it would wait for the first node
         assert two.wait().returncode != 0
         for job in (one, two):
             job.wait_until_gone()

@@ -1,4 +1,4 @@
-"""Step 5: all ranks evaluate together, with the result of one process that evaluates alone."""
+"""Step 5: all ranks evaluate together, with the same result as a single process."""
 
 import shutil
 
@@ -16,7 +16,7 @@ def test_two_processes(trained):
     "nprocs", [3, *(pytest.param(n, marks=pytest.mark.everything) for n in (1, 16))]
 )
 def test_exact_at_any_world_size(trained, tmp_path, nprocs):
-    """With the weights of a finished run, so that nothing is left to train."""
+    """With the weights of a finished run, so nothing is left to train."""
     shutil.copy(trained("05", *LONG).cwd / "checkpoint.pt", tmp_path)
     job = finished(forked(SCRIPT["05"], *LONG, nprocs=nprocs), tmp_path)
     check_report(job)
@@ -25,7 +25,7 @@ def test_exact_at_any_world_size(trained, tmp_path, nprocs):
 
 @pytest.mark.everything
 def test_all_ranks_evaluate_or_they_wait_for_each_other(tmp_path):
-    """A collective that not all ranks call would fail after this short timeout."""
+    """A collective that some rank does not call would fail after this short timeout."""
     short = edited(tmp_path, "05", ("timedelta(minutes=5)", "timedelta(seconds=20)"))
     assert accuracy(finished(forked(short, "1", *SMALL), tmp_path))[2] == 359
 

@@ -1,8 +1,9 @@
 """The benchmarks run and count correctly, and the page shows what was measured.
 
-No test asks how fast anything is.
+No test checks how fast anything is.
 """
 
+import argparse
 import importlib
 import json
 import re
@@ -24,26 +25,29 @@ FORKING = ROOT / "tests" / "support" / "forking.py"
 NAMES = (
     "all",
     "breakdown",
+    "collectives",
     "communication",
     "forecast",
     "learning_rate",
     "lines",
     "scaling",
     "startup",
+    "timeline",
+    "which",
 )
 EVERYTHING = pytest.mark.everything
 
 
 @pytest.fixture
 def benchmark(monkeypatch):
-    """Import a benchmark by name."""
+    """Return a function that imports a benchmark by name."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     return importlib.import_module
 
 
 @pytest.fixture
 def refused(benchmark, monkeypatch, capsys):
-    """Give a benchmark arguments, which it must refuse; return its last line."""
+    """Return a function that checks that arguments are refused, and returns the last line."""
 
     def parse(name, *words, code=2):
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
@@ -79,14 +83,19 @@ def test_forecast_refuses(benchmark, monkeypatch, tmp_path, program, text):
         benchmark("forecast").main()
 
 
-@pytest.mark.parametrize("name", ["breakdown", "communication"])
+@pytest.mark.parametrize("words", [[], ["--parameters=0"], ["--parameters=3e9", "--network=inf"]])
+def test_forecast_refuses_options(refused, words):
+    assert refused("forecast", *words).startswith("forecast.py: error: ")
+
+
+@pytest.mark.parametrize("name", ["breakdown", "communication", "timeline"])
 def test_torchrun_is_asked_for(refused, monkeypatch, name):
     monkeypatch.delenv("RANK", raising=False)
     assert "error: start it with: torchrun " in refused(name)
 
 
 def test_ratios_are_taken_within_a_repetition(benchmark):
-    """The second time the machine was ten times as fast: no ratio may notice."""
+    """The second time, the machine was ten times as fast, which must not change any ratio."""
     speeds = {("weak", 1): 100, ("weak", 4): 300, ("copies", 1): 100, ("copies", 4): 400}
     runs = []
     for repetition, factor in enumerate((1, 10)):
@@ -102,7 +111,7 @@ def test_ratios_are_taken_within_a_repetition(benchmark):
 
 
 def test_the_changed_lines_are_in_the_scripts(benchmark):
-    """load() ends the program unless a script has the text that it is to replace, once."""
+    """load() ends the program unless the text to replace occurs exactly once."""
     lines, load = benchmark("lines"), benchmark("shared").load
     for changes in (lines.ANYWHERE | lines.ON_GPUS | lines.BETWEEN_RANKS).values():
         load("05", changes)
@@ -115,7 +124,7 @@ def test_the_changed_lines_are_in_the_scripts(benchmark):
 
 
 def test_each_rule_changes_the_rate(benchmark):
-    """At step 0 of four ranks with 128 samples each: twice the batch for which it was chosen."""
+    """Step 0 of four ranks with 128 samples each: twice the batch that the rate was chosen for."""
     rates = {}
     for rule in benchmark("learning_rate").RULES:
         recipe = benchmark("learning_rate").recipe(rule)
@@ -144,8 +153,8 @@ def test_the_forecast_by_hand(benchmark):
     forecast = benchmark("forecast")
     assert forecast.ring(4, 1000, 1, 0.01) == 6 * (1 + 250 * 0.01)
     assert forecast.tree(5, 1000, 1, 0.01) == 2 * 3 + 2 * 1000 * 0.01
-    assert forecast.waiting(1.0, backward=5.0, buckets=1) == 1.0  # begins when backward ends
-    assert forecast.waiting(1.0, backward=5.0, buckets=4) == 0.25  # only the last is not hidden
+    assert forecast.waiting(1.0, backward=5.0, buckets=1) == 1.0  # starts when backward ends
+    assert forecast.waiting(1.0, backward=5.0, buckets=4) == 0.25  # all but the last are hidden
     assert forecast.waiting(8.0, backward=4.0, buckets=4) == 5.0  # more than backward can hide
     step = forecast.Step(seconds=1.0, backward=0.5, size=1000, buckets=1, batch=128)
     assert forecast.efficiency(1, step, forecast.ring, (1, 1)) == 1
@@ -154,19 +163,49 @@ def test_the_forecast_by_hand(benchmark):
     assert shares == sorted(shares, reverse=True)
 
 
+def test_a_step_by_hand(benchmark):
+    """Computing takes 0.06 s; FSDP2 sends 8e9 bytes times 3/4; DDP the same behind two thirds."""
+    forecast = benchmark("forecast")
+    job = benchmark("which").Job(1e9, 10, 1000, nodes=1, gpus=4, tokens=1000)
+    fast, slow = (forecast.Speed(1e14, inside, network=1, latency=0) for inside in (1e12, 1e10))
+    assert forecast.step_seconds("fsdp2_gpt", job, fast) == pytest.approx(0.06 + 0.006 / 10)
+    waiting = {"ddp": 0.6 - 0.04 * (1 - 1 / 153), "fsdp2_gpt": 0.6 - 0.06 * 0.9}  # 153 buckets
+    for way, seconds in waiting.items():
+        assert forecast.step_seconds(way, job, slow) == pytest.approx(0.06 + seconds)
+
+
+def test_a_measured_network_counts_more_than_a_stated_one(benchmark):
+    forecast = benchmark("forecast")
+    args = argparse.Namespace(tflops=1, inside=2, network=3, latency=4)
+    assert forecast.speed_of(args, []) == forecast.Speed(1e12, 2e9, 3e9, 4e-6)
+    files = [BENCHMARKS / "figures" / f"communication-{ranks}.json" for ranks in (2, 3)]
+    records = [forecast.read_communication(path) for path in files]
+    latency, byte = forecast.fitted(records)
+    assert forecast.speed_of(args, records) == forecast.Speed(1e12, 2e9, 1 / byte, latency)
+
+
 # ---------------------------------------------------------------- the page
 
 
 @pytest.fixture
 def all_of_it(benchmark, monkeypatch, tmp_path):
-    """The module all.py with a copy of the figures, and with a page whose tables are empty."""
+    """The module all.py with a copy of the figures, and a page with empty tables."""
     module = benchmark("all")
     shutil.copytree(module.FIGURES, tmp_path / "figures")
     empty = re.sub(r"(<!-- measured: .*\n)[^<]*", r"\1", module.PAGE.read_text(encoding="utf-8"))
     (tmp_path / "README.md").write_text(empty, encoding="utf-8")
     monkeypatch.setattr(module, "FIGURES", tmp_path / "figures")
     monkeypatch.setattr(module, "PAGE", tmp_path / "README.md")
+    monkeypatch.setattr(module, "DATA", tmp_path / "figure.json")
     return module
+
+
+@pytest.mark.parametrize("network", [[], ["--network=200"]])
+def test_the_steps_of_a_gpt_are_computed(benchmark, monkeypatch, capsys, network):
+    monkeypatch.setattr(sys, "argv", ["forecast.py", "--parameters=3e9", *network])
+    benchmark("forecast").main()
+    first, _, second = PAGE.read_text(encoding="utf-8").partition("`--network 200`")
+    assert f"\n\n{capsys.readouterr().out}\n" in (second if network else first)
 
 
 def test_the_page_shows_what_was_measured(all_of_it, monkeypatch):
@@ -177,11 +216,13 @@ def test_the_page_shows_what_was_measured(all_of_it, monkeypatch):
     assert re.findall(r"<!-- measured: (\w+) -->", page) == list(all_of_it.TABLES)
     shown = set(re.findall(r"\(figures/(\S+\.svg)\)", page))
     assert shown == {path.name for path in all_of_it.FIGURES.glob("*.svg")}
+    drawn = ROOT / "diffs" / "figures" / "where-the-time-goes.json"
+    assert all_of_it.DATA.read_text(encoding="utf-8") == drawn.read_text(encoding="utf-8")
 
 
 @EVERYTHING
 def test_all_measures_and_writes_the_page(all_of_it, monkeypatch):
-    """One command in place of all, but by torchrun; then one that fails."""
+    """With one command instead of all, started by torchrun; then with one that fails."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -203,6 +244,7 @@ QUICK = {
     "lines": "--seconds=1 --width=1",
     "startup": "--repeats=1 --processes=1",
     "breakdown": "--width=4",
+    "timeline": "--width=4 --bucket-mb=0.004",
     "communication": "--repeats=1 --largest=256",
     "forecast": "",
     "scaling": "--repeats=1 --epochs=2 --processes=2 --width=1",
@@ -212,9 +254,9 @@ QUICK = {
 
 @pytest.fixture
 def tried(benchmark):
-    """Run a benchmark in its smallest size, once for all tests, by forked processes.
+    """Return a function that runs a benchmark in its smallest size, once for all tests.
 
-    The number counts the commands of all.py that run it.
+    The ranks are forked. The number selects one of the commands of all.py that run the benchmark.
     """
 
     def trial(name, number=0):
@@ -231,8 +273,11 @@ def tried(benchmark):
         def make(cwd):
             for result in before:
                 copy_files(result, cwd)
-            compiled = {"TORCHINDUCTOR_CACHE_DIR": str(cwd.parent / "compiled")}
-            compiled["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # spares it a pool of processes
+            compiled = {
+                "TORCHINDUCTOR_CACHE_DIR": str(cwd.parent / "compiled"),
+                "TORCHINDUCTOR_COMPILE_THREADS": "1",  # avoids a pool of processes
+                "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",  # its code fits what its writer saw of the CPU
+            }
             return finished(start, cwd, compiled, timeout=600)
 
         return once(("benchmark", name, number), make)
@@ -245,7 +290,7 @@ def tried(benchmark):
 
 def copy_files(result, folder):
     """Copy what a benchmark wrote, without the traces."""
-    for path in result.cwd.glob("[!.t]*"):
+    for path in {*result.cwd.glob("[!.]*")} - {*result.cwd.glob("trace-*")}:
         shutil.copy(path, folder)
 
 
@@ -254,11 +299,11 @@ def record(result, name):
 
 
 def texts(path):
-    """Return all text in a picture, which has to be well-formed."""
+    """Return all text in a picture, which must be well-formed XML."""
     return {"".join(element.itertext()).strip() for element in ET.parse(path).getroot().iter()}
 
 
-@pytest.mark.repetition  # it needs all of the runs below
+@pytest.mark.repetition  # needs all of the runs below
 def test_the_same_files_as_for_the_page(benchmark, tried, tmp_path):
     names = [command.partition(".py")[0] for _, command in benchmark("all").COMMANDS]
     for name in set(names):
@@ -293,7 +338,7 @@ def test_learning_rate(tried):
     runs = {(run["rule"], run["processes"], run["seed"], run["total"]) for run in found}
     rules = ("same rate", "square root", "linear")
     assert runs == {(rule, size, 0, 359) for rule in rules for size in (1, 2)}
-    # Two processes have the batch for which the rate was chosen: no rule changes anything.
+    # The rate was chosen for the batch of two processes, so no rule changes it.
     assert len({run["correct"] for run in found if run["processes"] == 2}) == 1
     assert {*rules, "processes"} <= texts(result.cwd / "learning_rate.svg")
 
@@ -340,6 +385,27 @@ def test_breakdown(tried):
     for rank in (0, 1):
         events = record(result, f"trace-{rank}")["traceEvents"]
         assert any("all_reduce" in event.get("name", "") for event in events)
+
+
+@EVERYTHING
+def test_timeline(tried):
+    """Gradients of 4 kB or more each fill a bucket; smaller ones share one."""
+    result = tried("timeline")
+    found = record(result, "timeline-2")
+    sizes = found["bucket_bytes"]
+    assert len(sizes) > 1
+    assert sum(sizes) == 4 * (4 * 9 + 4 + 8 * 36 + 8 + 16 * 72 + 16 + 10 * 256 + 10)
+    for rank in found["ranks"]:
+        names = ("data", "forward", "backward", "waiting", "optimizer")
+        moments = [moment for name in names for span in rank[name] for moment in span]
+        assert moments == sorted(moments)
+        assert len(rank["ready"]) == len(rank["all-reduce"]) == len(sizes)
+        for (ready, _), (start, end) in zip(rank["ready"], rank["all-reduce"], strict=True):
+            assert rank["forward"][0][1] < ready <= start < end <= rank["optimizer"][0][0]
+    changed = [(row["batch"], row["passes"], row["no_sync"]) for row in found["measured"]]
+    assert changed == [(4, 1, True), (1, 4, True), (1, 4, False)]
+    assert all(row["milliseconds"] > 0 for row in found["measured"])
+    assert {"rank 0", "rank 1", "waiting", "milliseconds"} <= texts(result.cwd / "timeline-2.svg")
 
 
 @EVERYTHING

@@ -1,4 +1,4 @@
-"""A checkpoint is complete or not there; one that cannot be loaded is named and left as it is."""
+"""Checkpoints are written whole or not at all; a bad one is named and left unchanged."""
 
 import contextlib
 import os
@@ -27,9 +27,9 @@ def module(request, tmp_path, process_group, monkeypatch):
 
 @pytest.fixture
 def trainer(module):
-    """A trainer that has run a batch and saved it as checkpoint.pt in the current folder."""
+    """A trainer that has run one batch and saved checkpoint.pt in the current folder."""
     trainer = build_trainer(module, arguments("checkpoint.pt"))
-    trainer._run_batch(*next(iter(trainer.train_data)))
+    trainer._run_batch(*next(iter(trainer.train_loader)))
     trainer._save_checkpoint()
     return trainer
 
@@ -46,7 +46,7 @@ def load_again(trainer):
 
 
 def refused(function, *args):
-    """Check that the file is refused by name and left as it is; return the message."""
+    """Check that the file is refused by name and left unchanged; return the message."""
     before = os.stat("checkpoint.pt")
     with pytest.raises(RuntimeError) as error:
         function(*args)
@@ -112,7 +112,7 @@ def test_no_pickle_is_executed(trainer, path):
 
 @contextlib.contextmanager
 def without_privileges():
-    """Become another user for a while, because root may read and write everything."""
+    """Become another user for a while: root may read and write everything."""
     if os.geteuid() != 0:
         yield
         return
@@ -136,7 +136,7 @@ def test_unreadable(trainer, path):
 
 @pytest.mark.parametrize("step", SCRIPT)
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch, capsys, step):
-    """Refused before any training is lost."""
+    """The run is refused before it trains."""
     module = load(step)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", [SCRIPT[step].name])
@@ -178,7 +178,7 @@ FULL = "    __import__('resource').setrlimit(1, (65536, 65536))  # RLIMIT_FSIZE,
 
 
 @EVERYTHING
-@pytest.mark.parametrize("step", ["01", "04"])
+@pytest.mark.parametrize("step", [pytest.param("01", marks=pytest.mark.repetition), "04"])
 def test_a_full_disk(trained, tmp_path, step):
     finished(forked(step, "1", *WIDE[1:]), tmp_path)
     saved = (tmp_path / "checkpoint.pt").read_bytes()
@@ -202,7 +202,7 @@ KILLED = """
 
 @pytest.mark.parametrize("step", [*(pytest.param(n, marks=AGAIN) for n in ("01", "03")), "04"])
 def test_kill_9_while_writing(trained, tmp_path, step):
-    """The second save is killed when it has written 1000 bytes."""
+    """A rank is killed during the second save, after 1000 bytes."""
     line = 'torch.save(checkpoint, f"{self.path}.new")  # a crash leaves the old file alone\n'
     path = edited(tmp_path, step, (line, line + KILLED))
     start = command(path, *LONG, torchrun=("--max-restarts=1",))

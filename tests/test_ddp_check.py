@@ -1,4 +1,4 @@
-"""The checker finds nothing wrong with our steps, and watching them changes nothing."""
+"""The checker finds nothing wrong with our steps, and observing them changes nothing."""
 
 import dataclasses
 import os
@@ -14,7 +14,7 @@ from ddp_check.report import judge, perform
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 EVERYTHING = pytest.mark.everything
-UNSHOWN = {"equal_buffers", "safe_loads", "randomness", "beyond"}
+UNSHOWN = {"equal_buffers", "safe_loads", "randomness", "own_gpu", "held_out", "beyond"}
 
 
 def test_our_last_step_passes(tmp_path):
@@ -34,15 +34,16 @@ def test_our_scripts_pass(step, tmp_path):
 
 @EVERYTHING
 def test_observation_changes_no_bit(tmp_path, trained):
-    """Nor does it leave a file behind."""
+    """Nor does observation leave a file behind."""
     run = plan_of("05", tmp_path).undisturbed
     here = run.folder.with_name(run.place)
     assert same_bits(here / "checkpoint.pt", trained("05", *LONG))
     assert os.listdir(here) == ["checkpoint.pt"]
 
 
+@pytest.mark.everything
 def test_whatever_is_missing_each_rule_has_a_verdict(tmp_path):
-    """Ranks that never join, kinds of events that are not there, and runs cut short anywhere."""
+    """Ranks that never join, missing kinds of events, and runs cut short anywhere."""
     run, chance = plan_of("05", tmp_path).undisturbed, random.Random(0)
     kinds = {event["kind"] for event in run.ranks[0]}
     assert kinds >= {"start", "init", "wrap", "pass", "batch", "step", "save", "final", "exit"}
@@ -59,6 +60,7 @@ def test_whatever_is_missing_each_rule_has_a_verdict(tmp_path):
 
 # ---------------------------------------------------------------- drills
 
+ALWAYS = [("05", "kill"), ("05", "world-size")]
 DRILLS = [  # those that apply: 02 and 03 do not handle SIGTERM
     *[("05", "kill"), ("05", "sigterm"), ("05", "world-size")],
     *[("04", "kill"), ("04", "sigterm"), ("04", "world-size")],
@@ -69,16 +71,16 @@ DRILLS = [  # those that apply: 02 and 03 do not handle SIGTERM
 @EVERYTHING
 @pytest.mark.parametrize(
     ("step", "name"),
-    [pytest.param(*one, marks=[] if "05" in one else pytest.mark.repetition) for one in DRILLS],
+    [pytest.param(*one, marks=[] if one in ALWAYS else pytest.mark.repetition) for one in DRILLS],
 )
 def test_our_scripts_pass_the_drills(step, name, tmp_path, monkeypatch):
     plan = plan_of(step, tmp_path)
-    if name == "world-size":  # the others are about what the launcher does
+    if name == "world-size":  # the others depend on the launcher
         fork_ranks(monkeypatch)
     drill_passes(plan, name)
 
 
-@EVERYTHING
+@pytest.mark.repetition
 def test_a_drill_that_does_not_apply(tmp_path):
     ((_, verdict),) = perform("sigterm", plan_of("02", tmp_path))
     assert re.fullmatch(r"nothing handles SIGTERM: \d+ steps are lost", verdict.text)

@@ -1,5 +1,6 @@
-"""The generated files match the scripts and the notes, and the walk-through is right."""
+"""The generated files match the scripts and the notes, and the walk-through is correct."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -20,8 +21,22 @@ TERMS = [  # in the order in which the notes define them
     "local rank",
     "rendezvous",
 ]
+ANCHORS = {  # how each page's viewers turn a heading into an anchor: GitHub, Jupyter
+    "README.md": lambda title: re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-"),
+    "walkthrough.ipynb": lambda title: title.replace(" ", "-"),
+}
 
-# ---------------------------------------------------------------- generated, and not stale
+
+def markdown(name):
+    """Return the text of a page of the walk-through, without the notebook's code."""
+    text = (ROOT / "diffs" / name).read_text(encoding="utf-8")
+    if name.endswith(".md"):
+        return text
+    cells = json.loads(text)["cells"]
+    return "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+
+
+# ---------------------------------------------------------------- nothing generated is stale
 
 
 def test_nothing_is_stale():
@@ -37,6 +52,7 @@ def test_without_its_packages_it_says_what_to_install():
     assert re.fullmatch(said, result.stderr)
 
 
+@pytest.mark.everything
 def test_what_is_stale_is_named_and_rewritten(copy):
     script, diff = copy / SCRIPTS[1].name, copy / "diffs" / "01_to_02.diff"
     edit(script, "as process number", "as member number")
@@ -57,9 +73,10 @@ def test_what_is_stale_is_named_and_rewritten(copy):
     assert generate(copy, "--check").returncode == 0
 
 
+@pytest.mark.everything
 def test_a_word_changed_by_hand_is_stale(copy):
     for name in ("README.md", "index.html", "walkthrough.ipynb"):
-        edit(copy / "diffs" / name, "rearranges the buckets", "keeps the buckets")
+        edit(copy / "diffs" / name, "copies rank 0's weights", "forgets rank 0's weights")
     result = generate(copy, "--check")
     assert result.returncode == 1
     assert result.stdout.splitlines() == [
@@ -69,6 +86,7 @@ def test_a_word_changed_by_hand_is_stale(copy):
     ]
 
 
+@pytest.mark.everything
 def test_the_notes_outlive_unrelated_edits(copy):
     for path in copy.glob("0[1-9]_*.py"):
         edit(path, "\n\ndef parse_args(", "\n\n# The command line:\n\n\ndef parse_args(")
@@ -77,6 +95,14 @@ def test_the_notes_outlive_unrelated_edits(copy):
 
 def without_a_note(text):
     return re.sub(r"### Print on rank 0 only\n.*?(?=### )", "", text, flags=re.DOTALL)
+
+
+def without_a_lesson(text):
+    return re.sub(r"\*\*In \w+ lines\*\*\n\n", "", text, count=1)
+
+
+def with_a_wrong_count(text):
+    return re.sub(r"\*\*In \w+ lines\*\*", "**In nine lines**", text, count=1)
 
 
 @pytest.mark.parametrize(
@@ -90,8 +116,15 @@ def without_a_note(text):
         (lambda text: text.replace("Read more: [device", "[device"), "One process per GPU"),
         (
             lambda text: text.replace("### Wrap the model", "### One process per GPU"),
-            "two notes of",
+            "two notes share",
         ),
+        (
+            lambda text: text.replace("`self.model = DDP(", "`self.model = FSDP("),
+            "`self.model = FSDP(model)` is in no hunk of 01 → 02",
+        ),
+        (lambda text: text.replace("`self.model = DDP(model)`", "`if dist.`"), "`if dist.` is in"),
+        (without_a_lesson, "01 → 02 does not begin with **In five lines**"),
+        (with_a_wrong_count, '01 → 02 says "In nine lines" and lists'),
     ],
 )
 def test_errors_in_the_notes_are_reported_in_one_line(copy, change, said):
@@ -115,10 +148,10 @@ def test_patch_turns_each_step_into_the_next(copy, old, new):
     assert (copy / old.name).read_bytes() == new.read_bytes()
 
 
-@pytest.mark.skipif(not shutil.which("git"), reason="needs the program: apt-get install git")
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git: apt-get install git")
 @pytest.mark.parametrize(("old", "new"), STEPS, ids=lambda path: path.name[:2])
 def test_git_apply_does_too(copy, old, new):
-    """It looks for the new name, so the old step is copied to it."""
+    """git looks for the new name, so the old step is copied there."""
     shutil.copy(old, copy / new.name)
     diff = copy / "diffs" / f"{old.name[:2]}_to_{new.name[:2]}.diff"
     subprocess.run(["git", "apply", "-p0", diff], cwd=copy, check=True, capture_output=True)
@@ -128,10 +161,26 @@ def test_git_apply_does_too(copy, old, new):
 # ---------------------------------------------------------------- the walk-through
 
 
-def test_its_links_lead_somewhere():
-    text = (ROOT / "diffs" / "README.md").read_text(encoding="utf-8")
-    for target in re.findall(r"\]\((?!https:)([^)]+)\)", text):
-        assert (ROOT / "diffs" / target).exists(), target
+@pytest.mark.parametrize("name", ANCHORS)
+def test_each_step_opens_with_lines_that_lead_to_their_hunks(name):
+    _, *steps = re.split(r"^## 0\d → ", markdown(name), flags=re.MULTILINE)
+    assert len(steps) == len(STEPS)
+    for step in steps:
+        sections = re.findall(r"^### (.+)\n\n```diff\n((?s:.*?))^```", step, re.MULTILINE)
+        diffs = {ANCHORS[name](title): diff for title, diff in sections}
+        lesson = re.findall(r"^\d\. \[`(.+)`\]\(#(.+?)\): .", step, re.MULTILINE)
+        assert 3 <= len(lesson) <= 6
+        for code, anchor in lesson:
+            assert re.search(rf"^\+ *{re.escape(code)}", diffs[anchor], re.MULTILINE), code
+
+
+@pytest.mark.parametrize("name", ANCHORS)
+def test_the_names_of_tests_are_folded_away(name):
+    text = markdown(name)
+    hunks = text.count("```diff\n")
+    text, folds = re.subn(r"<details>\n<summary>Tests.*?\n</details>", "", text, flags=re.DOTALL)
+    assert folds == hunks
+    assert "`test_" not in text
 
 
 def test_its_commands_show_the_diff():
@@ -151,7 +200,7 @@ def test_its_commands_show_the_diff():
 
 def test_each_term_is_defined_once_where_it_is_first_used():
     text = (ROOT / "diffs" / "notes.md").read_text(encoding="utf-8")
-    text = text[text.index("\n## ") :]
+    text = re.sub(r"\*\*In \w+ lines\*\*", "", text[text.index("\n## ") :])
     assert re.findall(r"\*\*(.+?)\*\*", text.replace("\n", " ")) == TERMS
     text = re.sub(r"```.*?```|`[^`]+`|!?\[[^]]*\]\([^)]*\)", "", text, flags=re.DOTALL)
     for term in TERMS:

@@ -1,4 +1,4 @@
-"""Healthy runs end well: no thread of gloo is left at exit, atexit runs, and nothing aborts."""
+"""Healthy runs end cleanly: no gloo thread is left at exit, atexit runs, and nothing aborts."""
 
 import json
 import re
@@ -18,12 +18,12 @@ ONE = ("1", *SMALL)
 
 @pytest.fixture
 def exits(tmp_path):
-    """Let each rank list its threads at exit; return the environment and a function to read."""
+    """Return the environment that makes each rank list its threads at exit, and their reader."""
     folder = tmp_path / "exits"
     folder.mkdir()
 
     def threads():
-        """Return the names of the threads that were left in each rank, and forget them."""
+        """Return the names of the threads left in each rank since the last call."""
         found = []
         for path in folder.iterdir():
             found.append(json.loads(path.read_text(encoding="utf-8")))
@@ -35,15 +35,15 @@ def exits(tmp_path):
 
 def check(threads, nprocs=2):
     found = threads()
-    assert len(found) == nprocs  # as many atexit functions ran
+    assert len(found) == nprocs  # atexit ran in each rank
     assert all("gloo" not in name for names in found for name in names), found
 
 
 @pytest.mark.parametrize("step", [*(pytest.param(n, marks=AGAIN) for n in STEPS[:-1]), "05"])
 def test_no_gloo_thread_is_left(tmp_path, exits, step):
-    """Nor is one left after destroy_process_group, because DDP was freed before.
+    """None is left after destroy_process_group either, because DDP was freed before.
 
-    DDP, freed later, would wait for gloo's threads and hold the lock that they may need.
+    Freed later, DDP would wait for gloo's threads while it holds the lock that they may need.
     """
     env, threads = exits
     end = "    dist.destroy_process_group()\n"
@@ -76,7 +76,7 @@ def test_no_gloo_thread_is_left_after_an_interruption(tmp_path, exits):
 @pytest.mark.parametrize("nprocs", [4, *[pytest.param(16, marks=AGAIN)] * 4])
 @pytest.mark.parametrize("step", [*(pytest.param(n, marks=EVERYTHING) for n in ("03", "04")), "05"])
 def test_healthy_runs_exit_with_0(trained, tmp_path, exits, step, nprocs):
-    """200 exits with --everything=all."""
+    """With --everything=all, 200 processes exit."""
     shutil.copy(trained("03", *ONE).cwd / "checkpoint.pt", tmp_path)
     env, threads = exits
     job = finished(forked(step, *ONE, nprocs=nprocs), tmp_path, env, timeout=300)

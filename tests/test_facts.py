@@ -1,4 +1,4 @@
-"""What the tutorial says about PyTorch, shown on PyTorch alone."""
+"""What the tutorial says about PyTorch, shown without the scripts."""
 
 import re
 import sys
@@ -13,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 def shards(world_size, epoch, length=12_942, **options):
-    """Return the indices that a DistributedSampler gives each rank."""
+    """Return the indices that DistributedSampler gives each rank, as lists."""
     samplers = [
         DistributedSampler(range(length), world_size, rank, **options) for rank in range(world_size)
     ]
@@ -107,9 +107,9 @@ WRAP = "DDP(torch.nn.Linear(1, 1))"
     [("", "", False), ("", IMPORT, True), ("", WRAP, True), (IMPORT, WRAP, False)],
 )
 def test_a_late_import_keeps_the_process_group_alive(tmp_path, before, after, alive):
-    """The group is a default argument of torch.distributed.nn, which the first DDP() imports."""
+    """torch.distributed.nn has the group as a default argument, and the first DDP() imports it."""
     if alive and torch.__version__ < "2.9":
-        pytest.skip("PyTorch 2.8 gives the threads of gloo no names")
+        pytest.skip("PyTorch 2.8 does not name the threads of gloo")
     program = LEFT.replace("BEFORE", before).replace("AFTER", after)
     assert finished([sys.executable, "-c", program], tmp_path).stdout == f"{alive}\n"
 
@@ -124,6 +124,7 @@ rank = dist.get_rank()
 """
 END = """
 dist.barrier()
+model = None  # DDP freed after its group can hang
 dist.destroy_process_group()
 """
 BUFFERS = """
@@ -148,7 +149,7 @@ if rank == 0:
 
 
 def two_ranks(tmp_path, body, *changes):
-    """Run a short program on two ranks."""
+    """Run a short program on two ranks; return the Result."""
     for old, new in changes:
         body = body.replace(old, new)
     (tmp_path / "program.py").write_text(BEGIN + body + END, encoding="utf-8")
@@ -165,7 +166,7 @@ def test_evaluating_the_wrapper_on_one_rank_can_hang(tmp_path):
 
 @pytest.mark.everything
 def test_a_barrier_is_needed_where_one_rank_reads_what_another_writes(tmp_path):
-    late = ("BEFORE_WRITING", "dist.recv(torch.zeros(1), 1)")  # rank 1 has looked already
+    late = ("BEFORE_WRITING", "dist.recv(torch.zeros(1), 1)")  # rank 1 has already looked
     job = two_ranks(tmp_path, WRITTEN, late, ("BEFORE_READING", ""), ("AFTER_WRITING", ""))
     assert job.stdout == "not there\n"
     (tmp_path / "file").unlink()

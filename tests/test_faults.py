@@ -1,4 +1,4 @@
-"""A fault on one rank ends all ranks, with a non-zero status and the cause on stderr."""
+"""A fault on one rank ends all ranks, with a nonzero exit code and the cause on stderr."""
 
 import os
 import re
@@ -10,9 +10,10 @@ import subprocess
 from threading import Thread
 
 import pytest
-from support.jobs import Job, free_port, kill, run
+import torch
+from support.jobs import Job, finished, free_port, kill, run
 from support.positions import GATE, KILLED, ON_RANK_1, at, open_the_gate, wait_at_the_gate
-from support.results import accuracy, epochs, error_lines, same_bits, weights
+from support.results import accuracy, epochs, error_lines, resumed, same_bits, weights
 from support.scripts import LONG, SCRIPT, SMALL, TORCHRUN, command, edited, forked, without_spawn
 
 EVERYTHING = pytest.mark.everything
@@ -21,7 +22,7 @@ NOBODY = "192.0.2.1"  # reserved for documentation by RFC 5737, so nobody answer
 
 # ---------------------------------------------------------------- one rank fails
 
-BAD_SAMPLE = (  # read by one rank only, in the middle of an epoch
+BAD_SAMPLE = (  # only one rank reads it, mid-epoch
     ("    return TensorDataset(shifted,", "    return BadData(shifted,"),
     (
         "def load_datasets():\n",
@@ -62,7 +63,7 @@ def build_model(width):
         pytest.param("04", BAD_SAMPLE, id="04-data"),
         pytest.param("02", BAD_SAMPLE, id="02-data", marks=REPETITION),
         pytest.param("02", BAD_MODEL, id="02-model", marks=EVERYTHING),
-        pytest.param("03", BAD_MODEL, id="03-model", marks=EVERYTHING),
+        pytest.param("03", BAD_MODEL, id="03-model", marks=REPETITION),
         pytest.param("05", BAD_MODEL, id="05-model", marks=REPETITION),
     ],
 )
@@ -70,11 +71,11 @@ def test_an_exception_on_one_rank(tmp_path, step, bad):
     job = run(command(edited(tmp_path, step, *bad), "4", *SMALL), tmp_path)
     assert job.returncode != 0
     assert epochs(job) == []
-    if step == "02":  # mp.spawn shows the rank whose end it sees first: rarely, another one
+    if step == "02":  # mp.spawn shows the first rank that it sees end, in rare cases another one
         assert re.search("ValueError: the first cause|Connection .* by peer", job.stderr), job
     else:
         assert 'raise ValueError("the first cause")' in job.stderr  # the whole traceback
-        report = job.stderr.split(" FAILED\n")[1]  # first in it, unless others failed that second
+        report = job.stderr.split(" FAILED\n")[1]  # the first, unless others failed that second
         assert "ValueError: the first cause" in report, job
 
 
@@ -83,7 +84,7 @@ def test_an_exception_on_one_rank(tmp_path, step, bad):
 def test_rank_0_cannot_save(trained, tmp_path, step):
     saved = trained("03", "1", *SMALL).cwd / "checkpoint.pt"
     shutil.copy(saved, tmp_path)
-    (tmp_path / "checkpoint.pt.new").mkdir()  # is in the way
+    (tmp_path / "checkpoint.pt.new").mkdir()  # in the way of the save
     script = without_spawn(tmp_path) if step == "02" else step
     job = run(forked(script, "2", *SMALL), tmp_path)
     assert job.returncode != 0
@@ -92,9 +93,9 @@ def test_rank_0_cannot_save(trained, tmp_path, step):
     assert same_bits(job, saved)
 
 
-@pytest.mark.parametrize("step", [pytest.param("03", marks=EVERYTHING), "04"])
+@pytest.mark.parametrize("step", [pytest.param("03", marks=REPETITION), "04"])
 def test_a_killed_rank_is_named(tmp_path, step):
-    """The others get SIGTERM from torchrun, which 04 handles, but fail in their next collective."""
+    """torchrun sends SIGTERM to the others. 04 handles it, but its next collective fails."""
     script = edited(tmp_path, step, at(0, 15, KILLED, ON_RANK_1))
     job = run(command(script, *LONG), tmp_path)
     assert job.returncode == 1
@@ -105,7 +106,7 @@ def test_a_killed_rank_is_named(tmp_path, step):
 
 @EVERYTHING
 def test_workers_of_a_dead_agent_train_on(trained, tmp_path):
-    """Nobody stops them, and nobody restarts them if they fail."""
+    """Nothing stops the ranks, and nothing restarts them if they fail."""
     with Job(command(edited(tmp_path, "04", at(0, 15, GATE)), "1", *SMALL), tmp_path) as job:
         wait_at_the_gate(job)
         kill(job.process)
@@ -121,7 +122,7 @@ def test_workers_of_a_dead_agent_train_on(trained, tmp_path):
 
 
 def seek(tmp_path, endpoint):
-    """Check that torchrun gives up, after a few times read_timeout (a minute by default)."""
+    """Check that torchrun gives up after a few times read_timeout (60 s by default)."""
     where = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
     start = [TORCHRUN, *where, "--rdzv-conf=read_timeout=2", SCRIPT["04"]]
     job = run(start, tmp_path, timeout=120)
@@ -149,7 +150,7 @@ def test_a_rendezvous_port_that_another_program_has(tmp_path):
 
 @EVERYTHING
 def test_a_rendezvous_port_whose_owner_never_answers(tmp_path):
-    """PyTorch waits without a limit. If this test fails, correct the fault table."""
+    """PyTorch waits for ever. If this test fails, correct the fault table."""
     with socket.create_server(("localhost", 0)) as deaf:
         endpoint = f"--rdzv-endpoint=localhost:{deaf.getsockname()[1]}"
         options = ["--nnodes=2", "--rdzv-backend=c10d", endpoint, "--rdzv-conf=read_timeout=2"]
@@ -177,8 +178,8 @@ def test_rank_0_cannot_be_reached_without_torchrun(tmp_path, host):
 @pytest.mark.parametrize(
     "step",
     [
-        pytest.param("01", marks=EVERYTHING),
-        pytest.param("02", marks=EVERYTHING),
+        pytest.param("01", marks=REPETITION),
+        pytest.param("02", marks=REPETITION),
         pytest.param("03", marks=REPETITION),
         "04",
         pytest.param("05", marks=REPETITION),
@@ -192,3 +193,26 @@ def test_ctrl_c(tmp_path, step):
         job.wait_until_gone()
     assert weights(job)
     assert "accuracy" not in job.stdout
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param("01", marks=EVERYTHING),
+        pytest.param("02", marks=REPETITION),
+        pytest.param("03", marks=REPETITION),
+    ],
+)
+def test_sigterm_ends_steps_1_to_3_at_once(tmp_path, step):
+    """All processes get it, as under Slurm; the next run begins after the last save."""
+    with Job(command(step, "99", *SMALL), tmp_path) as job:
+        job.wait_for("^epoch 2 ")
+        os.killpg(job.process.pid, signal.SIGTERM)
+        assert job.wait().returncode != 0
+        job.wait_until_gone()
+    assert "accuracy" not in job.stdout
+    assert not list(tmp_path.glob("*.interrupted"))
+    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["EPOCHS_RUN"]
+    again = finished(command(step, str(saved + 1), *SMALL), tmp_path)
+    assert resumed(again) == [saved]
+    assert epochs(again) == [saved + 1]

@@ -1,4 +1,4 @@
-"""The scripts on GPUs, over NCCL; and without a GPU, under a shim that runs their GPU branches."""
+"""The scripts on GPUs over NCCL and, without a GPU, under a shim that runs their GPU branches."""
 
 import json
 import re
@@ -11,18 +11,29 @@ from support.gpus import GPUS, ON_GPUS, SHIM
 from support.jobs import RESTARTS, Job, finished, free_port, run
 from support.positions import KILLED, TOLD, at
 from support.results import accuracy, check_report, epochs, resumed, said, same_bits
-from support.scripts import END, SCRIPT, SMALL, TORCHRUN, command, edited, forked, on_each_rank
+from support.scripts import (
+    END,
+    ON_PATH,
+    SCRIPT,
+    SMALL,
+    TORCHRUN,
+    command,
+    edited,
+    exact,
+    forked,
+    on_each_rank,
+)
 
 SHORT = ("2", *SMALL)
 EVERYTHING = pytest.mark.everything
 needs_a_gpu = pytest.mark.skipif(not GPUS, reason="torch.cuda.is_available() is False")
 
 
-WORLD_SIZES = range(1, max(GPUS, 1) + 1)  # every one that this machine allows
+WORLD_SIZES = range(1, max(GPUS, 1) + 1)  # all that this machine allows
 
 
 def case(nprocs, *step):
-    """Return parameters of a test: so many real GPUs or, for 0, two GPUs of the shim."""
+    """Return the parameters of a test on `nprocs` real GPUs or, for 0, on the shim's two."""
     name, mark = (f"nccl-{nprocs}", needs_a_gpu) if nprocs else ("shim", EVERYTHING)
     machine = SimpleNamespace(nprocs=nprocs or 2, env=ON_GPUS if nprocs else SHIM)
     machine.start = command if nprocs else forked
@@ -36,7 +47,7 @@ on_gpus = pytest.mark.parametrize("machine", CASES, indirect=True, scope="module
 
 @pytest.fixture(scope="module")
 def machine(request):
-    """The number of processes, how they are started, and the environment with as many GPUs."""
+    """The number of processes, how to start them, and the environment with that many GPUs."""
     return request.param
 
 
@@ -44,7 +55,7 @@ def machine(request):
 
 
 def calls(job):
-    """Return the calls that the shim recorded, of each process of a job. Real GPUs record none."""
+    """Return the calls that the shim recorded in each process of a job; real GPUs record none."""
     files = sorted((job.cwd / ".calls").glob("*"))
     return [json.loads(path.read_text(encoding="utf-8")) for path in files]
 
@@ -55,7 +66,7 @@ ON_THE_CPU = {"02": set(), "03": set(), "04": VOTE, "05": VOTE | OBJECTS}
 
 
 def check_calls(job, step):
-    """Check the order of the first calls, the GPU of each process, and what travels how."""
+    """Check the first calls, the GPU of each process, and the device of each collective."""
     for first, second, *rest in calls(job):
         assert (first[0], second[0]) == ("set_device", "init_process_group")
         backend, _, local_rank = second[1:]
@@ -73,7 +84,7 @@ def no_warning(job):
 
 
 def deterministic(folder, step, *changes):
-    """Copy a step, with deterministic algorithms. Each rank also says which GPUs it occupies."""
+    """Copy a step, with deterministic algorithms; each rank also prints which GPUs it uses."""
     folder.mkdir()
     seed = "    torch.manual_seed(args.seed)\n"
     settings = "    torch.use_deterministic_algorithms(True)\n"
@@ -89,9 +100,9 @@ def each_rank_occupies_its_own_gpu(job, nprocs):
 
 @pytest.fixture(scope="module")
 def undisturbed(machine, tmp_path_factory):
-    """Run step 2, with deterministic algorithms."""
+    """Run step 2 with deterministic algorithms."""
     folder = tmp_path_factory.mktemp("step02")
-    path = deterministic(folder / ".script", "02")
+    path = deterministic(folder / ".script", "02", *exact(machine.nprocs))
     job = finished(command(path, *SHORT, nprocs=machine.nprocs), folder, machine.env)
     assert each_rank_occupies_its_own_gpu(job, machine.nprocs), job
     assert no_warning(job), job
@@ -104,7 +115,7 @@ LEARNS = [case(nprocs, step) for nprocs in WORLD_SIZES for step in ON_THE_CPU]
 
 @pytest.mark.parametrize(("machine", "step"), [*LEARNS, case(0, "05")], indirect=["machine"])
 def test_learns(machine, tmp_path, step):
-    batch = f"--batch-size={256 // machine.nprocs}"  # the effective batch is the same everywhere
+    batch = f"--batch-size={256 // machine.nprocs}"  # the same effective batch everywhere
     job = finished(machine.start(step, batch, nprocs=machine.nprocs), tmp_path, machine.env)
     assert accuracy(job)[0] >= 98
     assert epochs(job) == [1, 2, 3, 4]
@@ -116,10 +127,11 @@ def test_learns(machine, tmp_path, step):
         check_report(job)
 
 
+@pytest.mark.repetition
 @on_gpus
 def test_killed_and_restarted(machine, undisturbed, tmp_path):
     killed = at(1, 1, KILLED, f"dist.get_rank() == {machine.nprocs - 1}")
-    path = deterministic(tmp_path / "script", "03", killed)
+    path = deterministic(tmp_path / "script", "03", killed, *exact(machine.nprocs))
     start = machine.start(path, *SHORT, nprocs=machine.nprocs, **machine.restart)
     job = finished(start, tmp_path, machine.env | RESTARTS)
     assert resumed(job) == [1]
@@ -129,17 +141,18 @@ def test_killed_and_restarted(machine, undisturbed, tmp_path):
     check_calls(job, "03")
 
 
+@pytest.mark.repetition
 @on_gpus
 def test_told_to_stop_and_resumed_in_mid_epoch(machine, undisturbed, tmp_path):
     step = 64 * machine.nprocs  # samples
     told = at(1, 3, TOLD, f"dist.get_rank() == {machine.nprocs - 1}")
-    path = deterministic(tmp_path / "script", "04", told)
+    path = deterministic(tmp_path / "script", "04", told, *exact(machine.nprocs))
     start = machine.start(path, *SHORT, nprocs=machine.nprocs)
     first = run(start, tmp_path, machine.env)
     assert (tmp_path / "checkpoint.pt.interrupted").exists(), first
     checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert checkpoint["EPOCHS_RUN"] == 1
-    assert checkpoint["SAMPLES_RUN"] == 10 * step  # the ranks ask each other at every tenth
+    assert checkpoint["SAMPLES_RUN"] == 10 * step  # the ranks ask each other at every tenth step
     second = finished(start, tmp_path, machine.env)
     assert epochs(first) + epochs(second) == [1, 2]
     assert each_rank_occupies_its_own_gpu(second, machine.nprocs), second
@@ -153,7 +166,7 @@ def test_told_to_stop_and_resumed_in_mid_epoch(machine, undisturbed, tmp_path):
 
 @EVERYTHING
 def test_each_node_uses_its_gpus_from_0_on(tmp_path):
-    """Two agents of two processes each, as on two nodes."""
+    """Two agents with two processes each, as on two nodes."""
     words = [TORCHRUN, "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d"]
     words += [f"--rdzv-endpoint=localhost:{free_port()}", SCRIPT["04"], "1", *SMALL]
     words += [f"--checkpoint-path={tmp_path / 'checkpoint.pt'}"]
@@ -164,20 +177,39 @@ def test_each_node_uses_its_gpus_from_0_on(tmp_path):
         assert [zero.wait().returncode, one.wait().returncode] == [0, 0], (zero, one)
     for job in (zero, one):
         check_calls(job, "04")
-        assert sorted(first for first, *_ in calls(job)) == [["set_device", 0], ["set_device", 1]]
+        gpus = sorted(first for first, *_ in calls(job))
+        assert gpus == [["set_device", 0, "0"], ["set_device", 1, "1"]]
     ranks = [rank for job in (zero, one) for _, (_, _, rank, _), *_ in calls(job)]
     assert sorted(ranks) == [0, 1, 2, 3]
 
 
 @EVERYTHING
 def test_more_processes_than_gpus(tmp_path):
-    """PyTorch's error, whose words the shim repeats, ends the output and the report of torchrun."""
+    """torchrun's report ends with PyTorch's error, whose words the shim repeats."""
     job = run(command("03", nprocs=2), tmp_path, SHIM | {"CUDA_VISIBLE_DEVICES": "0"})
     assert job.returncode == 1
     lines = [line.strip() for line in job.stderr.splitlines()]
     error, advice = [line for line in lines if line.strip("=")][-2:]
     assert error.endswith("Error: CUDA error: invalid device ordinal")
     assert advice == "GPU device may be out of range, do you have enough GPUs?"
+
+
+@EVERYTHING
+@pytest.mark.parametrize(
+    ("step", "start", "device", "ranks"),
+    [
+        pytest.param("02", "CUDA_VISIBLE_DEVICES= python", "cpu", 2, marks=pytest.mark.repetition),
+        ("03", "CUDA_VISIBLE_DEVICES= torchrun --standalone --nproc-per-node=2", "cpu", 2),
+        ("03", "torchrun --standalone --nproc-per-node=gpu", "cuda", 1),
+    ],
+)
+def test_what_to_type_with_one_gpu(tmp_path, step, start, device, ranks):
+    say = on_each_rank("device.type, dist.get_world_size()")
+    path = edited(tmp_path, step, (END, f"    {say}{END}"))
+    words = ["bash", "-c", f"{start} {path.name} 1 {' '.join(SMALL)}"]
+    job = finished(words, tmp_path, SHIM | ON_PATH | {"CUDA_VISIBLE_DEVICES": "0"})
+    said_by = [said(job, rank) for rank in range(ranks)]
+    assert said_by == [[f"('{device}', {ranks})"]] * ranks
 
 
 def test_the_shim_fails_where_a_gpu_would(tmp_path):

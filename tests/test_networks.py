@@ -1,105 +1,17 @@
-"""Step 4 on machines with several networks, without Slurm, and among strangers."""
+"""Step 4 on machines with several networks, without Slurm, and with strangers on the network."""
 
 import os
 import re
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from practice.cluster import missing
-from support.jobs import Job
+from support.machines import DEAD, LIVE
 from support.results import epochs, resumed, same_bits
 from support.scripts import LONG, ROOT, SCRIPT, SMALL, edited
 
 EVERYTHING = pytest.mark.everything
 GUIDE = (ROOT / "slurm" / "README.md").read_text(encoding="utf-8")
-LIVE, DEAD = "10.88.0", "10.99.0"  # the networks of eth0 and of eth1, whose cable leads nowhere
-
-# Each machine is a network namespace, and a bridge connects them. They end with the last process.
-MACHINES = f"""\
-set -e
-mount -t tmpfs none /run
-ip link add bridge0 type bridge
-ip link set bridge0 up
-for number in 1 2 3; do
-    ip netns add node$number
-    ip link add cable$number type veth peer name eth0 netns node$number
-    ip link set cable$number master bridge0 up
-    inside="ip -n node$number"
-    $inside link add eth1 type veth peer name nowhere
-    for interface in lo eth0 eth1 nowhere; do $inside link set $interface up; done
-    $inside address add {LIVE}.$number/24 dev eth0
-    $inside address add {DEAD}.$number/24 dev eth1
-done
-echo ready
-exec sleep infinity
-"""
-
-
-class Machines:
-    """Three machines; a test chooses the addresses that their names have."""
-
-    def __init__(self, holder):
-        self.holder, self.hosts = holder, holder.cwd / "hosts"
-
-    def names(self, networks):
-        """Write the hosts file: for each kind of host name, the network of its addresses."""
-        lines = ["127.0.0.1 localhost"]
-        for name, network in networks.items():
-            lines += [f"{network}.{number} {name.format(number)}" for number in (1, 2, 3)]
-        self.hosts.write_text("\n".join([*lines, ""]), encoding="utf-8")
-
-    def inside(self, number, *words):
-        """Return the command that runs a command in a machine's network."""
-        pid = self.holder.process.pid
-        return [
-            "nsenter",
-            "--net",
-            "--mount",
-            f"-t{pid}",
-            "ip",
-            "netns",
-            "exec",
-            f"node{number}",
-            *words,
-        ]
-
-    def terminal(self, number, command, folder, **env):
-        """Type a command on a machine."""
-        lines = [
-            f"mount --bind {self.hosts} /etc/hosts && hostname node{number} && cd {folder} || exit",
-            f"export PATH={Path(sys.executable).parent}:$PATH",
-            command,
-        ]
-        words = self.inside(number, "unshare", "--uts", "--mount", "bash", "-c", "\n".join(lines))
-        return Job(words, folder, env)
-
-    def listening(self, number):
-        """Return the port and the address of each socket that listens on a machine."""
-        shown = subprocess.check_output(self.inside(number, "ss", "-Hltn"), text=True)
-        places = [line.split()[3].rsplit(":", 1) for line in shown.splitlines()]
-        return {int(port): address for address, port in places}
-
-
-@pytest.fixture(scope="module")
-def holder(tmp_path_factory):
-    if reason := missing():
-        pytest.skip(reason)
-    ends_with_us = ["setpriv", "--pdeathsig", "KILL"]
-    command = [*ends_with_us, "unshare", "--net", "--mount", "bash", "-c", MACHINES]
-    with Job(command, tmp_path_factory.mktemp("machines")) as holder:
-        holder.wait_for("ready")
-        yield holder
-
-
-@pytest.fixture
-def machines(holder):
-    machines = Machines(holder)
-    machines.names({"node{}": LIVE})
-    return machines
 
 
 def section(title):
@@ -109,9 +21,9 @@ def section(title):
 # ---------------------------------------------------------------- two machines, two terminals
 
 
-@EVERYTHING
+@pytest.mark.repetition
 def test_two_terminals(machines, tmp_path, trained):
-    """The commands of the guide, in a folder on each machine; the second time, they resume."""
+    """Run the guide's commands in a folder on each machine; the second time, they resume."""
     typed = dict(re.findall(r"^node(\d)\$ (torchrun .*)$", section("Without Slurm"), re.MULTILINE))
     folders = {number: tmp_path / f"node{number}" for number in typed}
     for folder in folders.values():
@@ -143,7 +55,7 @@ def test_two_terminals(machines, tmp_path, trained):
 
 @pytest.fixture
 def launch(machines, tmp_path):
-    """Run the guide's command for host names of another network, as `srun` does on each node."""
+    """Return a function that runs the guide's command on both nodes, as `srun` does."""
     machines.names({"node{}": DEAD, "node{}i": LIVE})
     path = edited(tmp_path, "04", ("minutes=5", "seconds=int(os.environ['LIMIT'])"))
     block = re.search(
@@ -177,25 +89,34 @@ def test_names_of_another_network(launch):
 UNREACHED = r"The client socket has timed out after 3000ms while trying to connect to \({}, {}\)\."
 
 
+NEEDED = {  # what is needed: a change without it, and the message
+    "endpoint": (("node1i", "node1"), UNREACHED.format("node1", 29400)),
+    "is_host": (
+        ("is_host=$((SLURM_NODEID == 0))", "join_timeout=600"),
+        UNREACHED.format("node1i", 29400),
+    ),
+    "local_addr": (('--local-addr="$(hostname)i"', ""), UNREACHED.format("node1", r"\d+")),
+}
+
+
 @EVERYTHING
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "name",
     [
-        (("node1i", "node1"), UNREACHED.format("node1", 29400)),
-        (("is_host=$((SLURM_NODEID == 0))", "join_timeout=600"), UNREACHED.format("node1i", 29400)),
-        (('--local-addr="$(hostname)i"', ""), UNREACHED.format("node1", r"\d+")),
+        "endpoint",
+        *(pytest.param(n, marks=pytest.mark.repetition) for n in ("is_host", "local_addr")),
     ],
-    ids=["endpoint", "is_host", "local_addr"],
 )
-def test_what_the_names_of_another_network_need(launch, change, message):
-    """Only the second node is looked at: the first one waits for it."""
+def test_what_the_names_of_another_network_need(launch, name):
+    """Only the second node is checked: the first one waits for it."""
+    change, message = NEEDED[name]
     one, two = launch(change, limit=3)
     with one, two:
         assert two.wait().returncode == 1
     assert re.search(message, two.stderr), two
 
 
-@EVERYTHING
+@pytest.mark.repetition
 def test_the_wrong_interface(launch):
     one, two = launch(("GLOO_SOCKET_IFNAME=eth0", "GLOO_SOCKET_IFNAME=eth1"), limit=3)
     with one, two:
@@ -258,9 +179,9 @@ GATE = """\
 """
 
 
-@EVERYTHING
+@pytest.mark.repetition
 def test_a_stranger_connects(machines, tmp_path, trained):
-    """Junk on each port, before and during a training, which goes on; and keys set and read."""
+    """Random bytes on each port before and during training are harmless; keys are set and read."""
     short = ("minutes=5", "seconds=20")
     path = edited(tmp_path, "04", short, ("        self.model.train()\n", GATE))
     for name, text in (("junk.py", JUNK), ("keys.py", KEYS)):
@@ -277,7 +198,7 @@ def test_a_stranger_connects(machines, tmp_path, trained):
             (tmp_path / "join").touch()
             one.wait_for("^epoch 1 ")
             places = {n: machines.listening(n) for n in (1, 2)}
-            assert {"*", f"{LIVE}.1"} == set(places[1].values())  # stores; and gloo, of its own
+            assert {"*", f"{LIVE}.1"} == set(places[1].values())  # stores; gloo has its own
             assert {f"{LIVE}.2"} == set(places[2].values())
             everywhere = " ".join(f"node{n}:{port}" for n in places for port in places[n])
             with machines.terminal(3, f"python junk.py {everywhere}", tmp_path) as late:
@@ -292,7 +213,7 @@ def test_a_stranger_connects(machines, tmp_path, trained):
 
 
 class Order:
-    """An object that makes whoever unpickles it create a folder."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, folder):
         self.folder = folder

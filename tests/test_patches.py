@@ -1,4 +1,4 @@
-"""The recipes and pitfalls are pages, and patches that write what the pages say."""
+"""The pages of recipes and pitfalls are patches that write what the pages say."""
 
 import re
 import shutil
@@ -27,7 +27,7 @@ def test_the_command_beside_a_patch_writes_the_patched_script(copy):
 
 @pytest.mark.skipif(not shutil.which("busybox"), reason="needs: apt-get install busybox")
 def test_the_patch_of_busybox_writes_the_same(copy):
-    """It has no option -o, so it patches a copy."""
+    """BusyBox has no option -o, so it patches a copy."""
     for patch in PATCHES:
         shutil.copy(copy / patch.old, copy / patch.new)
         words = ["busybox", "patch", patch.new, patch.path]
@@ -45,6 +45,7 @@ def test_a_recipe_is_as_tidy_as_a_step(tmp_path):
         assert result.returncode == 0, result.stdout
 
 
+@pytest.mark.everything
 def test_a_patch_follows_the_lines_of_its_script(copy):
     for path in copy.glob("0[1-9]_*.py"):
         edit(path, "\n\ndef parse_args(", "\n\n# The command line:\n\n\ndef parse_args(")
@@ -54,6 +55,24 @@ def test_a_patch_follows_the_lines_of_its_script(copy):
         assert "# The command line:" in moved.result or not patch.old.startswith("0")
         assert moved.text == (copy / patch.path).read_text(encoding="utf-8")
     assert generate(copy, "--check").returncode == 0
+
+
+@pytest.mark.everything
+def test_each_page_says_what_to_type_with_one_gpu(copy):
+    path = copy / "recipes" / "ema.md"
+    text = path.read_text(encoding="utf-8")
+    edit(path, f"{patches.ONE_GPU.format('torchrun')}\n\n", "")
+    assert generate(copy, "--check").stdout == "stale: recipes/ema.md\n"
+    assert generate(copy).returncode == 0
+    assert path.read_text(encoding="utf-8") == text
+    for patch in PATCHES:
+        assert bool(patch.one_gpu) == (not patch.old.endswith(".sbatch")), patch.path
+
+
+def test_each_pitfall_says_that_its_command_writes_a_broken_script():
+    for patch in PATCHES:
+        said = f"\n```\n\n{patches.BROKEN}\n\n" in patch.text
+        assert said == (patch.kind == "pitfalls"), patch.path
 
 
 @pytest.mark.parametrize(
@@ -66,7 +85,7 @@ def test_a_patch_follows_the_lines_of_its_script(copy):
             "",
             "not in the form of the others",
         ),
-        ("| every epoch", "Every epoch", "not in the form of the others"),
+        ("| No error.", "No error.", "not in the form of the others"),
         ("`test_pitfall[no_set_epoch]`", "test", "names no tests"),
         ("--- 05_gather_eval.py", "--- 06.py", "there is no 06.py to patch"),
         ("     def _run_epoch", "+\n" * 13 + "     def _run_epoch", "14 lines, 12 are allowed"),

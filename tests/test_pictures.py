@@ -1,5 +1,6 @@
-"""The pictures need no other file, and what they show is correct."""
+"""The pictures are self-contained, and what they show is correct."""
 
+import importlib
 import re
 from fractions import Fraction
 from xml.etree import ElementTree
@@ -30,8 +31,21 @@ def by_rank(root, within):
     return ranks
 
 
-def test_there_are_three():
-    assert [path.stem for path in PICTURES] == ["all-reduce", "ranks", "sampler"]
+def test_these_are_all():
+    assert [path.stem for path in PICTURES] == [
+        "all-reduce",
+        "holds-fsdp2_gpt",
+        "holds-hybrid_sharding",
+        "holds-local_sgd",
+        "holds-pipeline",
+        "holds-tensor_parallel",
+        "holds-two_dimensional",
+        "holds-zero_optimizer",
+        "holds",
+        "life-of-a-job",
+        "ranks",
+        "sampler",
+    ]
 
 
 @pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.stem)
@@ -45,7 +59,7 @@ def test_it_needs_no_other_file_and_styles_nothing_else(path):
     assert title.text
     assert len(description.text) > 100
     assert not re.search(r"href|url\(|@import|<script|<!|<\?|\son\w+=", text)
-    assert text.count("http") == 1  # the name space
+    assert text.count("http") == 1  # the XML namespace
     style = root.find(f"{SVG}style").text
     assert "prefers-color-scheme: dark" in style
     selectors = set(re.findall(r"^(?!@media|\})(.+?) \{", style, re.MULTILINE))
@@ -86,3 +100,26 @@ def test_the_sampler_assigns_these_samples():
     assert by_rank(root, "@data-way='step 5'") == {r: list(range(r, 10, 3)) for r in range(3)}
     padding = [cell.text for cell in root.iterfind(".//*[@data-padding]")]
     assert padding == ["0", "1"]
+
+
+SPLIT = ["parameters", "gradients", "optimizer"]
+
+
+@pytest.mark.parametrize("name", [path.stem for path in PICTURES if "holds" in path.stem])
+def test_ranks_hold_what_the_formulae_say(name, monkeypatch):
+    """Into as many parts as which.py splits it among two nodes of two GPUs; none is missing."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    which = importlib.import_module("which")
+    for panel in picture(name).iterfind(".//*[@data-way]"):
+        way = panel.get("data-way")
+        layout = (1, 4) if way == "tensor_parallel" else (2, 2)
+        job = which.Job(1e9, 4, 64, *layout, tokens=1)
+        parts_of = which.parts("ddp" if way == "local_sgd" else way, job)
+        for what, parts in zip(SPLIT, parts_of, strict=True):
+            cells = panel.findall(f".//*[@data-what='{what}']")
+            assert [int(cell.get("data-rank")) for cell in cells] == [0, 1, 2, 3]
+            assert {len(cell.get("data-held")) for cell in cells} == {4 // parts}
+            assert {*"".join(cell.get("data-held") for cell in cells)} == {*"0123"}
+            for cell in cells:
+                drawn = [box.get("class").endswith("-held") for box in cell]
+                assert drawn == [str(quarter) in cell.get("data-held") for quarter in range(4)]

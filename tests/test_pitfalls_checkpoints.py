@@ -1,4 +1,4 @@
-"""Pitfalls in saving and resuming: the broken script shows the symptom, ours does not."""
+"""Pitfalls in saving and resuming: only the broken script shows the symptom."""
 
 import os
 import re
@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from support.jobs import run
+from support.positions import BATCH, TOLD
 from support.results import error_lines, same_bits, weights
 from support.scripts import SMALL, edited, forked, on_screen, patched
-from support.stopping import ALONE, STEP
 
 EVERYTHING = pytest.mark.everything
 LOAD = "def load_datasets():\n"
@@ -18,25 +18,25 @@ REPLACE = '        os.replace(f"{self.path}.new", self.path)\n'
 
 
 def alone(script, *args):
-    """Run a script in one process."""
+    """Run a script on one rank; return the Result."""
     return run(forked(script, *args, nprocs=1), script.parent)
 
 
 @pytest.fixture
 def saved(trained):
-    """The checkpoint after the first epoch of one process."""
+    """The checkpoint of one rank after the first epoch."""
     return trained("05", "1", *SMALL, nprocs=1).cwd / "checkpoint.pt"
 
 
 @pytest.fixture
 def undisturbed(trained):
-    """A run of both epochs."""
+    """An uninterrupted run of both epochs."""
     return trained("05", "2", *SMALL, nprocs=1)
 
 
 @pytest.fixture
 def resumed(tmp_path):
-    """Resume from a checkpoint with the script that a pitfall breaks, and with the step itself."""
+    """Return a function that resumes a checkpoint with a pitfall's script and with step 5."""
 
     def resume(name, checkpoint, *changes, args=("2", *SMALL)):
         jobs = []
@@ -65,7 +65,7 @@ def refused(job):
 
 @EVERYTHING
 def test_every_rank_saves(tmp_path):
-    """Rank 1 renames the file after rank 0 has, which had been written by both."""
+    """Both ranks write the file; rank 1 renames it after rank 0 has."""
     turns = f"""\
         dist.barrier()
         if dist.get_rank() == 1:
@@ -123,7 +123,7 @@ def test_resume_without_optimizer(saved, undisturbed, resumed):
 
 @EVERYTHING
 def test_lr_overruled(saved, undisturbed, resumed):
-    """The broken script ends with the bits of a run that was not given another learning rate."""
+    """The broken script ends like a run that was not given another learning rate."""
     broken, step = resumed("lr_overruled", saved, args=("2", *SMALL, "--lr=1e-5"))
     assert broken.returncode == 0, broken
     assert same_bits(broken, undisturbed)
@@ -133,11 +133,11 @@ def test_lr_overruled(saved, undisturbed, resumed):
 @EVERYTHING
 def test_epoch_starts_again(saved, resumed, tmp_path):
     """Interrupted after 640 samples of 12,942."""
-    told = f"            {ALONE}\n{STEP}"
-    first = alone(edited(tmp_path, "05", (STEP, told)), "1", *SMALL)
+    told = f"            {TOLD}\n{BATCH}"
+    first = alone(edited(tmp_path, "05", (BATCH, told)), "1", *SMALL)
     assert "interrupted after 640 samples of the epoch" in first.stdout
     line = "            self.epochs_run += 1\n"
-    count = f'            log(f"{{self.samples_run}} samples of "\n{" " * 16}f"{{self.train_data'
+    count = f'            log(f"{{self.samples_run}} samples of "\n{" " * 16}f"{{self.train_loader'
     count += f'.sampler.total_size}}")\n{line}'
     checkpoint = tmp_path / "checkpoint.pt"
     jobs = resumed("epoch_starts_again", checkpoint, (line, count), args=("1", *SMALL))
@@ -147,7 +147,7 @@ def test_epoch_starts_again(saved, resumed, tmp_path):
 
 
 class Program:
-    """Makes a folder when pickle loads it."""
+    """Creates a folder when pickle loads it."""
 
     def __reduce__(self):
         return os.mkdir, ("executed",)
@@ -184,7 +184,7 @@ save, torch.save = torch.save, cut
 
 @EVERYTHING
 def test_written_in_place(saved, resumed):
-    """The save after the second epoch is killed when it has written 1000 bytes."""
+    """The rank is killed during the save after the second epoch, after 1000 bytes."""
     broken, step = resumed("written_in_place", saved, KILLED)
     assert all("exit codes of the ranks: [-9]" in job.stderr for job in (broken, step))
     assert same_bits(step, saved)

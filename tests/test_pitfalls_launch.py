@@ -1,4 +1,4 @@
-"""Pitfalls in launching and ending: the broken script shows the symptom, ours does not."""
+"""Pitfalls in launching and ending: only the broken script shows the symptom."""
 
 import re
 import signal
@@ -7,6 +7,7 @@ import sys
 import pytest
 from support.gpus import SHIM
 from support.jobs import Job, finished, free_port, run
+from support.positions import BATCH
 from support.results import epochs
 from support.scripts import (
     ON_PATH,
@@ -21,7 +22,6 @@ from support.scripts import (
     patched,
 )
 from support.slurm import ON_A_CLUSTER, TWO_BY_TWO
-from support.stopping import STEP
 from support.tracing import look_until, may_trace
 
 EVERYTHING = pytest.mark.everything
@@ -33,7 +33,7 @@ ONE = ("1", *SMALL)
 
 @EVERYTHING
 def test_global_rank_as_device(tmp_path):
-    """Two agents of two processes each, as on two nodes, under the stand-in for CUDA."""
+    """Two agents with two processes each, as on two nodes, under the stand-in for CUDA."""
     script = patched(tmp_path, "pitfalls/global_rank_as_device")
     words = [TORCHRUN, "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d"]
     words += [f"--rdzv-endpoint=localhost:{free_port()}", script, *ONE]
@@ -69,10 +69,10 @@ def test_collective_on_one_rank(tmp_path):
     assert "accuracy" not in job.stdout
 
 
-@EVERYTHING
+@pytest.mark.repetition
 def test_fixed_port(tmp_path):
-    """Two copies at the same time."""
-    port = ('"12355"', f'"{free_port()}"')
+    """Two copies run at the same time."""
+    port = ("12355", f"{free_port()}")
     end = "    dist.destroy_process_group()\n"
     path = patched(tmp_path, "pitfalls/fixed_port", port, (end, f"    time.sleep(99)\n{end}"))
     start = command(path, *ONE)
@@ -86,9 +86,9 @@ def test_fixed_port(tmp_path):
     assert all(text in failed.stderr for text in on_screen("pitfalls/fixed_port"))
 
 
-@pytest.mark.repetition  # up to eight restarts: it is a matter of chance
+@pytest.mark.repetition  # up to eight restarts, since it is random
 def test_old_store(tmp_path):
-    """A matter of chance: three restarts of four do not succeed."""
+    """It is random: three restarts out of four fail."""
     join = "init_process_group(backend"
     short = (join, f"{join}, timeout=__import__('datetime').timedelta(seconds=10)")
     line = "        self.model.train()\n"
@@ -107,7 +107,7 @@ def test_old_store(tmp_path):
         job = run(start, folder)
         if job.returncode:
             break
-    assert (folder / "killed").exists()  # the first life had no trouble
+    assert (folder / "killed").exists()  # the first attempt worked until the kill
     assert job.returncode == 1
     assert error in job.stderr
 
@@ -127,7 +127,7 @@ def test_without_srun(clone, submit):
 @EVERYTHING
 @ON_A_CLUSTER
 def test_standalone_on_each_node(clone, submit):
-    """Each node has a checkpoint of its own, or the slower one would find nothing to do."""
+    """Each node has its own checkpoint; with one, the slower node would find nothing to do."""
     patched(clone, "pitfalls/standalone_on_each_node")
     path = "        self.path = args.checkpoint_path\n"
     own = f"{path}        self.path += os.environ['SLURMD_NODENAME']\n"
@@ -142,7 +142,7 @@ def test_standalone_on_each_node(clone, submit):
 
 @EVERYTHING
 def test_localhost_fallback(tmp_path):
-    """Started as the second of two processes, the way srun does it without torchrun."""
+    """Started as the second of two processes, as srun would without torchrun."""
     train = "    trainer.train("
     say = "    print(f'rank {dist.get_rank()} of {dist.get_world_size()}', flush=True)\n"
     port = ('"29500"', f'"{free_port()}"')
@@ -165,7 +165,7 @@ def test_localhost_fallback(tmp_path):
 
 @EVERYTHING
 def test_sigterm_with_workers(tmp_path):
-    """The ranks wait in mid-epoch until they are told, and then for the loader's workers to end."""
+    """The ranks wait mid-epoch until they are told to stop, and then for their workers to end."""
     library = ("import time\n", "import time\n\nimport psutil\n")
     alive = "any(worker.status() != 'zombie' for worker in psutil.Process().children())"
     gate = f"""\
@@ -175,8 +175,8 @@ def test_sigterm_with_workers(tmp_path):
                     time.sleep(0.01)
                 while {alive}:
                     time.sleep(0.01)
-{STEP}"""
-    script = patched(tmp_path, "pitfalls/sigterm_with_workers", library, (STEP, gate))
+{BATCH}"""
+    script = patched(tmp_path, "pitfalls/sigterm_with_workers", library, (BATCH, gate))
     with Job(command(script, *ONE), tmp_path) as job:
         job.wait_for(lambda: len(list(tmp_path.glob("waiting*"))) == 2)
         job.process.send_signal(signal.SIGTERM)
@@ -191,7 +191,7 @@ def test_sigterm_with_workers(tmp_path):
 
 @EVERYTHING
 def test_os_exit(tmp_path):
-    """Each rank has written to a file, and not closed it."""
+    """Each rank has written to a file that it did not close."""
     line = "    ddp_setup()\n"
     log = "    file = open(f'log{dist.get_rank()}.txt', 'w')\n    file.write('in a buffer')\n"
     script = patched(tmp_path, "pitfalls/os_exit", (line, line + log))
@@ -202,8 +202,9 @@ def test_os_exit(tmp_path):
 # ---------------------------------------------------------------- what is printed
 
 
+@pytest.mark.everything
 def test_no_record(tmp_path):
-    """Both find a file that is no checkpoint."""
+    """Both scripts find a file that is not a checkpoint."""
     (tmp_path / "checkpoint.pt").write_bytes(b"not a checkpoint")
     scripts = [patched(tmp_path, "pitfalls/no_record"), "05"]
     reports = [run(command(path, *ONE, nprocs=1), tmp_path).stderr for path in scripts]

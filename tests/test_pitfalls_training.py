@@ -1,4 +1,4 @@
-"""Pitfalls in data, training and evaluation: the broken script shows the symptom, ours does not."""
+"""Pitfalls in data, training and evaluation: only the broken script shows the symptom."""
 
 import re
 from ast import literal_eval
@@ -14,7 +14,7 @@ ONE = ("1", *SMALL)
 SHORT = ("timedelta(minutes=5)", "timedelta(seconds=10)")
 SPLIT = "    padded = nn.functional.pad("
 SUM = "        loss, samples = total.tolist()"
-# Each rank says how it has split the data, and what its loss and number of samples add up to.
+# Each rank prints how it split the data, and the sums of its losses and samples.
 PROBES = (
     (SPLIT, f"    {on_each_rank('[*map(int, train)], [*map(int, test)]')}{SPLIT}"),
     (SUM, f"        {on_each_rank('total.tolist()')}{SUM}"),
@@ -22,7 +22,7 @@ PROBES = (
 
 
 def probed(job, rank):
-    """Return what the probes have said on a rank."""
+    """Return what the probes printed on a rank."""
     return [literal_eval(text) for text in said(job, rank)]
 
 
@@ -31,7 +31,7 @@ def probed(job, rank):
 
 @EVERYTHING
 def test_split_differs_by_rank(both):
-    """Expected are 359 * 1438 / 1797 = 287, give or take 7."""
+    """About 359 * 1438 / 1797 = 287 samples leak, give or take 7."""
     leaks = []
     for job in both("split_differs_by_rank", *PROBES):
         ((train, _), _), ((_, held_out), _) = (probed(job, rank) for rank in (0, 1))
@@ -42,7 +42,7 @@ def test_split_differs_by_rank(both):
 
 @EVERYTHING
 def test_missing_barrier(tmp_path):
-    """The writer is slow: rank 1 finds no file, or the file of the epoch before."""
+    """The writer is slow, so rank 1 finds no file, or that of the previous epoch."""
     replace = "        os.replace("
     slow = (replace, f"        time.sleep(3)\n{replace}")
     show = (END, f"    {on_each_rank(digest('model.parameters()'))}{END}")
@@ -67,7 +67,7 @@ def test_missing_barrier(tmp_path):
 
 @EVERYTHING
 def test_rank_0_loss(both):
-    """The weights are the same bits; the printed loss is that of rank 0's samples."""
+    """The weights are bit-for-bit identical; the printed loss is that of rank 0's samples."""
     broken, ours = both("rank_0_loss", *PROBES)
     assert same_bits(broken, ours)
     parts = [torch.tensor(probed(broken, rank)[1]) for rank in (0, 1)]
@@ -87,7 +87,7 @@ def test_learning_rate_for_a_larger_batch(both):
 
 @EVERYTHING
 def test_accumulation_undivided(tmp_path):
-    """Four times the gradient in each step, and yet AdamW makes nearly the same steps."""
+    """The gradient is four times as large, yet AdamW takes nearly the same steps."""
     made = "    trainer = Trainer("
     norm = "nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()"
     hook = f"    optimizer.register_step_pre_hook(lambda *_: {on_each_rank(norm).strip()})\n"
@@ -119,7 +119,7 @@ def test_find_unused_without_need(both):
 
 
 def from_the_matrix(job):
-    """Return the accuracy that follows from the confusion matrix."""
+    """Return the accuracy according to the confusion matrix."""
     rows = re.findall(r"^[ \[]\[([ \d]+)\]+$", job.stdout, re.MULTILINE)
     matrix = torch.tensor([[int(number) for number in row.split()] for row in rows])
     assert matrix.shape == (10, 10)

@@ -1,4 +1,4 @@
-"""The guide's session on a cluster to practise on, typed into a real terminal."""
+"""The guide's session on a practice cluster, typed into a real terminal."""
 
 import contextlib
 import fcntl
@@ -29,11 +29,11 @@ SECTION = re.search(r"^## Practise on your own machine\n(.*?)^## ", GUIDE, re.M 
 SHOWN = "".join(re.findall(r"^```console\n(.*?)^```$", SECTION, re.M | re.S))
 SESSION = [piece.split("\n", 1) for piece in re.split(r"^(?:login)?\$ ", SHOWN, flags=re.M)[1:]]
 
-LOOKING = ("sinfo", "squeue", "scontrol", "grep")  # may be repeated until they show it
+LOOKING = ("sinfo", "squeue", "scontrol", "grep")  # repeated until they show it
 FEWER = (" 60", f" 6 {' '.join(SMALL)}")
 
-# In the tested copy of step 4, rank 1 waits for the accidents, so that no training is over before
-# them: in its first life after three epochs for SIGTERM, and in its second after five.
+# In the tested copy of step 4, rank 1 waits for SIGTERM, so no run is over before it is disturbed:
+# in the first attempt after three epochs, and in the second after five.
 STEP = "            total[0] += self._run_batch(source, targets)\n"
 GATE = f"""\
             life = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
@@ -46,7 +46,7 @@ EVERYTHING = pytest.mark.everything
 
 
 class Terminal:
-    """A program in a terminal of its own; leaving its `with` block kills the program."""
+    """A program in its own terminal; leaving the `with` block kills the program."""
 
     def __init__(self, command, cwd, variables):
         self.keyboard, screen = pty.openpty()
@@ -60,7 +60,7 @@ class Terminal:
             stderr=screen,
         )
         os.close(screen)
-        self.screen = ""  # what was printed since something was typed
+        self.screen = ""  # the output since the last input
 
     def __enter__(self):
         return self
@@ -83,12 +83,12 @@ class Terminal:
         if select.select([self.keyboard], [], [], 0.1)[0]:
             try:
                 self.screen += os.read(self.keyboard, 65536).decode().replace("\r", "")
-            except OSError:  # nobody has the terminal open any more
+            except OSError:  # no process has the terminal open any more
                 return False
         return True
 
     def wait_for(self, ready, timeout=300):
-        """Read until `ready()` is true of the screen."""
+        """Read until `ready(screen)` is true; return the screen."""
         end = time.monotonic() + timeout
         while not ready(self.screen):
             if time.monotonic() > end or not self._read():
@@ -109,7 +109,7 @@ class Terminal:
 
 
 def shows(screen, expected):
-    """Return whether the lines are on the screen in this order, but for numbers and reasons."""
+    """Return whether the screen has these lines in this order, except for numbers and reasons."""
     screen, expected = (re.sub(r"\(.+\)$", "()", text, flags=re.M) for text in (screen, expected))
     lines = iter(shape(screen))
     return all(line in lines for line in shape(expected.replace("ada", "root")) if line != "...")
@@ -117,7 +117,7 @@ def shows(screen, expected):
 
 @pytest.fixture
 def folder():
-    """Pytest's own folders are closed to other users."""
+    """A temporary folder; pytest's own ones are closed to other users."""
     with tempfile.TemporaryDirectory() as name:
         os.chmod(name, 0o755)
         yield Path(name)
@@ -125,7 +125,7 @@ def folder():
 
 @pytest.fixture
 def clone(folder):
-    """A copy of the repository with a virtual environment, as a reader has it."""
+    """A copy of the repository with a virtual environment, like a reader's."""
     clone = folder / "clone"
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "slurm", clone / "slurm", ignore=ignored)
@@ -138,7 +138,7 @@ def clone(folder):
 
 @pytest.fixture
 def start(folder, clone):
-    """Start the program; nothing of it may be left at the end."""
+    """Return a function that starts the program, which must leave nothing behind."""
     temporary = folder / "tmp"
     temporary.mkdir(mode=0o755)
     with contextlib.ExitStack() as stack:
@@ -159,7 +159,7 @@ LATE = "node2 boots when Slurm has marked it down, within a minute ...\n"
 
 
 def ended(terminal, end):
-    """End the program in some way, check that it leaves no process, and return its exit code."""
+    """End the program with `end`, check that it leaves no process, and return its exit code."""
     processes = psutil.Process(terminal.process.pid).children(recursive=True)
     assert {"munged", "slurmctld", "slurmd", "bash"} <= {process.name() for process in processes}
     end()
@@ -171,7 +171,7 @@ def ended(terminal, end):
 @EVERYTHING
 @ON_A_CLUSTER
 def test_the_session_of_the_guide(clone, start):
-    """As it is shown, but with fewer epochs of a smaller model."""
+    """As shown, but with fewer epochs and a smaller model."""
     files = set(clone.rglob("*"))
     terminal = start()
     assert shows(terminal.screen, SESSION[0][1]), terminal.screen
@@ -186,7 +186,7 @@ def test_the_session_of_the_guide(clone, start):
         end = time.monotonic() + 120
         while not shows(screen := terminal.run(command.replace(*FEWER)), output):
             assert command.split()[0] in LOOKING and time.monotonic() < end, (command, screen)
-            time.sleep(0.5)  # a reader looks again, too
+            time.sleep(0.5)  # a reader would look again, too
     assert SESSION[-1] == ["exit", ""]
     assert ended(terminal, lambda: terminal.type("exit\n")) == 0
     assert set(clone.rglob("*")) == files
@@ -220,7 +220,7 @@ def test_the_shell_belongs_to_the_user_of_sudo(clone, start):
 @EVERYTHING
 @ON_A_CLUSTER
 def test_power_on_comes_after_slurm_has_given_the_node_up(start):
-    """Typed at once, it still lets Slurm requeue the job. On a node that is on, it does nothing."""
+    """Typed at once, it still lets Slurm requeue the job. If the node is on, it does nothing."""
     terminal = start()
     assert terminal.run("power-on node2") == ""
     terminal.run("sbatch --nodes=2 --output=job.out --wrap='srun bash -c \"echo runs; sleep 600\"'")
@@ -228,7 +228,7 @@ def test_power_on_comes_after_slurm_has_given_the_node_up(start):
     assert terminal.run("power-off node2") == ""
     terminal.type("power-on node2\n")
     terminal.wait_for(lambda screen: LATE in screen)
-    terminal.type("\x03")  # it boots all the same
+    terminal.type("\x03")  # the node boots anyway
     terminal.prompt()
     assert terminal.run("power-on node2") == ""
     show = "scontrol show job 1 | grep -oE '(JobState|Restarts)=[A-Z0-9]+'"
@@ -257,7 +257,7 @@ def test_it_is_ended_from_outside(start, end):
 @EVERYTHING
 @ON_A_CLUSTER
 def test_what_is_missing(tmp_path):
-    """Without any program, and in a namespace where root is nobody."""
+    """Without any program on PATH, and in a namespace where root is nobody."""
     command = [sys.executable, ROOT / "slurm" / "practice"]
     for start, path, reason in (
         ([], "", "sbatch is not installed: apt-get install slurmctld slurmd "),
@@ -270,7 +270,7 @@ def test_what_is_missing(tmp_path):
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="apt-get install shellcheck")
 def test_shellcheck():
-    """Batch files use what may not exist: .venv, and in_container."""
+    """Batch files use what may not exist: .venv and in_container."""
     practice = ROOT / "slurm" / "practice"
     programs = [ROOT / ".ci" / "run", practice / "shell.rc", *practice.glob("*.sh")]
     subprocess.run(["shellcheck", *programs], check=True)

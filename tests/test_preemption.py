@@ -1,4 +1,4 @@
-"""Steps 4 and 5 are told to stop: they save in mid-epoch, exit, and resume with the same bits."""
+"""Told to stop, steps 4 and 5 save mid-epoch and exit; a resume is bit-for-bit identical."""
 
 import signal
 import time
@@ -8,7 +8,7 @@ import torch
 from support.jobs import RESTARTS, Job, finished, kill, run
 from support.positions import GATE, ON_RANK_1, TOLD, at, wait_at_the_gate
 from support.results import accuracy, epochs, same_bits
-from support.scripts import LONG, command, edited, forked, load
+from support.scripts import LONG, command, edited, exact, forked, load
 
 EVERYTHING = pytest.mark.everything
 
@@ -19,7 +19,7 @@ def term_the_agent(job):
 
 def term_the_agent_twice(job):
     term_the_agent(job)
-    time.sleep(0.05)  # or the system merges the two
+    time.sleep(0.05)  # otherwise the system merges the two
     term_the_agent(job)
 
 
@@ -33,7 +33,7 @@ TERM = {
 
 
 def interrupted(tmp_path, job, *position):
-    """Check that a job was interrupted at a position in the run, and that it was saved."""
+    """Check that a job was interrupted at a position, and saved there: epochs, samples."""
     checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert (checkpoint["EPOCHS_RUN"], checkpoint["SAMPLES_RUN"]) == position, job
     assert f"interrupted after {checkpoint['SAMPLES_RUN']:,} samples" in job.stdout, job
@@ -43,7 +43,7 @@ def interrupted(tmp_path, job, *position):
 
 
 def resume(tmp_path, script, *earlier, nprocs=2):
-    """Start the job again, and check that all runs together printed each epoch once."""
+    """Start the job again; check that the runs printed each epoch once; return the Result."""
     job = finished(forked(script, *LONG, nprocs=nprocs), tmp_path)
     assert "resuming from checkpoint.pt" in job.stdout
     assert not (tmp_path / "checkpoint.pt.interrupted").exists()
@@ -61,31 +61,32 @@ def resume(tmp_path, script, *earlier, nprocs=2):
         pytest.param("05", 2, "the agent", marks=pytest.mark.repetition),
     ],
 )
-def test_told_to_stop_and_started_again(trained, tmp_path, step, nprocs, whom):
-    script = edited(tmp_path, step, at(1, 15, GATE))
+def test_told_to_stop_and_started_again(trained_with, tmp_path, step, nprocs, whom):
+    script = edited(tmp_path, step, at(1, 15, GATE), *exact(nprocs))
     with Job(command(script, *LONG, nprocs=nprocs), tmp_path) as job:
         wait_at_the_gate(job)
         TERM[whom](job)
         job.wait().wait_until_gone()
     interrupted(tmp_path, job, 1, 20 * 64 * nprocs)
-    job = resume(tmp_path, step, job, nprocs=nprocs)
-    assert same_bits(job, trained("03", *LONG, nprocs=nprocs))
+    job = resume(tmp_path, edited(tmp_path, step, *exact(nprocs)), job, nprocs=nprocs)
+    assert same_bits(job, trained_with("03", exact(nprocs), LONG, nprocs=nprocs))
 
 
 @EVERYTHING
-def test_told_twice_with_4_processes(trained, tmp_path):
-    script = edited(tmp_path, "04", at(1, 15, TOLD, ON_RANK_1), at(2, 35, TOLD, ON_RANK_1))
+def test_told_twice_with_4_processes(trained_with, tmp_path):
+    told = at(1, 15, TOLD, ON_RANK_1), at(2, 35, TOLD, ON_RANK_1)
+    script = edited(tmp_path, "04", *told, *exact(4))
     first = run(forked(script, *LONG, nprocs=4), tmp_path)
     interrupted(tmp_path, first, 1, 20 * 4 * 64)
     second = run(forked(script, *LONG, nprocs=4), tmp_path)
     interrupted(tmp_path, second, 2, 40 * 4 * 64)
     job = resume(tmp_path, script, first, second, nprocs=4)
-    assert same_bits(job, trained("03", *LONG, nprocs=4))
+    assert same_bits(job, trained_with("03", exact(4), LONG, nprocs=4))
 
 
 @EVERYTHING
 def test_restarted_in_place(trained, tmp_path):
-    """With restarts left, torchrun restarts workers that exit with code 75."""
+    """With restarts left, torchrun restarts ranks that exit with code 75."""
     script = edited(tmp_path, "04", at(1, 15, TOLD, ON_RANK_1))
     start = command(script, *LONG, torchrun=("--max-restarts=1",))
     job = finished(start, tmp_path, RESTARTS)
@@ -103,7 +104,7 @@ LAST = 12_942 // STEP  # the last step of an epoch, counted from 0
     ("step", "saved"),
     [
         (33, (1, 40 * STEP)),  # the ranks ask each other at every tenth step
-        pytest.param(LAST, (2, 0), marks=EVERYTHING),  # they ask next in the next epoch
+        pytest.param(LAST, (2, 0), marks=EVERYTHING),  # the next question is in the next epoch
     ],
 )
 def test_the_ranks_stop_at_the_same_step(trained, tmp_path, step, saved):
@@ -116,7 +117,7 @@ def test_the_ranks_stop_at_the_same_step(trained, tmp_path, step, saved):
 
 @EVERYTHING
 def test_told_after_the_last_question(trained, tmp_path):
-    """Fewer than ten steps are left, so the run ends normally."""
+    """No question is left in the last epoch, so the run ends normally."""
     job = finished(forked(edited(tmp_path, "04", at(3, LAST, TOLD, ON_RANK_1)), *LONG), tmp_path)
     assert "interrupted" not in job.stdout
     assert not (tmp_path / "checkpoint.pt.interrupted").exists()
@@ -128,7 +129,7 @@ def test_told_after_the_last_question(trained, tmp_path):
 
 
 def deal(world_size, samples_run, samples=1000):
-    """Return what is left of an epoch, for each rank."""
+    """Return the indices that are left of an epoch, for each rank."""
     module = load("04")
     shards = []
     for rank in range(world_size):
@@ -153,7 +154,7 @@ def test_the_sampler_goes_on_where_it_was(world_size):
 
 @EVERYTHING
 def test_the_sampler_of_4096_ranks():
-    """Its shards can be checked without starting the ranks."""
+    """The shards can be checked without starting the ranks."""
     whole = deal(4096, 0, 12_942)
     assert {len(shard) for shard in whole} == {4}
     assert {index for shard in whole for index in shard} == set(range(12_942))
@@ -162,7 +163,7 @@ def test_the_sampler_of_4096_ranks():
 
 @pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 4), (2, 1), (1, 16), (16, 7)])
 def test_the_sampler_in_another_world(before, after):
-    """No sample is missed. At most N-1 of N ranks run one again, and the end is padded."""
+    """No sample is missed. With N ranks, at most N-1 are run again, and the end is padded."""
     run = [index for shard in deal(before, 0) for index in shard[:20]]
     left = [index for shard in deal(after, len(run)) for index in shard]
     assert len(run) == len(set(run)) == 20 * before

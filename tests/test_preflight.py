@@ -1,4 +1,4 @@
-"""What the preflight says about healthy and broken nodes, on a real Slurm cluster."""
+"""What the preflight reports about healthy and broken nodes, on a real Slurm cluster."""
 
 import contextlib
 import os
@@ -33,12 +33,18 @@ def cluster(tmp_path_factory):
     if reason := missing():
         pytest.skip(reason)
     with Cluster(tmp_path_factory.mktemp("slurm"), nodes=3) as running:
+        # Slurm must not end a job without a cable before the preflight does.
+        settings = running.folder / "slurm.conf"
+        text, count = re.subn("SlurmdTimeout=.*", "SlurmdTimeout=100", printed(settings))
+        assert count == 1
+        settings.write_text(text, encoding="utf-8")
+        running.run("scontrol", "reconfigure")
         yield running
 
 
 @pytest.fixture
 def repository(tmp_path):
-    """A copy of the part of the repository that is needed, with a virtual environment."""
+    """A copy of the files that a preflight needs, with a virtual environment."""
     copy = tmp_path / "repository"
     shutil.copytree(FOLDER, copy / "slurm", ignore=shutil.ignore_patterns("__pycache__"))
     (copy / ".venv" / "bin").mkdir(parents=True)
@@ -50,7 +56,7 @@ def repository(tmp_path):
 class Flight:
     """A preflight job."""
 
-    def __init__(self, cluster, repository, *options, seconds=8):
+    def __init__(self, cluster, repository, *options, seconds=16):
         self.cluster, self.folder = cluster, repository
         batch = "slurm/preflight.sbatch"
         words = ["--gpus-per-node=1", *options, batch, f"--timeout={seconds}"]
@@ -68,7 +74,7 @@ class Flight:
             time.sleep(0.02)
 
     def ends(self, state):
-        """Wait until the job has ended in this state; return the verdict, a reason by node."""
+        """Wait until the job has ended in this state; return the verdict: {node: reason}."""
         assert self.cluster.wait(self.job) == state, self.output
         return self.verdict
 
@@ -79,7 +85,7 @@ class Flight:
 
 @contextlib.contextmanager
 def broken(cluster, node, do, undo):
-    """Break a node with one command, and repair it with another."""
+    """Break a node with the command `do`, and repair it with `undo`."""
     cluster.run(*do.split(), node=node)
     try:
         yield
@@ -98,7 +104,7 @@ def good_row(number):
 
 
 def shape(text):
-    """Return the lines of a text without its numbers and the widths of its columns."""
+    """Return the lines of a text with # for each number and single spaces."""
     return [" ".join(re.sub(r"\d+(\.\d+)?", "#", line).split()) for line in text.splitlines()]
 
 
@@ -110,7 +116,7 @@ def shown(number):
 
 def test_healthy(cluster, repository):
     before = set(repository.iterdir())
-    flight = Flight(cluster, repository, "--gpus-per-node=2", seconds=20)
+    flight = Flight(cluster, repository, "--gpus-per-node=2", seconds=60)
     assert flight.ends("COMPLETED") == {}
     lines = flight.output.splitlines()
     assert lines[0].split() == ["node", "names", "network", "port", "GPU", "clock", "folder"]
@@ -130,7 +136,7 @@ def test_healthy(cluster, repository):
 def test_other_allocations(cluster, repository, shape):
     nodes, gpus = shape
     options = f"--nodes={nodes}", f"--gpus-per-node={gpus}"
-    flight = Flight(cluster, repository, *options, seconds=20)
+    flight = Flight(cluster, repository, *options, seconds=60)
     assert flight.ends("COMPLETED") == {}
     assert f"all_reduce over world size {nodes * max(1, gpus)}, gloo; " in flight.output
     assert flight.output.endswith(HEALTHY + "\n")
@@ -145,7 +151,7 @@ def test_other_allocations(cluster, repository, shape):
             "{0}.1 node1\n127.0.1.1 node2\n",
             "names: node2 is 127.0.1.1, a loopback address; network: 127.0.1.1 is a loopback .+",
         ),
-        (  # gloo cannot use the address of another host, so it uses that of lo
+        (  # gloo cannot use another host's address, so it uses that of lo
             "{0}.1 node1\n{0}.1 node2\n",
             rf"names: node2 is {NETWORK}.1, but that is node1; network: lo 127.0.0.1 is a .+",
         ),
@@ -167,7 +173,7 @@ def test_name(cluster, repository, tmp_path, hosts, reasons):
 
 @pytest.mark.everything
 def test_debians_hosts_file(cluster, repository, tmp_path):
-    """It maps a host's own name to 127.0.1.1, which makes all_reduce fail with gloo."""
+    """It maps a host's own name to 127.0.1.1, so all_reduce fails with gloo."""
     with contextlib.ExitStack() as stack:
         for node, other in ((1, 2), (2, 1)):
             lines = f"127.0.0.1 localhost\n127.0.1.1 node{node}\n{NETWORK}.{other} node{other}\n"
@@ -191,7 +197,7 @@ ip link set nowhere up"""
 
 @pytest.fixture
 def dead_network(cluster):
-    """A second interface on two nodes, which is up, but whose cable leads nowhere."""
+    """A second interface on two nodes that is up, but whose cable leads nowhere."""
     for node in (1, 2):
         cluster.run("bash", "-ec", SECOND_NETWORK.format(node), node=node)
     yield
@@ -202,7 +208,7 @@ def dead_network(cluster):
 @pytest.mark.everything
 @pytest.mark.usefixtures("dead_network")
 def test_the_wrong_network(cluster, repository):
-    """Also, the right one of two is found without help."""
+    """The right one of two is found without help."""
     wrong = Flight(cluster, repository, "--export=ALL,GLOO_SOCKET_IFNAME=eth1")
     verdict = wrong.ends("FAILED")
     reason = "eth1 10.99.0.2 cannot reach 10.99.0.1"
@@ -210,7 +216,7 @@ def test_the_wrong_network(cluster, repository):
     assert row(wrong, "node1")[2] == "eth1 10.99.0.1"
     assert row(wrong, "node2")[2] == reason
     assert "all_reduce" not in wrong.output
-    right = Flight(cluster, repository, seconds=20)
+    right = Flight(cluster, repository, seconds=60)
     assert right.ends("COMPLETED") == {}
     assert row(right, "node2") == good_row(2)
 
@@ -218,9 +224,9 @@ def test_the_wrong_network(cluster, repository):
 @pytest.mark.everything
 @pytest.mark.parametrize("node", [1, 2])
 def test_port_blocked(cluster, repository, node):
-    """A firewall on one node: nothing reaches the first, or another does not get out."""
+    """A firewall blocks incoming connections to the first node, or outgoing ones of another."""
     rule = "rule {} ipproto tcp dport 20000-29999 prohibit"
-    if node == 1:  # it answers only itself
+    if node == 1:  # it answers only to itself
         rule = f"rule {{}} from {NETWORK}.1 ipproto tcp sport 20000-29999 iif lo prohibit"
     with broken(cluster, node, f"ip {rule.format('add')}", f"ip {rule.format('delete')}"):
         flight = Flight(cluster, repository, "--nodes=3")
@@ -257,8 +263,8 @@ def test_cable_pulled(cluster, repository, moment):
         flight.wait_for(lambda: flight.verdict)
     finally:
         cluster.cable(2, "up")
+        cluster.wait_until_idle()
     verdict = flight.ends("FAILED")
-    cluster.wait_until_idle()
     assert verdict.keys() == {"node2"}, flight.output
     expected = ["did not report"] if moment == "all_reduce" else ["did not report", "port: "]
     assert any(words in verdict["node2"] for words in expected)
@@ -266,7 +272,7 @@ def test_cable_pulled(cluster, repository, moment):
 
 @pytest.mark.everything
 def test_folder_not_shared(cluster, repository):
-    """The second node has a copy of its own."""
+    """The second node has its own copy."""
     copy = shutil.copytree(repository, repository.parent / "copy")
     with broken(cluster, 2, f"mount --bind {copy} {repository}", f"umount {repository}"):
         flight = Flight(cluster, repository)
@@ -278,7 +284,7 @@ def test_folder_not_shared(cluster, repository):
 
 @pytest.mark.everything
 def test_no_repository(cluster, repository):
-    """A node on which the task cannot start."""
+    """The task cannot start on one node."""
     do = f"mount -t tmpfs none {repository}"
     with broken(cluster, 2, do, f"umount {repository}"):
         flight = Flight(cluster, repository)
@@ -304,7 +310,7 @@ def test_batch_file():
     text = path.read_text(encoding="utf-8")
     subprocess.run(["bash", "-n", path], check=True)
     options = re.findall(r"^##?SBATCH --[a-z-]+(?:=\S+)?$", text, re.MULTILINE)
-    assert len(options) == text.count("#SBATCH")  # a misspelt one would be just a comment
+    assert len(options) == text.count("#SBATCH")  # a misspelt one would be a mere comment
     assert re.search(r'^srun (.*\\\n)+.*"\$@"\n\Z', text, re.MULTILINE)
 
 
@@ -325,7 +331,7 @@ def test_bad_start(option, message):
 
 
 def test_bus_bandwidth():
-    """As on the page of nccl-tests: 2 (n - 1) / n of the plain bandwidth."""
+    """As nccl-tests defines it: 2 (n - 1) / n of the plain bandwidth."""
     assert preflight.bus_bandwidth(10**9, 1, 2) == 1
     assert preflight.bus_bandwidth(10**9, 2, 8) == pytest.approx(0.875)
     assert preflight.bus_bandwidth(10**9, 1, 1) == 0
@@ -339,7 +345,7 @@ def test_all_reduce_times(process_group):
 
 @pytest.mark.parametrize("count", range(1, 12))
 def test_partners(count):
-    """Partners agree on each turn, and of up to 8 nodes, each meets every other one once."""
+    """Partners agree on each turn; of up to 8 nodes, each meets every other one once."""
     nodes = [f"node{number}" for number in range(count)]
     met = {node: preflight.partners(node, nodes, 7) for node in nodes}
     for node, others in met.items():
@@ -348,7 +354,7 @@ def test_partners(count):
         assert all(node in met[other] for other in others)
         if count <= 8:
             assert set(others) == set(nodes) - {node}
-    while any(met.values()):  # each waits for its next partner, as in new_group, but not for ever
+    while any(met.values()):  # each waits for its next partner, as in new_group, without deadlock
         pairs = [n for n in nodes if met[n] and met[met[n][0]][0] == n]
         assert pairs
         for node in pairs:
@@ -383,7 +389,7 @@ def test_slow_nodes():
         ([0, 1.1], {"node2": "1.1 s ahead"}),
         ([0, -3600], {"node2": "3600.0 s behind"}),
         ([0, 0.1, -5, 0], {"node3": "5.0 s behind"}),
-        ([0, 5, 5.2], {"node1": "5.0 s behind"}),  # all others agree: it is the first's
+        ([0, 5, 5.2], {"node1": "5.0 s behind"}),  # all others agree, so the first is off
     ],
 )
 def test_clocks(offsets, bad):
@@ -394,7 +400,7 @@ def test_clocks(offsets, bad):
 
 @pytest.mark.parametrize("ahead", [0, 5, -7])
 def test_ask_clock(monkeypatch, ahead):
-    """The answers of a slow network do not count."""
+    """Answers that took long on the network do not count."""
     here, there = socket.socketpair()
     clock = [1000.0]
     monkeypatch.setattr(preflight, "time", SimpleNamespace(time=lambda: clock[0]))
@@ -421,7 +427,7 @@ def test_stranger_at_the_port():
 
 
 def test_gpu(monkeypatch):
-    """As far as this can be tested without a GPU."""
+    """What can be tested without a GPU."""
     asked = []
 
     def ones(size, **options):
@@ -457,7 +463,7 @@ def test_a_check_that_hangs():
 
 
 def test_gloo_address(monkeypatch):
-    """It is the one that gloo listens on, for each interface of this machine."""
+    """It is the address that gloo listens on, for each interface of this machine."""
 
     def listening():
         connections = psutil.Process().net_connections("tcp")
@@ -484,7 +490,7 @@ def test_no_such_interface(monkeypatch):
 
 
 def test_an_address_without_a_name(monkeypatch):
-    """Clusters without reverse lookup can train all the same."""
+    """A cluster without reverse DNS lookup passes."""
     monkeypatch.setattr(socket, "gethostname", lambda: "node1")
     entry = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.1", 0))
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [entry])
@@ -500,7 +506,7 @@ def test_an_address_without_a_name(monkeypatch):
 
 
 def reports(count=3, tasks=2, **changes):
-    """Return what the tasks of healthy nodes report, with some cells changed."""
+    """Return the reports of healthy nodes' tasks, with the cells in `changes` replaced."""
     found = []
     for rank in range(count * tasks):
         node, first = f"node{rank // tasks + 1}", rank % tasks == 0
@@ -539,7 +545,7 @@ def test_what_all_others_miss_is_the_fault_of_the_first(column):
 
 
 def test_one_task_fails_to_measure():
-    """Its fault is reported, even though another task on its node has measured."""
+    """Its fault is reported even though another task on its node has measured."""
     collector = preflight.Collector.__new__(preflight.Collector)
     collector.task = SimpleNamespace(seconds=1, tasks=2)
     collector.nodes, collector.links, collector.inbox = ["localhost"], [], queue.SimpleQueue()

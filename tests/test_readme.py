@@ -1,4 +1,4 @@
-"""What the READMEs show is what their commands print; what they name exists."""
+"""The READMEs show what their commands print, and what they name exists."""
 
 import re
 import shutil
@@ -9,20 +9,20 @@ from support.results import shape
 from support.scripts import ON_PATH, ROOT, SCRIPT, SCRIPTS
 
 MARKS = (("-", "01"), ("+", "03"))
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("[!.]*/README.md"))]
+PAGES = [ROOT / "README.md", ROOT / "troubleshooting.md", *sorted(ROOT.glob("[!.]*/README.md"))]
 PAGES += sorted({*ROOT.glob("recipes/*.md"), *ROOT.glob("pitfalls/*.md")} - {*PAGES})
 README = PAGES[0].read_text(encoding="utf-8")
 SHOWN = re.findall(r"^```console\n\$ (.+)\n((?:.*\n)*?)```$", README, re.MULTILINE)
 
 
 def results(text):
-    """Return the losses and the accuracy in an output."""
+    """Return the losses and the accuracy in an output, as numbers."""
     return [float(number) for number in re.findall(r"(?:loss|accuracy) ([\d.]+)", text)]
 
 
 @pytest.fixture
 def clone(tmp_path):
-    """A folder with the scripts in it, where the README's commands follow one another."""
+    """A folder with the scripts, where the README's commands run one after another."""
     for path in SCRIPTS:
         shutil.copy(path, tmp_path)
     return tmp_path
@@ -57,6 +57,14 @@ def test_the_lines_that_ddp_takes_are_those_of_the_scripts():
 
 def test_the_way_in_is_short():
     assert len(README.splitlines()) <= 350
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_starts_two_ranks_says_what_to_type_with_one_gpu(page):
+    """What `srun` starts is left out: there, Slurm gives each rank a GPU."""
+    text = page.read_text(encoding="utf-8")
+    starts = re.findall(r"^(?!.*srun).*torchrun .*--nproc-per-node=2 .*\.py", text, re.M)
+    assert not starts or "CUDA_VISIBLE_DEVICES=" in text, starts
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -1,4 +1,4 @@
-"""Recipes that change what the ranks are fed with, and by whom."""
+"""Recipes that change the data and how it reaches the ranks."""
 
 import json
 import os
@@ -15,14 +15,14 @@ import pytest
 import torch
 from support import server
 from support.jobs import Job, finished, run
+from support.positions import BATCH, stopped, told
 from support.results import accuracy, same_bits
 from support.scripts import SMALL, command, forked, on_screen, patched
-from support.stopping import STEP, stopped, told
 from torch.utils.data import DataLoader, Dataset
 
 EVERYTHING = pytest.mark.everything
-# The first pixel of each image to train on is its index, and each rank writes down what it trains
-# on: a line for each batch.
+# The first pixel of each training image encodes its index, and each rank records its batches, one
+# per line.
 TRAINING_SET = "    return TensorDataset(shifted, labels[train].repeat(9)), "
 INDEXED = (
     TRAINING_SET,
@@ -32,7 +32,7 @@ SEEN = f"""\
             with open(f"seen{{dist.get_rank()}}", "a") as file:
                 indices = (source[:, 0, 0, 0] * 12942).round().int().tolist()
                 print([self.epochs_run, indices, targets.tolist()], file=file)
-{STEP}"""
+{BATCH}"""
 
 
 def seen(tmp_path, rank):
@@ -42,37 +42,37 @@ def seen(tmp_path, rank):
 
 
 def interrupted_and_resumed(tmp_path, name, *changes, step=SEEN, args=("1", *SMALL), resumed=()):
-    """Run a recipe that is told to stop in its first epoch, and start it again."""
+    """Run a recipe that is told to stop in its first epoch; start it again; return the Result."""
     tmp_path.mkdir()
-    stop = told(0)[1].removesuffix(STEP)
-    stopped(patched(tmp_path, name, *changes, (STEP, stop + step)), *args)
-    again = forked(patched(tmp_path, name, *changes, *resumed, (STEP, step)), *args)
+    stop = told(0)[1].removesuffix(BATCH)
+    stopped(patched(tmp_path, name, *changes, (BATCH, stop + step)), *args)
+    again = forked(patched(tmp_path, name, *changes, *resumed, (BATCH, step)), *args)
     return finished(again, tmp_path)
 
 
 def undisturbed(tmp_path, name, *changes, step=SEEN, args=("1", *SMALL)):
     tmp_path.mkdir()
-    return finished(forked(patched(tmp_path, name, *changes, (STEP, step)), *args), tmp_path)
+    return finished(forked(patched(tmp_path, name, *changes, (BATCH, step)), *args), tmp_path)
 
 
-# ---------------------------------------------------------------- loader workers
+# ---------------------------------------------------------------- DataLoader workers
 
 
 @EVERYTHING
 def test_loader_workers(tmp_path):
-    """Forked workers, then spawned ones after a stop in mid-epoch, and none: the same noise."""
+    """Forked workers, spawned ones after a stop mid-epoch, or no workers: the noise is the same."""
     name = "recipes/loader_workers"
     spawned = (
         "num_workers=2",
         'num_workers=1, multiprocessing_context="spawn", persistent_workers=True',
     )
     none = ("num_workers=2", "num_workers=0")
-    job = interrupted_and_resumed(tmp_path / "a", name, step=STEP, resumed=[spawned])
-    assert same_bits(job, undisturbed(tmp_path / "b", name, none, step=STEP))
+    job = interrupted_and_resumed(tmp_path / "a", name, step=BATCH, resumed=[spawned])
+    assert same_bits(job, undisturbed(tmp_path / "b", name, none, step=BATCH))
 
 
 class Drawn(Dataset):
-    """What the generators of a loader worker draw."""
+    """Returns what the random generators of a DataLoader worker draw."""
 
     def __len__(self):
         return 4
@@ -82,7 +82,7 @@ class Drawn(Dataset):
 
 
 def test_workers_are_seeded_alike():
-    """Two ranks that are seeded alike, and so one rank that is resumed."""
+    """This holds for two ranks with the same seed, and so for a rank that is resumed."""
     drawn = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -102,11 +102,11 @@ class Data(list):
         raise RuntimeError("a file is broken")
 
 
-def ignore_sigterm(worker_id):
+def outlive_sigterm(worker_id):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-for number in DataLoader(Data(range(100)), num_workers=2, worker_init_fn=ignore_sigterm):
+for number in DataLoader(Data(range(100)), num_workers=2, worker_init_fn=outlive_sigterm):
     pass
 """
 
@@ -115,7 +115,7 @@ SOON = ("signal.alarm(300)", "signal.alarm(3)")
 
 
 def test_a_failed_rank_waits_for_its_workers(tmp_path):
-    """If it ends by itself, `ignore_sigterm` may ignore the signal for good."""
+    """If it ends by itself, `outlive_sigterm` may ignore the signal for good."""
     script = tmp_path / "fails.py"
     script.write_text(FAILS, encoding="utf-8")
     with Job([sys.executable, script], tmp_path) as job:
@@ -136,7 +136,7 @@ def may_mount():
 @EVERYTHING
 @pytest.mark.skipif(not may_mount(), reason="mounts a small /dev/shm, as only root can")
 def test_shared_memory_is_full(tmp_path):
-    """There are 128 kB of it, and a batch takes 65. The server's ranks would have more."""
+    """It has 128 kB, and a batch takes 65. Forked ranks would not see the small one."""
     start = command(patched(tmp_path, "recipes/loader_workers", SOON), "1", "--batch-size=256")
     small = 'mount -t tmpfs -o size=128k tmpfs /dev/shm && exec "$@"'
     job = run(["unshare", "--mount", "sh", "-c", small, "sh", *start], tmp_path)
@@ -163,7 +163,7 @@ for number in DataLoader(Data([1]), num_workers=1):
 
 @EVERYTHING
 def test_bus_error(tmp_path):
-    """PyTorch 2.13 no longer runs into it, so the signal is sent; the message is PyTorch's."""
+    """PyTorch 2.13 no longer causes it, so the test sends the signal; the message is PyTorch's."""
     script = tmp_path / "dies.py"
     script.write_text(DIES, encoding="utf-8")
     job = run(server.command(script), tmp_path)
@@ -175,9 +175,9 @@ def test_bus_error(tmp_path):
 
 @EVERYTHING
 def test_streaming(tmp_path):
-    """Of 12 941 samples, each rank gets 6470 in each epoch, in 102 batches; one is dropped.
+    """Of 12 941 samples, each rank gets 6470 per epoch, in 102 batches; one is dropped.
 
-    Undisturbed with one loader worker; stopped with two, and resumed with three.
+    The undisturbed run has one DataLoader worker; the other stops with two and resumes with three.
     """
     name, args = "recipes/streaming", ("2", *SMALL)
     odd = (
@@ -203,14 +203,14 @@ def test_streaming(tmp_path):
 
 @pytest.mark.repetition
 def test_streaming_learns(tmp_path):
-    """As well as step 5, also with three ranks; test_recipe_ends_well runs it with two."""
+    """As well as step 5, with three ranks; test_recipe_ends_well runs it with two."""
     job = finished(forked(patched(tmp_path, "recipes/streaming"), nprocs=3), tmp_path)
     assert accuracy(job)[0] >= 98
 
 
 @EVERYTHING
 def test_weighted_sampler(tmp_path):
-    """One sample in 90 is a zero, and one in ten that are drawn."""
+    """One sample in 90 is a zero, but one in ten of those that are drawn."""
     name = "recipes/weighted_sampler"
     rare = (
         "    return TensorDataset(shifted, labels[train].repeat(9)), ",
@@ -241,9 +241,9 @@ def test_weighted_sampler(tmp_path):
 
 @EVERYTHING
 def test_prepare_once(tmp_path):
-    """Two nodes with a disk each; one takes longer than the timeout to prepare its data.
+    """Two nodes with their own disks; one takes longer than the timeout to prepare its data.
 
-    A node is a rank here, in a folder of its own.
+    Here, a node is a rank in its own folder.
     """
     name, save = "recipes/prepare_once", "        torch.save((scans, labels)"
     short = ("timedelta(minutes=5)", "timedelta(seconds=5)")
@@ -272,10 +272,10 @@ os.chdir(os.environ["RANK"])
 
 @EVERYTHING
 def test_uneven_inputs(tmp_path):
-    """Of 12 929 samples, rank 0 gets 102 batches, the last one of one sample; rank 1 gets 101."""
+    """Of 12 929 samples, rank 0 gets 102 batches, the last with one sample; rank 1 gets 101."""
     name, line = "recipes/uneven_inputs", "    sampler = UnevenSampler("
     odd = "    dataset.tensors = [part[:12_929] for part in dataset.tensors]\n"
-    changes = (line, odd + line), (indent(STEP, "    "), indent(SEEN, "    "))
+    changes = (line, odd + line), (indent(BATCH, "    "), indent(SEEN, "    "))
     one, other = tmp_path / "one", tmp_path / "other"
     one.mkdir()
     other.mkdir()

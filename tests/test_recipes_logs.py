@@ -7,14 +7,14 @@ import struct
 import pytest
 import torch
 from support.jobs import finished, run
+from support.positions import stopped, told
 from support.results import epochs, same_bits, weights
 from support.scripts import SMALL, forked, patched
-from support.stopping import stopped, told
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
 EVERYTHING = pytest.mark.everything
-START = "(source, targets) in enumerate(self.train_data):\n"
+START = "(source, targets) in enumerate(self.train_loader):\n"
 
 
 # ---------------------------------------------------------------- early stopping
@@ -24,15 +24,13 @@ START = "(source, targets) in enumerate(self.train_data):\n"
 def test_early_stopping(trained, tmp_path):
     """From the third epoch on, all answers of rank 1 are wrong, so the second is the best.
 
-    The run is interrupted in the fourth, and stops after three epochs without improvement. Rank 0
-    would go on by its own numbers.
+    The run is interrupted in the fourth epoch, and stops after three without improvement. By its
+    own numbers alone, rank 0 would continue.
     """
-    line = "            _, (score, _) = evaluate("
+    line = "            _, score = evaluate("
     epoch = (line, f"            args.worse = self.epochs_run > 2 and dist.get_rank() == 1\n{line}")
-    line = "    counts = torch.tensor([sum("
-    worse = (
-        "    if getattr(args, 'worse', False):\n        results = [(t, -1) for t, _ in results]\n"
-    )
+    line = "    dist.all_reduce(correct)"
+    worse = "    if getattr(args, 'worse', False):\n        correct.zero_()\n"
     path = patched(tmp_path, "recipes/early_stopping", epoch, (line, worse + line), told(3))
     job = stopped(path, "9", *SMALL)
     assert epochs(job) == [1, 2, 3]
@@ -43,7 +41,7 @@ def test_early_stopping(trained, tmp_path):
     assert all(torch.equal(best[name], second[name]) for name in second)
     assert not same_bits(again, trained("05", "2", *SMALL))
     total = int(re.search(r"^accuracy .*/(\d+)\)$", again.stdout, re.MULTILINE)[1])
-    assert total == 179  # the half that has not chosen the model
+    assert total == 179  # the half that did not choose the model
 
 
 # ---------------------------------------------------------------- loggers
@@ -51,7 +49,7 @@ def test_early_stopping(trained, tmp_path):
 
 @EVERYTHING
 def test_log_tensorboard(tmp_path):
-    """Rank 0 is killed in the second epoch, when it has logged steps that the next run repeats."""
+    """Rank 0 is killed in the second epoch, after logging steps that the next run repeats."""
     line = "            loss = self._run_batch(source, targets)\n"
     killed = (
         line,
@@ -63,7 +61,7 @@ def test_log_tensorboard(tmp_path):
     assert run(forked(path, "2", *SMALL), tmp_path).returncode == 1
     finished(forked(patched(tmp_path, "recipes/log_tensorboard"), "2", *SMALL), tmp_path)
     folder = tmp_path / "checkpoint.pt.tensorboard"
-    assert len(list(folder.iterdir())) == 2  # a file for each run, written by rank 0
+    assert len(list(folder.iterdir())) == 2  # one file per run, written by rank 0
 
     def steps(name, **options):
         return [
@@ -80,7 +78,7 @@ def test_log_tensorboard(tmp_path):
 
 
 def records(path):
-    """Return the records of a .wandb file, which is written like the log of LevelDB."""
+    """Return the records of a .wandb file, which has the format of LevelDB's log."""
     data, found, part = path.read_bytes(), [], b""
     position = 7  # after the file's own header
     while position + 7 <= len(data):
@@ -115,7 +113,7 @@ def test_log_wandb(tmp_path):
 
 @EVERYTHING
 def test_progress(tmp_path):
-    """Not into a file; in a terminal, one bar, which starts where the run was stopped."""
+    """No bar in a file; in a terminal, one bar, which starts where the run was stopped."""
     path = patched(tmp_path, "recipes/progress", told(1))
     assert "%|" not in stopped(path, "2", *SMALL).stderr
     words = shlex.join(str(word) for word in forked(path, "2", *SMALL))
@@ -131,7 +129,7 @@ def test_progress(tmp_path):
 
 @EVERYTHING
 def test_eval_torchmetrics(trained, tmp_path):
-    """The numbers of step 5, from 180 samples of rank 0 and 179 of rank 1."""
+    """The same numbers as step 5, from 180 samples on rank 0 and 179 on rank 1."""
     line = "    result = metrics.compute()"
     lists = (
         line,

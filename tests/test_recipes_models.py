@@ -7,19 +7,19 @@ import pytest
 import torch
 from support import server
 from support.jobs import finished, run
+from support.positions import AT_ONCE, BATCH, stopped, told, writes_nothing_again
 from support.results import accuracy, error_lines, losses, resumed, same_bits, weights
 from support.scripts import DOUBLE, SMALL, forked, on_screen, page, patched
-from support.stopping import STEP, stopped, told
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 EVERYTHING = pytest.mark.everything
 TRAIN = "    trainer.train("
 BARRIER = "    dist.barrier()"
 ONE = ("1", *SMALL)
-UNEVEN = ("2", "--batch-size=179", "--width=4")  # 359 are 180 and 179: two batches, and one
+UNEVEN = ("2", "--batch-size=179", "--width=4")  # 359 = 180 + 179: two batches, and one
 STOP = 10 * 179 * 2  # samples of epoch 2: at step 10 the ranks ask whether to stop
 
-# Rank 0 prints how many different weights the ranks end with.
+# Rank 0 prints how many different sets of weights the ranks end with.
 COMPARED = (
     BARRIER,
     """    everyone = [None] * dist.get_world_size()
@@ -31,7 +31,7 @@ COMPARED = (
 
 
 def told_to_stop(folder, recipe, *changes):
-    """Tell a recipe in epoch 2 to stop."""
+    """Run a recipe that is told to stop in epoch 2."""
     folder.mkdir()
     told_at = told(1, STOP - 179 * 2)
     stopped(patched(folder, recipe, *changes, told_at), *UNEVEN, samples=STOP)
@@ -39,7 +39,7 @@ def told_to_stop(folder, recipe, *changes):
 
 
 def started_again(folder, recipe, *changes, nprocs=2):
-    """Start a recipe again that has finished epoch 1."""
+    """Resume a recipe after epoch 1; return the Result."""
     job = finished(forked(patched(folder, recipe, *changes), *UNEVEN, nprocs=nprocs), folder)
     assert resumed(job) == [1]
     assert not (folder / "checkpoint.pt.interrupted").exists()
@@ -58,7 +58,7 @@ def difference(a, b):
 
 
 def same(a, b):
-    """Return whether two states, nested dicts of tensors, are the same, bit for bit."""
+    """Return whether two states, nested dicts of tensors, are bit-for-bit identical."""
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):  # optimizers return betas as either
@@ -68,15 +68,16 @@ def same(a, b):
 
 # ---------------------------------------------------------------- sharded models
 
-PARAMETERS = 4074  # of the model that is four wide
-# Rank 0 prints the bytes that each rank holds after a step, of parameters, gradients and optimizer
-# state, and the collectives that this step has called.
+PARAMETERS = 4074  # of the model with width 4
+# Rank 0 prints how many bytes of parameters, gradients and optimizer state each rank holds after a
+# step, and the collectives that the step called. In the second step DDP rearranges its buckets, so
+# it is the third that is shown.
 HELD = (
-    STEP,
-    f"""            if (self.epochs_run, step) != (0, 1):
-    {STEP}            else:
+    BATCH,
+    f"""            if (self.epochs_run, step) != (0, 2):
+    {BATCH}            else:
                 with torch.profiler.profile() as profiler:
-        {STEP}                for event in profiler.key_averages():
+        {BATCH}                for event in profiler.key_averages():
                     if event.key.startswith("c10d::"):
                         log(f"called {{event.count}} {{event.key}}")
                 held = [*self.model.parameters()]
@@ -89,7 +90,7 @@ HELD = (
                 log(f"held {{everyone}}")
 """,
 )
-# What was loaded is gathered, and saved.
+# Rank 0 saves the whole state that was loaded.
 LOADED = (
     TRAIN,
     """    from torch.distributed.checkpoint import state_dict as states
@@ -101,7 +102,7 @@ LOADED = (
     + TRAIN,
 )
 SAMPLES = ("        speed = ", '        log(f"{samples:.0f} samples")\n        speed = ')
-# No rank ever holds the whole model: it allocates its shards, and then loads them.
+# No rank ever holds the whole model: each allocates its shards, then loads them.
 META = (
     (
         "    model = build_model(args.width).to(device)\n",
@@ -113,21 +114,21 @@ CHANNELS_LAST = ("(device)\n    for", "(device, memory_format=torch.channels_las
 
 
 def resumed_by_four(folder, recipe, *changes):
-    """Start a recipe again with four ranks; return what it has loaded."""
+    """Resume a recipe on four ranks; return the state that it has loaded."""
     job = started_again(folder, recipe, *changes, LOADED, SAMPLES, nprocs=4)
-    assert printed(r"(\d+) samples", job) == ["9364"]  # 12942 - 3580, and two to share evenly
+    assert printed(r"(\d+) samples", job) == ["9364"]  # 12942 - 3580, and two of padding
     assert accuracy(job)[2] == 359
     return torch.load(folder / "loaded.pt", weights_only=True)
 
 
 @EVERYTHING
 def test_fsdp2(trained_with, tmp_path):
-    """The weights of DDP, of which each rank holds half; saved and resumed, also by four ranks."""
+    """The same weights as DDP, half on each rank; saved, and resumed by two ranks and by four."""
     ddp = trained_with("05", (*DOUBLE, HELD), UNEVEN)
     job = finished(forked(patched(tmp_path, "recipes/fsdp2", *DOUBLE, HELD), *UNEVEN), tmp_path)
     assert difference(job, ddp) < 1e-9
     assert accuracy(job) == accuracy(ddp)
-    held = 8 * 4 * PARAMETERS  # in float64: parameters, gradients, and two of the optimizer
+    held = 8 * 4 * PARAMETERS  # float64 parameters, gradients, and two optimizer states
     assert printed("held (.*)", ddp) == [str([held, held])]
     assert printed("held (.*)", job) == [str([held // 2, held // 2])]
     assert printed("called (.*)", ddp) == ["1 c10d::allreduce_"]
@@ -152,7 +153,7 @@ def test_fsdp2_wants_contiguous_parameters(tmp_path):
 
 
 def sharding():
-    """Return the changes of fsdp2 that have nothing to do with checkpoints."""
+    """Yield the changes of the recipe fsdp2, except those about checkpoints."""
     _, _, diff = page("recipes/fsdp2").partition("\n@@")
     hunks = diff.partition("\n```")[0].split("\n@@")
     ddp = "from torch.nn.parallel import DistributedDataParallel as DDP\n"
@@ -165,7 +166,7 @@ def sharding():
 
 
 def converted(folder):
-    """Return what a sharded checkpoint holds."""
+    """Return the whole state in a sharded checkpoint."""
     name = torch.load(folder / "checkpoint.pt", weights_only=True)["FOLDER"]
     dcp_to_torch_save(folder / name, folder / "converted.pt")
     return torch.load(folder / "converted.pt", weights_only=True)
@@ -173,16 +174,17 @@ def converted(folder):
 
 @EVERYTHING
 def test_sharded_checkpoint(trained_with, tmp_path):
-    """Each rank writes a part; a crash in the midst of it leaves the last checkpoint alone."""
+    """Each rank writes a part; a crash during the save leaves the last checkpoint intact."""
     recipe = "recipes/sharded_checkpoint"
-    killed = """        if (self.epochs_run, dist.get_rank()) == (2, 1):
-            dcp.FileSystemWriter.write_data = lambda *_: signal.raise_signal(signal.SIGKILL)
+    killed = """            if (self.epochs_run, dist.get_rank()) == (2, 1):
+                dcp.FileSystemWriter.write_data = lambda *_: signal.raise_signal(signal.SIGKILL)
 """
-    kill = ("        dcp.save(", f"{killed}        dcp.save(")
+    kill = ("            dcp.save(", f"{killed}            dcp.save(")
     run(forked(patched(tmp_path, recipe, *DOUBLE, kill), *UNEVEN), tmp_path)
     broken = tmp_path / "checkpoint.pt.2-0"
     assert broken.exists()
     assert not (broken / ".metadata").exists()
+    writes_nothing_again(patched(tmp_path, recipe, *DOUBLE, AT_ONCE), *UNEVEN)
     started_again(tmp_path, recipe, *DOUBLE)
     assert {"__0_0.distcp", "__1_0.distcp"} <= {path.name for path in broken.iterdir()}
     ddp = trained_with("05", (*DOUBLE, HELD), UNEVEN)
@@ -191,7 +193,7 @@ def test_sharded_checkpoint(trained_with, tmp_path):
 
 @EVERYTHING
 def test_sharded_checkpoint_with_fsdp2(tmp_path):
-    """The same code saves the shards of two ranks, and four ranks load what they need of it."""
+    """The same code saves the shards of two ranks, and four ranks load what they need."""
     changes = [*sharding(), *DOUBLE]
     told_to_stop(tmp_path / "told", "recipes/sharded_checkpoint", *changes)
     saved = converted(tmp_path / "told")
@@ -202,7 +204,7 @@ def test_sharded_checkpoint_with_fsdp2(tmp_path):
 
 # ---------------------------------------------------------------- losses and models
 
-# The other ranks' samples come without a gradient, as from `dist.all_gather`; the own ones with.
+# As with `dist.all_gather`, only a rank's own samples have a gradient.
 PLAIN = (
     "    everyone = AllGather.apply(nn.functional.normalize(other))\n",
     """    local = nn.functional.normalize(other)
@@ -215,7 +217,7 @@ PLAIN = (
 
 @EVERYTHING
 def test_contrastive(tmp_path):
-    """Two ranks take the steps of one that has the whole batch; not without the gradients."""
+    """Two ranks take the same steps as one with the whole batch, but not without the gradients."""
     jobs = {}
     for name, batch, nprocs, *changes in (
         ("one", 128, 1),
@@ -234,7 +236,7 @@ def test_contrastive(tmp_path):
 
 @EVERYTHING
 def test_gan(tmp_path):
-    """Both models are the same on all ranks, and resume in mid-epoch with the same bits."""
+    """Both models are the same on all ranks; a mid-epoch resume is bit-for-bit identical."""
     compared = (COMPARED[0], COMPARED[1].replace("trainer.model", "trainer.generator"))
     script = patched(tmp_path, "recipes/gan", COMPARED, compared)
     job = finished(forked(script, *UNEVEN), tmp_path)
@@ -254,7 +256,7 @@ FREEZE = "    model[:5].requires_grad_(False)"
 @EVERYTHING
 @pytest.mark.parametrize("when", ["before DDP", "after DDP"])
 def test_frozen_layers(trained, tmp_path, when):
-    """Frozen before DDP, layers keep their bits and are not reduced; frozen later, DDP waits."""
+    """Layers frozen before DDP do not change and are not reduced; frozen later, DDP waits."""
     hook = """    reduced = set()
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -285,7 +287,7 @@ def test_frozen_layers(trained, tmp_path, when):
 
 @EVERYTHING
 def test_compressed_gradients(trained, tmp_path):
-    """All gradients are sent, two bytes each; the ranks still have the same weights."""
+    """All gradients are sent with two bytes each; the ranks still have the same weights."""
     spy = """SENT = set()
 all_reduce = dist.all_reduce
 
@@ -323,7 +325,7 @@ told_to_stop = """
 
 @EVERYTHING
 def test_export(tmp_path):
-    """The code in the note reads the file without a process group, and as many digits."""
+    """The page's code reads the file without a process group, and gets the same accuracy."""
     job = finished(forked(patched(tmp_path, "recipes/export"), *ONE), tmp_path)
     shutil.move(tmp_path / "05_gather_eval.py", tmp_path / "export.py")
     pattern = "^```python\n(.*?)^```$"

@@ -1,4 +1,4 @@
-"""Recipes that change how the training is done: its steps, its precision, and what it saves."""
+"""Recipes that change how the model is trained: steps, precision, and what is saved."""
 
 import math
 import re
@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.gpus import GPUS, ON_GPUS
 from support.jobs import finished, run
+from support.positions import BATCH, TOLD, told
 from support.results import error_lines, resumed, said, same_bits, weights
 from support.scripts import (
     DOUBLE,
@@ -18,6 +19,7 @@ from support.scripts import (
     command,
     digest,
     edited,
+    exact,
     forked,
     load,
     on_each_rank,
@@ -25,22 +27,20 @@ from support.scripts import (
     patched,
     text_of,
 )
-from support.stopping import ALONE, told
-from support.stopping import STEP as BATCH
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint_sequential
 
 EVERYTHING = pytest.mark.everything
-STEPS = 102  # of two ranks in an epoch of SMALL
+STEPS = 102  # per epoch, with two ranks and SMALL
 STEP = "        self.optimizer.step()\n"
 WEIGHTS = (END, f"    {on_each_rank(digest('model.parameters()'))}{END}")
 
 
 def with_and_without_a_stop(tmp_path, name, *changes):
-    """Run a recipe that is told to stop in mid-epoch and started again, and one that is not."""
+    """Run a recipe twice, once with a stop mid-epoch; check that the weights are identical."""
     jobs = []
-    for kind, stop in (("stopped", [told(1, how=ALONE)]), ("undisturbed", [])):
+    for kind, stop in (("stopped", [told(1, how=TOLD)]), ("undisturbed", [])):
         folder = tmp_path / kind
         folder.mkdir()
         path = patched(folder, f"recipes/{name}", *changes, *stop)
@@ -58,7 +58,7 @@ def saved(job, name):
 
 
 def module(name):
-    """Import a recipe."""
+    """Return a recipe as a module."""
     recipe = ModuleType(name)
     exec(text_of(f"recipes/{name}"), recipe.__dict__)
     return recipe
@@ -68,9 +68,9 @@ def module(name):
 
 
 def test_accumulation(tmp_path):
-    """Groups of four batches, and a shorter one, are four times the batch; each all-reduces once.
+    """A group of four batches acts as one large batch, and all-reduces once; so does a shorter one.
 
-    A rank has 6471 samples: 32 whole groups of 4 x 50, and a last one of 50 and 21.
+    A rank has 6471 samples: 32 full groups of 4 x 50, and a last one of 50 and 21.
     """
     counted = (
         "    trainer.train(",
@@ -102,7 +102,7 @@ def test_accumulation(tmp_path):
 
 @EVERYTHING
 def test_learning_rate(tmp_path):
-    """Half the batch for which --lr was chosen."""
+    """The batch is half the one for which --lr was chosen."""
     rate = "        log(f'rate {self.optimizer.param_groups[0][\"lr\"]!r}')\n"
     jobs = with_and_without_a_stop(tmp_path, "learning_rate", (STEP, rate + STEP))
     wanted = [
@@ -142,7 +142,7 @@ def test_bf16(tmp_path):
 
 @EVERYTHING
 def test_fp16_scaler(tmp_path):
-    """The gradient overflows once, on the last rank: all ranks skip that step, and no other."""
+    """The gradient overflows once, on the last rank: all ranks skip only that step."""
     scale = "        self.scaler.scale(loss)"
     infinite = "(self.epochs_run, self.samples_run, dist.get_rank()) == (0, 1280, 1)"
     steps = "optimizer.state_dict()['state'][0]['step'].item()"
@@ -151,7 +151,7 @@ def test_fp16_scaler(tmp_path):
         (
             "GradScaler(device.type)",
             "GradScaler(device.type, init_scale=1024.0)",
-        ),  # never too large
+        ),  # small enough never to overflow
         ("            logits =", "            logits = self.logits ="),
         (END, f"    {on_each_rank(f'trainer.logits.dtype, {steps}')}    {WEIGHTS[1].lstrip()}"),
     )
@@ -160,7 +160,7 @@ def test_fp16_scaler(tmp_path):
         assert said(job, 0)[-2] == f"(torch.float16, {2 * STEPS - 1:.1f})"
         state = saved(job, "SCALER_STATE")
         assert state["scale"] == 512
-        assert state["_growth_tracker"] == 2 * STEPS - 11  # steps since it was halved
+        assert state["_growth_tracker"] == 2 * STEPS - 11  # steps since the scale was halved
 
 
 # ---------------------------------------------------------------- random numbers
@@ -173,7 +173,7 @@ NOISY = """class Noisy(TensorDataset):
 
 def load_datasets():
 """
-# At the first step of an epoch, or after a resume, each rank prints the state of its generator.
+# At the first step of an epoch or after a resume, each rank prints its generator's state.
 SHOW_STATE = on_each_rank(digest("[torch.get_rng_state()]"))
 RANDOM = (
     ("def load_datasets():\n", NOISY),
@@ -181,6 +181,20 @@ RANDOM = (
     ("nn.Flatten()]", "nn.Flatten(), nn.Dropout(0.2)]"),
     (BATCH, f"            if step == 0:\n                {SHOW_STATE}{BATCH}"),
 )
+
+
+@EVERYTHING
+def test_bitwise_resume(trained_with, tmp_path):
+    """Four ranks, started again after an epoch; without the recipe the bits differ."""
+    assert text_of("recipes/bitwise_resume") == edited(tmp_path, "05", *exact(4)).read_text("utf-8")
+    for changes in (exact(4), ()):
+        folder = tmp_path / f"{len(changes)}"
+        folder.mkdir()
+        for total in ("1", "2"):
+            job = finished(forked(edited(folder, "05", *changes), total, *SMALL, nprocs=4), folder)
+        assert resumed(job) == [1]
+        undisturbed = trained_with("05", changes, ("2", *SMALL), nprocs=4)
+        assert same_bits(job, undisturbed) == bool(changes)
 
 
 @EVERYTHING
@@ -192,12 +206,12 @@ def test_randomness(tmp_path):
     assert len({*said(stopped, 0), *said(stopped, 1)}) == 6
 
 
-# ---------------------------------------------------------------- the average of the weights
+# ---------------------------------------------------------------- averaged weights
 
 
 @EVERYTHING
 def test_ema(tmp_path):
-    """The average that is evaluated is the same on all ranks, and the one in the checkpoint."""
+    """The evaluated average is the same on all ranks and in the checkpoint."""
     start = "    model.eval()\n    for buffer"
     total = "sum(p.double().sum().item() for p in model.parameters())"
     show = on_each_rank(f"{digest('model.parameters()')}, {total}")
@@ -213,7 +227,7 @@ def test_ema(tmp_path):
 
 def test_ema_averages_with_its_decay(tmp_path, process_group):
     trainer = build_trainer(module("ema"), arguments(tmp_path / "none.pt"))
-    batches = iter(trainer.train_data)
+    batches = iter(trainer.train_loader)
     wanted = None
     for _ in range(3):
         trainer._run_batch(*next(batches))
@@ -230,7 +244,7 @@ def test_ema_averages_with_its_decay(tmp_path, process_group):
 
 @EVERYTHING
 def test_batchnorm_without_sync(tmp_path):
-    """On a CPU: each forward pass starts with rank 0's statistics, and updates them by rank."""
+    """On a CPU, each forward pass starts with rank 0's statistics; each rank updates its own."""
     wrapped = "        self.model = DDP(model)"
     means = """        self.before, self.after = [], []
         norm = model[1]
@@ -270,9 +284,9 @@ def test_sync_batchnorm_on_a_cpu(tmp_path):
 
 
 def test_converted_batchnorm_on_a_cpu(process_group):
-    """It has the same names and weights, evaluates with the same result, and cannot train."""
+    """It keeps its names and weights, evaluates to the same result, and cannot train."""
     plain = module("sync_batchnorm").build_model(4)
-    plain(torch.rand(16, 1, 8, 8))  # so that the statistics are not 0 and 1
+    plain(torch.rand(16, 1, 8, 8))  # moves the statistics away from 0 and 1
     state = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
     expected = plain.eval()(torch.ones(1, 1, 8, 8))
     converted = nn.SyncBatchNorm.convert_sync_batchnorm(plain)
@@ -288,7 +302,7 @@ def test_converted_batchnorm_on_a_cpu(process_group):
 @pytest.mark.parametrize("nprocs", [pytest.param(2, id="nccl-2")])
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 def test_sync_batchnorm_on_gpus(tmp_path, nprocs):
-    """Each rank updates its statistics from the batches of all."""
+    """Each rank updates its statistics from the batches of all ranks."""
     mean = on_each_rank("trainer.model.module[1].running_mean.tolist()")
     evaluated = "    if not trainer.interrupted:\n"
     path = patched(tmp_path, "recipes/sync_batchnorm", (evaluated, f"    {mean}{evaluated}"))
@@ -302,7 +316,7 @@ def test_sync_batchnorm_on_gpus(tmp_path, nprocs):
 
 @EVERYTHING
 def test_compile(trained, tmp_path):
-    """One graph for each of the two batch sizes; and step 5's names and bits."""
+    """One graph for each of the two batch sizes; the weights are those of step 5."""
     graphs = "torch._dynamo.utils.counters['stats']['unique_graphs']"
     changes = (
         ("dynamic=False)", 'dynamic=False, backend="aot_eager")'),
@@ -331,7 +345,7 @@ class Own(nn.Sequential):
 
 
 def test_what_compiles_a_sequential(process_group):
-    """Count the parts in which a model is compiled. Its gradients fill three of DDP's buckets."""
+    """Count the parts that a model is compiled in. Its gradients fill three of DDP's buckets."""
     parts = []
 
     def backend(graph, _):
@@ -378,7 +392,7 @@ def test_activation_checkpointing(trained, tmp_path):
 
 
 def kept(model):
-    """Return how many bytes forward keeps for backward."""
+    """Return how many bytes forward() keeps for backward()."""
     sizes = []
 
     def pack(tensor):

@@ -1,8 +1,8 @@
 """Reports what a training script does, one JSON object per line, without changing its results.
 
-Each process writes to a file of its own, named after its process ID, in the folder of the events.
-Each object has a kind, a time in seconds and, where it applies, the line of the script in "where".
-To import this package is to observe.
+Each process writes to its own file in the folder of the events, named after its process ID. Each
+object has a kind, a time in seconds and, where it applies, the line of the script in "where".
+Importing this package starts the observation.
 """
 
 import atexit
@@ -29,6 +29,7 @@ def handle(do, number, handler):
 
 
 def gloo_threads():
+    """Return the number of gloo's threads in this process."""
     names = []
     with contextlib.suppress(OSError):
         for task in os.listdir("/proc/self/task"):

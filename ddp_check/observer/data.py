@@ -1,19 +1,36 @@
-"""Observes which samples a DataLoader gives."""
+"""Observes which samples a DataLoader returns."""
 
 import operator
+import random
+import sys
 import zlib
 from dataclasses import dataclass, field
 
 import torch
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import BatchSampler, SequentialSampler, Subset, dataloader
+from torch.utils.data import (
+    BatchSampler,
+    SequentialSampler,
+    Subset,
+    _utils,
+    dataloader,
+    get_worker_info,
+)
 from torch.utils.data.distributed import DistributedSampler
 
-from ddp_check.observer.report import TASK, checksum, say, seen, watch, where
+from ddp_check.observer.report import (
+    TASK,
+    batch_checksum,
+    checksum,
+    say,
+    seen,
+    watch,
+    watch_no_slices,
+    where,
+)
 
 
 def contents(dataset):
-    """Return the data set that Subsets take samples from, and the indices that they keep."""
+    """Return the data set below all Subsets, and the indices that they keep, or None for all."""
     indices = None
     while isinstance(dataset, Subset):
         kept = dataset.indices
@@ -23,7 +40,7 @@ def contents(dataset):
 
 
 def fingerprint(value, depth=5):
-    """Return a checksum that equal data sets have in common."""
+    """Return a checksum that is the same for equal data sets."""
     if isinstance(value, torch.Tensor):
         return checksum([value])
     if isinstance(value, str | bytes | int | float):
@@ -37,16 +54,17 @@ def fingerprint(value, depth=5):
 
 @dataclass
 class Asked:
-    """What an iterator of a DataLoader has asked for."""
+    """What a DataLoader's iterator has requested so far."""
 
     number: int  # of the pass
-    iterable: bool  # its data set has no indices
+    iterable: bool  # the data set has no indices
     kept: list | None  # the indices that Subsets keep
     indices: list = field(default_factory=list)  # of each batch
     given: int = 0  # batches
 
 
 def begin(loader, iterator):
+    """Report the start of a pass over a DataLoader."""
     seen.passes += 1
     seen.new_pass = True
     dataset, kept = contents(loader.dataset)
@@ -58,6 +76,7 @@ def begin(loader, iterator):
         number=seen.passes,
         length=len(loader.dataset) if hasattr(loader.dataset, "__len__") else None,
         iterable=iterable,
+        part=0 if kept is None else zlib.crc32(repr(kept).encode()),
         distributed=isinstance(sampler, DistributedSampler),
         shuffle=not isinstance(sampler, SequentialSampler) and getattr(sampler, "shuffle", True),
         drop_last=loader.drop_last or getattr(sampler, "drop_last", False),
@@ -85,20 +104,21 @@ def start(do, self, loader):
 @watch(Base, "_reset")
 def restart(do, self, loader, first_iter=False):
     do(self, loader, first_iter)
-    if not first_iter:  # persistent workers: the iterator of the epoch before
+    if not first_iter:  # persistent workers reuse the iterator of the previous epoch
         begin(loader, self)
 
 
 @watch(Base, "_next_index")
 def next_index(do, self):
     index = do(self)
-    self._ddp_check.indices.append(index)  # workers are asked before their batch is wanted
+    self._ddp_check.indices.append(index)  # workers prefetch
     return index
 
 
 @watch(Base, "__next__")
 def next_batch(do, self):
     asked = self._ddp_check
+    watch_no_slices()
     try:
         batch = do(self)
     except StopIteration:
@@ -107,13 +127,13 @@ def next_batch(do, self):
     indices = integers(asked.indices[asked.given])
     asked.given += 1
     base = indices if None in (indices, asked.kept) else [asked.kept[index] for index in indices]
-    content = checksum(tensors_of(batch)) if asked.iterable else None
+    content = batch_checksum(batch) if asked.iterable else None
     say("batch", number=asked.number, indices=indices, base=base, content=content)
     return batch
 
 
 def integers(indices):
-    """Return the index or indices of a batch as a list of integers, or None if they are none."""
+    """Return the index or indices of a batch as a list of integers, or None if it has others."""
     try:
         return [
             operator.index(i) for i in (indices if isinstance(indices, list | tuple) else [indices])
@@ -122,5 +142,26 @@ def integers(indices):
         return None
 
 
-def tensors_of(batch):
-    return [value for value in tree_leaves(batch) if isinstance(value, torch.Tensor)]
+def random_states():
+    """Return checksums of the states of the random number generators: {name: checksum}."""
+    states = {"torch": checksum([torch.get_rng_state()]), "random": hash(random.getstate()[1])}
+    if "numpy.random" in sys.modules:
+        _, keys, position, *_ = sys.modules["numpy.random"].get_state()
+        states["numpy"] = zlib.crc32(keys.tobytes(), position)
+    return states
+
+
+drawing = set()  # the generators that this process has drawn from to make samples
+
+
+@watch(_utils.fetch._MapDatasetFetcher, "fetch")
+def fetch(do, self, indices):
+    """Report the state from which each generator makes this process's first random sample."""
+    before = random_states()
+    batch = do(self, indices)
+    now, worker = random_states(), get_worker_info()
+    for name in before.keys() - drawing:
+        if now[name] != before[name]:
+            drawing.add(name)
+            say("drawn", source=name, state=before[name], worker=worker and worker.id)
+    return batch

@@ -11,7 +11,7 @@ from ddp_check.observer.report import TASK, called_by_script, say, seen, watch, 
 
 
 class Printed:
-    """A stream whose lines are reported."""
+    """A stream that reports each line written to it."""
 
     def __init__(self, stream):
         self.stream, self.begun = stream, ""
@@ -30,7 +30,7 @@ sys.stdout = Printed(sys.stdout)
 
 
 def audit(event, args):
-    """Report files that are opened to be written, or renamed."""
+    """Report files that are opened for writing or renamed."""
     if event == "open" and isinstance(args[0], str) and re.search("[wax+]", str(args[1] or "")):
         unlink(args[0], args[1])
         written("open", args[0])
@@ -43,7 +43,7 @@ def in_place(path):
 
 
 def unlink(path, mode="w"):
-    """Replace a link to a file of the reader, which is about to be written, by a file."""
+    """Replace a link by a file before it is written to, so the user's own file stays unchanged."""
     if os.path.islink(path) and in_place(os.path.abspath(path)):
         original = os.path.realpath(path)
         os.unlink(path)
@@ -52,6 +52,7 @@ def unlink(path, mode="w"):
 
 
 def written(kind, path, source=None):
+    """Report a write in the script's folder, or a rename from `source`."""
     path, line = os.path.realpath(os.fsdecode(path)), where()
     if line and (source or in_place(path)):
         source = source and os.path.realpath(os.fsdecode(source))
@@ -77,7 +78,7 @@ def save(do, obj, f, *args, **kwargs):
 
 
 def prefixed(obj, prefix="module."):
-    """Yield the keys of nested dictionaries that begin with a prefix."""
+    """Yield the keys with a prefix, also from nested dictionaries."""
     if isinstance(obj, dict):
         for key, value in obj.items():
             if isinstance(key, str) and key.startswith(prefix):

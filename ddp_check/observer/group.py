@@ -3,12 +3,14 @@
 import os
 import re
 import sys
+import time
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ddp_check.observer.models import describe_models
-from ddp_check.observer.report import say, seen, watch, where
+from ddp_check.observer.report import called_by_script, say, seen, watch, where
 
 COLLECTIVES = [
     "all_reduce",
@@ -36,7 +38,8 @@ def init_process_group(do, *args, **kwargs):
     method = str(kwargs.get("init_method") or (args[1] if len(args) > 1 else ""))
     address = re.fullmatch(r"tcp://.*:(\d+).*", method)
     port = address[1] if address else os.environ.get("MASTER_PORT")
-    say("init", rank=dist.get_rank(), port=port, nn=early, where=where())
+    own = called_by_script()
+    say("init", rank=dist.get_rank(), port=port, nn=early, own=own, where=where())
     return result
 
 
@@ -44,13 +47,39 @@ def init_process_group(do, *args, **kwargs):
 def destroy_process_group(do, *args, **kwargs):
     describe_models()
     say("destroy", where=where())
+    time.sleep(0.05)  # gloo's threads forget their last work, or freeing a DDP model could hang
     return do(*args, **kwargs)
 
 
 def is_of_all(arguments):
-    """Return whether a collective with these arguments is one of all ranks."""
+    """Return whether a collective with these arguments involves all ranks."""
     groups = [value for value in arguments if isinstance(value, dist.ProcessGroup)]
     return all(group is dist.group.WORLD for group in groups)
+
+
+def watch_slices():
+    """Until the next batch, report slices: a script drops a sampler's padding after a gather."""
+    if seen.slicing:
+        return
+    do, sizes = torch.Tensor.__getitem__, set()
+
+    def slice_(tensor, key):
+        part = do(tensor, key)
+        dropped = len(tensor) - len(part) if isinstance(key, slice) else 0
+        if dropped and dropped not in sizes:
+            sizes.add(dropped)
+            say("slice", dropped=dropped)
+        return part
+
+    seen.slicing, torch.Tensor.__getitem__ = do, slice_
+
+
+def sums(name, arguments):
+    """Return whether a collective adds numbers up: (all_)reduce without another operation."""
+    ops = [value for value in arguments if isinstance(value, dist.ReduceOp)]
+    return name in ("all_reduce", "reduce") and all(
+        op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) for op in ops
+    )
 
 
 def watch_collective(name):
@@ -60,7 +89,10 @@ def watch_collective(name):
         if not inner and is_of_all([*args, *kwargs.values()]):
             line = where()
             if line:  # called by the script, or by a library on its behalf
-                say("collective", name=name, where=line)
+                adds = sums(name, [*args, *kwargs.values()])
+                say("collective", name=name, adds=adds, where=line)
+                if "gather" in name:
+                    watch_slices()
         seen.in_collective += 1
         try:
             return do(*args, **kwargs)

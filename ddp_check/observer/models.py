@@ -1,24 +1,40 @@
-"""Observes models inside DDP, their gradients, and the steps of optimizers."""
+"""Observes models wrapped in DDP, their gradients, and optimizer steps."""
 
+import functools
+import os
+import sys
 from collections import Counter
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from ddp_check.observer.report import TASK, checksum, keep, say, seen, this_rank, watch, where
+from ddp_check.observer.report import (
+    TASK,
+    batch_checksum,
+    checksum,
+    keep,
+    say,
+    seen,
+    this_rank,
+    torch_load,
+    watch,
+    watch_no_slices,
+    where,
+)
 from ddp_check.protocol import STEPS
 
 
 class Forward(NamedTuple):
-    """A call of DDP in training."""
+    """A forward call of DDP in training mode."""
 
     model: int
-    backwards: int  # how many there were before it
+    backwards: int  # how many came before it
     synced: bool  # its gradients will be reduced
 
 
@@ -26,21 +42,48 @@ class Forward(NamedTuple):
 def wrap(do, self, module, *args, **kwargs):
     if TASK.scale:
         module.double()
+    if TASK.start:
+        load_start(module)
     seen.in_collective += 1
     try:
         do(self, module, *args, **kwargs)
     finally:
         seen.in_collective -= 1
+    if TASK.scale and this_rank() == 0:
+        keep(f"start{len(seen.wrapped)}", module.state_dict())
     seen.wrapped.append(module)
     shapes = [[name, list(value.shape)] for name, value in module.named_parameters()]
     buffers = sum(1 for _ in module.buffers())
     weights = checksum(module.parameters())
-    say("wrap", shapes=shapes, weights=weights, buffers=buffers, where=where())
+    dropout = any(map(drops_out, module.modules()))
+    say("wrap", shapes=shapes, weights=weights, buffers=buffers, dropout=dropout, where=where())
     module.register_forward_pre_hook(lambda module, _: called(module))
 
 
+def load_start(module):
+    """Give a model the weights with which it started in another run."""
+    path = os.path.join(TASK.start, f"start{len(seen.wrapped)}")
+    if os.path.exists(path):
+        module.load_state_dict(torch_load(path, weights_only=True))
+
+
+def drops_out(module):
+    return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+
+
+def depends_on_mode(module):
+    """Return whether a module's result in training mode is another than in evaluation."""
+    norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
+    return module.training and (drops_out(module) or norm)
+
+
 def called(module):
-    """Report that a wrapped model is called without DDP in training, or first in an evaluation."""
+    """Report a training call that bypasses DDP, and the first call of an evaluation."""
+    if module.training and not torch.is_grad_enabled() and seen.noisy != seen.passes:
+        seen.noisy = seen.passes
+        kinds = [type(part).__name__ for part in module.modules() if depends_on_mode(part)]
+        if kinds:
+            say("noisy", layer=kinds[0], number=seen.passes, where=where())
     if module.training and torch.is_grad_enabled() and not seen.in_forward:
         say("bypass", where=where())
     if not module.training and seen.evaluated != seen.passes:
@@ -56,6 +99,7 @@ def forward(do, self, *args, **kwargs):
     if torch.is_grad_enabled() and self.module.training:
         call = Forward(id(self), seen.backwards, self.require_backward_grad_sync)
         seen.forwards.append(call)
+        seen.inputs.append(batch_checksum([args, kwargs]))
     if TASK.scale:
         args = [doubled(value) for value in args]
         kwargs = {name: doubled(value) for name, value in kwargs.items()}
@@ -77,7 +121,7 @@ def backward(do, *args, **kwargs):
 
 
 def reductions():
-    """Return how often the gradients of a model were reduced since the last step."""
+    """Return the largest number of times a model's gradients were reduced since the last step."""
     calls = {(call.model, call.backwards) for call in seen.forwards if call.synced}
     return max(Counter(model for model, _ in calls).values(), default=0)
 
@@ -88,12 +132,14 @@ def step(optimizer, args, kwargs):
     if seen.in_step > 1:
         return
     seen.steps += 1
+    watch_no_slices()
     theirs = {id(value): value for group in optimizer.param_groups for value in group["params"]}
     seen.loose.update(theirs)
     if TASK.scale and this_rank() == 0 and seen.steps <= STEPS:
         keep_gradients()
-    report_step(theirs, closure=len(args) > 1 or kwargs.get("closure") is not None)
-    seen.forwards, seen.new_pass = [], False
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    report_step(optimizer, theirs, closure is not None)
+    seen.forwards, seen.inputs, seen.new_pass = [], [], False
 
 
 @register_optimizer_step_post_hook
@@ -102,14 +148,14 @@ def stepped(optimizer, args, kwargs):
 
 
 def keep_gradients():
-    """Keep the parameters and gradients of all models before this step."""
+    """Save the parameters and gradients of all models before this step."""
     models = [module.named_parameters() for module in seen.wrapped]
     if models:
         values = [[(name, value.detach(), value.grad) for name, value in of] for of in models]
         keep(f"step{seen.steps}", values)
 
 
-def report_step(theirs, closure):
+def report_step(optimizer, theirs, closure):
     """Report the step of an optimizer that changes these parameters."""
     gradients = [value.grad for value in theirs.values() if value.grad is not None]
     inside = {id(value) for module in seen.wrapped for value in module.parameters()}
@@ -119,6 +165,8 @@ def report_step(theirs, closure):
         if any(id(value) in theirs for value in module.parameters())
     ]
     sharded = is_sharded(theirs.values())
+    if sharded:
+        watch_sharded()
     say(
         "step",
         gradients=checksum(gradients),
@@ -127,7 +175,10 @@ def report_step(theirs, closure):
         unused=sum(value.grad is None and value.requires_grad for value in theirs.values()),
         foreign=0 if sharded else len(theirs.keys() - inside),
         sharded=sharded,
-        closure=closure,  # which computes the gradients, later
+        meshes=meshes(theirs.values()),
+        closure=closure,  # it computes the gradients later
+        state=len(optimizer.state),
+        inputs=seen.inputs,
         reductions=reductions(),
         synced=all(call.synced for call in seen.forwards[-1:]),
         training=all(module.training for module in models),
@@ -137,12 +188,39 @@ def report_step(theirs, closure):
 
 
 def is_sharded(values):
-    """Return whether these are parameters of FSDP or tensor parallelism."""
+    """Return whether any of these are sharded by FSDP or tensor parallelism."""
     return any(hasattr(v, "to_local") or hasattr(v, "_fsdp_flattened") for v in values)
 
 
+def meshes(values):
+    """Return the largest number of dimensions of the meshes that these are spread over."""
+    found = [v.device_mesh.ndim for v in values if hasattr(v, "device_mesh")]
+    return max(found, default=0)
+
+
+@functools.cache
+def watch_sharded():
+    """Watch what enters models that FSDP shards. It takes seconds to import: they have done so."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    @watch(FSDPState, "_root_pre_forward")
+    def enter(do, self, module, args, kwargs):
+        if self._state_ctx.iter_forward_root is None and torch.is_grad_enabled():
+            seen.inputs.append(batch_checksum([args, kwargs]))
+        return do(self, module, args, kwargs)
+
+    @watch(FullyShardedDataParallel, "forward")
+    def forward(do, self, *args, **kwargs):
+        if self._is_root and torch.is_grad_enabled():
+            seen.inputs.append(batch_checksum([args, kwargs]))
+        return do(self, *args, **kwargs)
+
+
 def describe_models():
-    """Report the weights that the models end with, and keep those of rank 0."""
+    """Report checksums of the final weights, and save those of rank 0."""
     seen.described = True
     if is_sharded(seen.loose.values()):
         return

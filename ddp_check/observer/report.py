@@ -1,8 +1,9 @@
-"""What the observers share: what they have seen so far, how they watch a function and report."""
+"""What the observers share: their state, wrapping a function, and reporting."""
 
 import contextlib
 import functools
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -11,44 +12,51 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import get_worker_info
 
 from ddp_check.protocol import HERE, is_own, task
 
 TASK = task()
-torch_save = torch.save  # before it is watched
+torch_save, torch_load = torch.save, torch.load  # before they are watched
+SAMPLE = 1 << 16  # elements of a batch that enter its checksum
 
 
 @dataclass
 class Seen:
     """What this process has done so far."""
 
-    pid: int | None = None  # of the process that the file belongs to: a fork opens one of its own
+    pid: int | None = None  # of the process that opened the file: a fork opens another
     file: int = -1
     passes: int = 0  # over a DataLoader
     steps: int = 0  # of the optimizers
-    new_pass: bool = True  # no step has been taken since the last pass began
+    new_pass: bool = True  # no step since the last pass began
     backwards: int = 0
     forwards: list = field(default_factory=list)  # of DDP since the last step, as `Forward`
-    in_forward: bool = False  # of DDP, which calls the plain model
-    in_collective: int = 0  # of calls within each other; DDP's constructor counts as one
-    in_step: int = 0  # likewise: the step of one optimizer may call that of another
+    inputs: list = field(default_factory=list)  # checksums of the batches since the last step
+    in_forward: bool = False  # of DDP, which calls the unwrapped model
+    in_collective: int = 0  # depth of nested calls; DDP's constructor counts as one
+    slicing: object = None  # Tensor.__getitem__ while it is watched
+    in_step: int = 0  # likewise: one optimizer's step may call another's
     evaluated: int | None = None  # the pass after which an evaluation was last reported
+    noisy: int | None = None  # the pass after which one in training mode was last reported
     described: bool = False  # the final weights have been reported
-    # The plain models inside DDP, which may themselves be gone at the end:
+    # The models inside DDP, kept because the script may have deleted the wrapper by the end:
     wrapped: list = field(default_factory=list)
-    loose: dict = field(default_factory=dict)  # what optimizers change, by identity
+    loose: dict = field(default_factory=dict)  # the optimizers' parameters, by identity
 
 
 seen = Seen()
 
 
 def say(kind, **values):
-    """Report something, unless this is a worker of a DataLoader."""
-    if get_worker_info():
+    """Report an event. A DataLoader worker reports its random numbers alone, for its rank."""
+    worker = get_worker_info() is not None
+    if worker and kind != "drawn":
         return
-    if seen.pid != os.getpid():  # at the start, and after a fork
-        seen.pid = os.getpid()
+    pid = multiprocessing.parent_process().pid if worker else os.getpid()
+    if seen.pid != pid:  # at the start, and after a fork
+        seen.pid = pid
         path = os.path.join(TASK.events, f"{seen.pid}.jsonl")
         seen.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     text = json.dumps({"kind": kind, "time": time.monotonic(), **values}, default=str)
@@ -56,12 +64,15 @@ def say(kind, **values):
 
 
 def where():
-    """Return the line of the script that is running, as "file:line"."""
+    """Return the script's current line as "file:line", or an empty string outside of the script.
+
+    The file is relative to the folder that the script runs in.
+    """
     frame = sys._getframe(1)
     while frame:
         path = frame.f_code.co_filename
         if is_own(path):
-            return f"{os.path.basename(path)}:{frame.f_lineno}"
+            return f"{os.path.abspath(path).removeprefix(TASK.place)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
@@ -75,7 +86,7 @@ def called_by_script():
 
 
 def watch(owner, name):
-    """Replace a function or method by `function(original, *arguments)`."""
+    """Replace a function or method by one that is called with the original as first argument."""
 
     def decorate(function):
         original = getattr(owner, name)
@@ -90,16 +101,32 @@ def watch(owner, name):
     return decorate
 
 
-def checksum(tensors):
-    """Return a checksum of the bits of these tensors; of a sharded one, those of this rank."""
+def checksum(tensors, step=1):
+    """Return a checksum of the bits of these tensors; of a sharded one, only this rank's part.
+
+    With a step, only each such element counts.
+    """
     total = 0
     for tensor in tensors:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        with contextlib.suppress(Exception):  # an exotic tensor must not end the reader's script
+        with contextlib.suppress(Exception):  # an exotic tensor must not crash the user's script
             dense = local.coalesce().values() if local.is_sparse else local
-            flat = dense.detach().cpu().contiguous().flatten()
+            flat = dense.detach().flatten()[::step].cpu().contiguous()
             total = zlib.crc32(flat.view(torch.uint8).numpy(), total) if flat.numel() else total
     return total
+
+
+def watch_no_slices():
+    """Undo what was done to watch slices."""
+    if seen.slicing:
+        torch.Tensor.__getitem__, seen.slicing = seen.slicing, None
+
+
+def batch_checksum(batch):
+    """Return a checksum of the tensors in a batch, of any structure."""
+    tensors = [value for value in tree_leaves(batch) if isinstance(value, torch.Tensor)]
+    largest = max((value.numel() for value in tensors), default=0)
+    return checksum(tensors, 1 + largest // SAMPLE)
 
 
 def this_rank():
@@ -109,7 +136,7 @@ def this_rank():
 
 
 def keep(name, values):
-    """Write tensors to a file for the comparison with another run."""
+    """Write tensors to a file, to be compared with another run."""
     path = os.path.join(TASK.events, name)
     torch_save(values, f"{path}.new")
     os.replace(f"{path}.new", path)

@@ -1,5 +1,6 @@
-"""Lets a script that was written for GPUs run on a CPU: translates its calls, and reports which."""
+"""Runs a script that was written for GPUs on the CPU: translates its calls and reports them."""
 
+import functools
 import os
 
 import torch
@@ -17,7 +18,7 @@ said = set()
 
 
 def translated(call):
-    """Report a call of the script, once for each of its lines."""
+    """Report a translated call, once per line of the script."""
     line = where()
     if line and (call, line) not in said:
         said.add((call, line))
@@ -30,70 +31,119 @@ def is_gpu(value):
     return isinstance(value, torch.device) and value.type == "cuda"
 
 
+current = {"index": 0}  # of the GPU that "cuda" means
+
+
+def use(device, kind="use"):
+    """Report the GPU that the script names: a device, a number, or the current one."""
+    index = device if isinstance(device, int) else torch.device(device).index
+    line, index = where(), current["index"] if index is None else index
+    if line and (kind, index) not in said:
+        said.add((kind, index))
+        say(
+            "gpu",
+            use=kind,
+            index=index,
+            count=COUNT,
+            alone=bool(os.environ.get(VISIBLE)),
+            where=line,
+        )
+
+
+def set_device(device, *_):
+    index = device if isinstance(device, int) else torch.device(device).index or 0
+    if index >= 0:  # PyTorch ignores others
+        current["index"] = index
+    use(index if index >= 0 else current["index"], "set")
+
+
 class OnTheCPU(TorchFunctionMode):
-    """Replaces GPUs by the CPU in the arguments of each call of a PyTorch function."""
+    """Replaces GPUs by the CPU in the arguments of every PyTorch call."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is Tensor.cuda:
             translated(".cuda()")
+            device = args[1] if len(args) > 1 else kwargs.get("device")
+            use("cuda" if device is None else device)
             return args[0]
         if func is Tensor.pin_memory:
             return args[0]
-        if func in (Tensor.to, torch._C._nn._parse_to):  # a number is that of a GPU
+        if func in (Tensor.to, torch._C._nn._parse_to):  # a number means a GPU
             place = 1 if func is Tensor.to else 0
             if len(args) > place and type(args[place]) is int:
                 translated(f".to({args[place]})")
+                use(args[place])
                 args = (*args[:place], CPU, *args[place + 1 :])
         if func is not torch.device:
             gpus = [value for value in (*args, *kwargs.values()) if is_gpu(value)]
             if gpus:
                 translated(f'"{gpus[0]}"')
+                use(gpus[0])
                 args = tuple(CPU if is_gpu(value) else value for value in args)
                 kwargs = {name: CPU if is_gpu(value) else value for name, value in kwargs.items()}
         return func(*args, **kwargs)
 
 
 def answer(owner, name, value):
-    """Let a function that asks about GPUs, or changes one, return this value."""
+    """Make a function that asks about GPUs give this answer to the script, and no one else."""
+    do = getattr(owner, name)
 
+    @functools.wraps(do)
     def call(*args, **kwargs):
-        if called_by_script():
-            translated(f"{owner.__name__}.{name}()")
-        return value
+        if not called_by_script():
+            return do(*args, **kwargs)
+        translated(f"{owner.__name__}.{name}()")
+        return value() if callable(value) else value
 
     setattr(owner, name, call)
 
 
+def skip(owner, name, replacement=None):
+    """Make a function that changes a GPU do nothing."""
+
+    def call(*args, **kwargs):
+        if called_by_script():
+            translated(f"{owner.__name__}.{name}()")
+        return replacement(*args, **kwargs) if replacement else None
+
+    setattr(owner, name, call)
+
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # the checker sets it to an empty string, the script may change it
 COUNT = int(os.environ.get("LOCAL_WORLD_SIZE", TASK.nproc))
 for name, value in {
     "is_available": True,
     "device_count": COUNT,
-    "current_device": 0,
-    "set_device": None,
-    "synchronize": None,
-    "empty_cache": None,
-    "reset_peak_memory_stats": None,
-    "manual_seed": None,  # torch.manual_seed seeds the CPU
-    "manual_seed_all": None,
+    "current_device": lambda: current["index"],
     "memory_allocated": 0,
     "max_memory_allocated": 0,
     "memory_reserved": 0,
+    "max_memory_reserved": 0,
+    "memory_stats": {},
+    "mem_get_info": (1 << 30, 1 << 30),
     "get_device_name": "CPU",
+    "get_device_capability": (8, 0),
     "is_bf16_supported": True,
 }.items():
     answer(torch.cuda, name, value)
+for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", "ipc_collect"):
+    skip(torch.cuda, name)
+for name in ("manual_seed", "manual_seed_all"):  # torch.manual_seed seeds the CPU
+    skip(torch.cuda, name)
+skip(torch.cuda, "set_device", set_device)
 if hasattr(torch, "accelerator"):
     for name, value in {
         "is_available": True,
         "device_count": COUNT,
         "current_accelerator": torch.device("cuda"),
-        "current_device_index": 0,
-        "set_device_index": None,
-        "set_device_idx": None,
-        "synchronize": None,
+        "current_device_index": lambda: current["index"],
+        "current_device_idx": lambda: current["index"],
     }.items():
         answer(torch.accelerator, name, value)
+    skip(torch.accelerator, "synchronize")
+    skip(torch.accelerator, "set_device_index", set_device)
+    skip(torch.accelerator, "set_device_idx", set_device)
 
 
 @watch(c10d, "init_process_group")
@@ -101,6 +151,8 @@ def init_process_group(do, backend=None, *args, device_id=None, **kwargs):
     if "nccl" in str(backend) or device_id is not None:
         translated(f'"{backend}"')
         backend = "gloo"
+    if device_id is not None:
+        use(device_id)
     return do(backend, *args, **kwargs)
 
 
@@ -111,6 +163,8 @@ dist.init_process_group = c10d.init_process_group
 def wrap(do, self, module, device_ids=None, output_device=None, *args, **kwargs):
     if device_ids is not None:
         translated("device_ids")
+        for device in device_ids:
+            use(device)
     return do(self, module, None, None, *args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""With this folder on PYTHONPATH, every Python process reports what it does with PyTorch."""
+"""Python imports this file at startup; a process then reports what it does with PyTorch."""
 
 import importlib.abc
 import importlib.util
@@ -9,14 +9,14 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 
 
 def observe():
-    sys.path.insert(0, ROOT)  # only for now: the script finds its own modules
+    sys.path.insert(0, ROOT)  # only for this import: the script must find its own modules
     import ddp_check.observer  # noqa: F401
 
     sys.path.remove(ROOT)
 
 
 class AfterTorch(importlib.abc.MetaPathFinder):
-    """Starts to observe when the script has imported torch, and no sooner."""
+    """Starts the observation as soon as the script has imported torch."""
 
     def find_spec(self, name, path, target=None):
         if name != "torch":
@@ -34,7 +34,7 @@ class AfterTorch(importlib.abc.MetaPathFinder):
 
 
 if "DDP_CHECK" in os.environ and "resource_tracker" not in str(sys.orig_argv):
-    if "torch" in sys.modules:  # this process was forked by one that has imported it
+    if "torch" in sys.modules:  # forked by a process that has imported it
         observe()
     else:
         sys.meta_path.insert(0, AfterTorch())

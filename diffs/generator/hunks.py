@@ -7,13 +7,14 @@ from itertools import pairwise
 from pathlib import Path
 
 CONTEXT = 3  # lines around a change, as in `diff -u`
+COUNTS = {3: "three", 4: "four", 5: "five", 6: "six"}  # how many lines may carry a lesson
 
 
 class Problem(Exception):
     """An error in the notes, described in one line."""
 
 
-@dataclass
+@dataclass(eq=False)  # two hunks may read alike
 class Hunk:
     header: str  # "@@ -34,11 +48,12 @@"
     lines: list  # with "-", "+" or " " in front
@@ -38,6 +39,10 @@ class Hunk:
     def new_count(self):
         return sum(line[0] != "-" for line in self.lines)
 
+    def adds(self, code):
+        """Return whether it adds a line that starts with this code."""
+        return any(line[0] == "+" and line[1:].strip().startswith(code) for line in self.lines)
+
     @property
     def markdown(self):
         """The hunk with its note, under a heading."""
@@ -54,13 +59,24 @@ class Note:
 
     @property
     def slug(self):
-        return re.sub(r"[^a-z0-9]+", "-", self.title.lower().replace("'", "")).strip("-")
+        """The anchor that GitHub gives to the heading."""
+        return re.sub(r"[^\w -]", "", self.title.lower()).replace(" ", "-")
 
     @property
     def markdown(self):
         tests = ", ".join(f"`{test}`" for test in self.tests)
+        tests = f"<summary>Tests that fail without it</summary>\n\n{tests}\n\n"
         links = ", ".join(f"[{title}]({address})" for title, address in self.links)
-        return f"{self.why}\n\n*Fails without it:* {tests}<br>\n*Read more:* {links}"
+        return f"{self.why}\n\nRead more: {links}\n\n<details>\n{tests}</details>"
+
+
+@dataclass
+class Line:
+    """A line that carries the lesson of its step."""
+
+    code: str  # the line, or the start of it
+    why: str
+    note: Note  # on the hunk that adds it
 
 
 @dataclass
@@ -70,6 +86,7 @@ class Diff:
     hunks: list
     title: str = ""
     story: str = ""
+    lesson: list = field(default_factory=list)  # its lines, in the order to read them
     old_lines: list = field(default_factory=list)
     new_lines: list = field(default_factory=list)
 
@@ -86,6 +103,18 @@ class Diff:
     def text(self):
         head = f"--- {self.old.name}\n+++ {self.new.name}\n"
         return head + "".join(hunk.text + "\n" for hunk in self.hunks)
+
+    @property
+    def opening(self):
+        return f"The step in {COUNTS[len(self.lesson)]} lines"
+
+    def short(self, anchor):
+        """Return the lesson in Markdown; `anchor` returns that of the heading above a note."""
+        items = [
+            f"{number}. [`{line.code}`](#{anchor(line.note)}): {line.why}"
+            for number, line in enumerate(self.lesson, 1)
+        ]
+        return "\n".join([f"**{self.opening}**", "", *items])
 
 
 # ---------------------------------------------------------------- diffs
@@ -139,8 +168,13 @@ def explained(root):
     for diff in diffs:
         if diff.name not in sections:
             raise Problem(f'notes.md: no section on {diff.name}: add "## {diff.name}: TITLE"')
-        diff.title, diff.story, notes = sections[diff.name]
+        diff.title, story, notes = sections[diff.name]
         tie(diff, notes)
+        diff.lesson, diff.story = read_lesson(diff, story)
+    slugs = [hunk.note.slug for diff in diffs for hunk in diff.hunks]
+    for slug in slugs:
+        if slugs.count(slug) > 1:
+            raise Problem(f"notes.md: two notes share the anchor #{slug}")
     return diffs
 
 
@@ -184,14 +218,41 @@ def read_note(title, body):
     return Note(title, match["anchor"], match["why"].strip(), tests, links)
 
 
+LESSON = re.compile(
+    r"\*\*In (?P<count>\w+) lines\*\*\n\n(?P<items>(?:- `[^`]+`: .+\n(?:  .+\n)*)+)\n"
+)
+
+
+def read_lesson(diff, text):
+    """Return the lines that carry the lesson, each with the note on its hunk, and the story."""
+    match = LESSON.match(text)
+    if not match:
+        form = "**In five lines**, with a list of `LINE`: WHY"
+        raise Problem(f"notes.md: {diff.name} does not begin with {form}")
+    items = re.findall(r"^- `([^`]+)`: ((?:.+\n(?!- ))*.+)$", match["items"], re.MULTILINE)
+    if COUNTS.get(len(items)) != match["count"]:
+        said = f'"In {match["count"]} lines" and lists {len(items)}'
+        raise Problem(f"notes.md: {diff.name} says {said}; three to six are allowed")
+    lesson = []
+    for code, why in items:
+        hunk = single([hunk for hunk in diff.hunks if hunk.adds(code)], f"`{code}`", diff)
+        lesson.append(Line(code, " ".join(why.split()), hunk.note))
+    return lesson, text[match.end() :].strip()
+
+
+def single(found, line, diff):
+    """Return the only hunk that was found with this line."""
+    if len(found) != 1:
+        where = f"in {len(found)} hunks" if found else "in no hunk"
+        raise Problem(f"notes.md: {line} is {where} of {diff.name}")
+    return found[0]
+
+
 def tie(diff, notes):
     """Attach the notes to the hunks: one to each."""
     for note in notes:
         found = [hunk for hunk in diff.hunks if note.anchor in hunk.changed]
-        if len(found) != 1:
-            where = f"in {len(found)} hunks" if found else "in no hunk"
-            raise Problem(f'notes.md: the line of "{note.title}" is {where} of {diff.name}')
-        (hunk,) = found
+        hunk = single(found, f'the line of "{note.title}"', diff)
         if hunk.note:
             titles = f'"{hunk.note.title}" and "{note.title}"'
             raise Problem(f"notes.md: {titles} are on the same hunk of {diff.name}")
@@ -200,7 +261,3 @@ def tie(diff, notes):
         if not hunk.note:
             line = hunk.changed[0]
             raise Problem(f"notes.md: no note on the hunk {hunk.header} of {diff.name}: {line}")
-    slugs = [hunk.note.slug for hunk in diff.hunks]
-    for slug in slugs:
-        if slugs.count(slug) > 1:
-            raise Problem(f"notes.md: two notes of {diff.name} share the anchor #{slug}")

@@ -7,13 +7,18 @@ const unfold = document.getElementById("unfold");
 function show() {
   const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
   const chosen = (target && target.closest(".step")) || steps.find((step) => !step.hidden);
+  const moved = chosen.hidden;
   for (const step of steps) step.hidden = step !== chosen;
   for (const link of links) {
     if (link.hash === `#${chosen.id}`) link.setAttribute("aria-current", "true");
     else link.removeAttribute("aria-current");
   }
-  if (target === chosen) scrollTo(0, 0);
-  else if (target) target.scrollIntoView();
+  if (target) target.scrollIntoView();
+  if (moved || (target && target.matches("tr"))) {
+    const heading = target.querySelector("h2, h3") || target;
+    heading.tabIndex = -1; // the keyboard continues from here
+    heading.focus({ preventScroll: true });
+  }
 }
 
 unfold.addEventListener("click", () => {
@@ -23,14 +28,36 @@ unfold.addEventListener("click", () => {
 });
 unfold.hidden = false;
 
-const search = document.getElementById("search");
-search.addEventListener("input", () => {
-  const words = search.value.toLowerCase().split(/\s+/);
-  for (const found of document.querySelectorAll("#pitfalls tbody tr, #pitfalls article")) {
-    const text = found.textContent.toLowerCase();
-    found.hidden = !words.every((word) => text.includes(word));
+async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch { // not every browser allows it on a page that is a file
+    const area = document.body.appendChild(document.createElement("textarea"));
+    area.value = text;
+    area.style.position = "fixed"; // or the page would scroll to it
+    area.select();
+    const copied = document.execCommand("copy");
+    area.remove();
+    return copied;
   }
-});
-search.parentElement.hidden = false;
+}
+
+const status = document.getElementById("copied");
+for (const button of document.querySelectorAll(".command button")) {
+  const label = button.firstChild;
+  button.addEventListener("click", async () => {
+    const copied = await copy(button.parentElement.querySelector("code").textContent);
+    button.focus({ preventScroll: true });
+    label.data = copied ? "Copied" : "Not copied";
+    status.textContent = copied ? "The command is copied." : "Copy the command by hand.";
+    setTimeout(() => {
+      label.data = "Copy";
+      status.textContent = "";
+    }, 2000);
+  });
+  button.hidden = false;
+}
+
 addEventListener("hashchange", show);
 show();

@@ -1,19 +1,30 @@
 """The page diffs/index.html: old step left, new step right, notes beside the hunks."""
 
 import re
+from collections import Counter
 from difflib import SequenceMatcher
-from itertools import accumulate, groupby, pairwise, zip_longest
+from itertools import accumulate, groupby, islice, pairwise, zip_longest
 from pathlib import Path
 
+from holds import pictures
 from hunks import compare, ladder
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from lookup import tables
 from markdown_it import MarkdownIt
 from markupsafe import Markup, escape
-from patches import KINDS, symptoms
+from patches import KINDS
 from pygments.lexers import PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, Operator, String
 
 HERE = Path(__file__).resolve().parent
+FIGURES = HERE.parent / "figures"  # per figure: its HTML, its script and its data, if it has any
+PLACES = {  # the step, tab or hunk at which figures stand
+    "01-to-02": ["one-step"],
+    "01-to-02-give-each-rank-its-share-of-the-data": ["who-gets-which"],
+    "03-to-04": ["life-of-a-job"],
+    "04-to-05": ["who-is-counted"],
+    "recipes": ["which-one", "where-the-time-goes"],
+}
 STYLES = {  # the CSS class for each of Pygments' token types that the page colours
     Comment: "c",
     String: "s",
@@ -25,12 +36,13 @@ STYLES = {  # the CSS class for each of Pygments' token types that the page colo
     Name.Decorator: "f",
 }
 LINK = re.compile(r"\]\((?:\.\./\w+/)?(\w+)\.md\)")  # from one recipe or pitfall to another
-SLUGS = {
-    name: f"{kind[:-1]}-{name.replace('_', '-')}"
-    for kind in KINDS
-    for names in KINDS[kind].groups.values()
-    for name in names
-}
+
+
+def names_of(kind):
+    return [name for names in KINDS[kind].groups.values() for name in names]
+
+
+SLUGS = {name: f"{kind[:-1]}-{name.replace('_', '-')}" for kind in KINDS for name in names_of(kind)}
 ALIKE = 0.5  # lines less similar than this are not placed side by side
 
 
@@ -199,8 +211,9 @@ def parts(diff, slugs):
     sides, old, new = Sides(diff), 0, 0
     for number, hunk in enumerate(diff.hunks):
         yield from fold(sides, old, new, hunk.old_start - old)
-        stretch = list(stretches(hunk, sides))
-        yield {"hunk": hunk, "id": slugs[number], "number": number + 1, "stretches": stretch}
+        title = hunk.note.title if hunk.note else ""
+        shown = {"hunk": hunk, "id": slugs[number], "number": number + 1, "title": title}
+        yield {**shown, "stretches": list(stretches(hunk, sides))}
         old, new = hunk.old_start + hunk.old_count, hunk.new_start + hunk.new_count
     yield from fold(sides, old, new, len(diff.old_lines) - old)
 
@@ -219,13 +232,18 @@ def fold(sides, old, new, count):
 def markdown(root):
     """Return a function that turns Markdown into HTML, with its pictures inlined."""
     parser = MarkdownIt("commonmark", {"html": False})
+    drawn = {path.name: text for path, text in pictures(root).items()}  # perhaps not written yet
 
     def picture(_, tokens, index, *__):
-        svg = (root / "diffs" / tokens[index].attrs["src"]).read_text(encoding="utf-8")
+        path = root / "diffs" / tokens[index].attrs["src"]
+        svg = drawn.get(path.name) or path.read_text(encoding="utf-8")
         return Markup('<span class="picture">{}</span>').format(Markup(svg[svg.index("<svg") :]))
 
+    def here(link):  # pages that are no patches stay files
+        return f"](#{SLUGS[link[1]]})" if link[1] in SLUGS else link[0]
+
     def to_html(text):
-        return Markup(parser.render(LINK.sub(lambda link: f"](#{SLUGS[link[1]]})", text)))
+        return Markup(parser.render(LINK.sub(here, text)))
 
     parser.add_render_rule("image", picture)
     return to_html
@@ -235,8 +253,12 @@ def view(diff):
     """Return what the template shows for one step."""
     ids = [f"{diff.slug}-{hunk.note.slug}" for hunk in diff.hunks]
     story, mark, picture = diff.story.partition("\n\n![")
-    shown = {"diff": diff, "slug": diff.slug, "story": story, "picture": (mark + picture).strip()}
-    return {**shown, "parts": list(parts(diff, ids))}
+    shown = {"diff": diff, "story": story, "picture": (mark + picture).strip()}
+    return {**shown, **heading(diff), "parts": list(parts(diff, ids))}
+
+
+def heading(diff):
+    return {"slug": diff.slug, "title": f"{diff.name}: {diff.title}"}
 
 
 def directly(root, diffs):
@@ -244,18 +266,56 @@ def directly(root, diffs):
     first, *_, last = ladder(root)
     diff = compare(first, last)
     diff.title = "all steps in one diff"
-    shown = {"diff": diff, "slug": diff.slug, "story": "", "picture": ""}
+    shown = {"diff": diff, "story": "", "picture": "", **heading(diff)}
     shown["parts"] = list(parts(diff, [f"{diff.slug}-{n + 1}" for n in range(len(diff.hunks))]))
+    traced = trace(diffs)
     for part in shown["parts"]:
         if part["hunk"]:
-            lines = {line for line in part["hunk"].changed if len(line) > 8}
-            part["origins"] = [
-                {"id": f"{step.slug}-{hunk.note.slug}", "step": step.name, "title": hunk.note.title}
-                for step in diffs
-                for hunk in step.hunks
-                if lines & set(hunk.changed)
-            ]
+            part.update(united(diffs, Counter(sources(part["hunk"], *traced))))
     return shown
+
+
+def trace(diffs):
+    """Follow each line from the first script to the last.
+
+    Return what each line of the last comes from, the hunk that added it or its number in the first,
+    and the hunks that removed lines of the first: ([hunk or number], {number: hunk}).
+    """
+    lines, removed = list(range(len(diffs[0].old_lines))), {}
+    for diff in diffs:
+        before, lines = iter(lines), []
+        for hunk in diff.hunks:
+            lines += islice(before, hunk.new_start - len(lines))
+            for line in hunk.lines:
+                if line[0] == "-":
+                    removed[next(before)] = hunk
+                else:
+                    lines.append(hunk if line[0] == "+" else next(before))
+        lines += before
+    return lines, removed
+
+
+def sources(hunk, added, removed):
+    """Yield what each changed line of a hunk between the first script and the last comes from."""
+    old, new = hunk.old_start, hunk.new_start
+    for line in hunk.lines:
+        if line[0] == "+":
+            yield added[new]
+        elif line[0] == "-":
+            yield removed.get(old)
+        old, new = old + (line[0] != "+"), new + (line[0] != "-")
+
+
+def united(diffs, counts):
+    """Return the hunks that a hunk unites, and its title: those of the two with most lines."""
+    found = [(diff, hunk) for diff in diffs for hunk in diff.hunks if counts[hunk]]
+    least = min(sorted(counts[hunk] for _, hunk in found)[-2:])
+    titles = [hunk.note.title for _, hunk in found if counts[hunk] >= least]
+    origins = [
+        {"id": f"{diff.slug}-{hunk.note.slug}", "step": diff.name, "title": hunk.note.title}
+        for diff, hunk in found
+    ]
+    return {"title": " · ".join(titles), "origins": origins}
 
 
 def tab(kind, collected):
@@ -267,10 +327,24 @@ def tab(kind, collected):
     return {"slug": kind, "title": KINDS[kind].title, "story": KINDS[kind].story, "patches": shown}
 
 
-def render(root, diffs, collections):
+def figures(kind):
+    """Return the figures' scripts or data: [(name, text)]."""
+    for path in sorted(FIGURES.glob(f"*.{kind}")):
+        yield path.stem, Markup(path.read_text(encoding="utf-8").replace("</", r"<\/"))
+
+
+def anchors(diffs):
+    """Return the ids on the page of what troubleshooting.md links to: {link: id}."""
+    ids = {f"{kind}/{name}.md": SLUGS[name] for kind in KINDS for name in names_of(kind)}
+    for diff in diffs:
+        ids |= {f"diffs/README.md#{h.note.slug}": f"{diff.slug}-{h.note.slug}" for h in diff.hunks}
+    return ids
+
+
+def render(root, diffs, collections, messages, asked):
     """Return the page as HTML."""
     env = Environment(
-        loader=FileSystemLoader(HERE),
+        loader=FileSystemLoader([HERE, FIGURES]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -279,7 +353,13 @@ def render(root, diffs, collections):
     )
     env.filters["markdown"] = markdown(root)
     env.filters["inline"] = lambda text: Markup(MarkdownIt("commonmark").renderInline(text))
+    env.globals["figures"] = figures
+    env.globals["places"] = PLACES
     template = env.get_template("page.html.j2")
     steps = [*map(view, diffs), directly(root, diffs)]
     tabs = [tab(*item) for item in collections.items()]
-    return template.render(steps=steps, tabs=tabs, symptoms=symptoms(collections))
+    lookup = {"slug": "troubleshooting", "title": "Troubleshooting: look up what you see"}
+    lookup |= {"tables": tables(messages, anchors(diffs)), "asked": asked}
+    for one, following in pairwise([*steps, *tabs, lookup]):
+        one["next"] = following
+    return template.render(steps=steps, tabs=tabs, lookup=lookup)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from hunks import Diff, Problem, compare
 
+NOT_PATCHES = ("README", "questions", "which")  # pages of the same folders
+
 
 @dataclass
 class Kind:
@@ -18,38 +20,77 @@ KINDS = {
     "recipes": Kind(
         "Recipes: what to do next",
         """\
-Each recipe adds one feature to one of the five scripts as a small patch. The page is the patch: its
-command, typed at the top of the repository, writes the patched script to a new file and runs it.
-That file is standalone, too, and yours to copy. Tests show what the page says:
-`pytest --everything -k 'NAME'` runs the one of that name.""",
-        30,
+Each recipe adds one feature (bf16, FSDP2, …) to one of the five scripts, or splits the exercise's
+GPT over several ranks. The page is also the patch: type its command at the top of the repository
+to write the patched script to a new file and run it. The new file is standalone, so you can copy
+it as it is. For a script of your own, copy the lines with `+` by hand: those with `-` show where.
+Each page names the tests that prove what it says: `pytest --everything -k 'NAME'` runs one of
+them.""",
+        40,
         {
             "Large models and batches": [
                 "fsdp2",
                 "sharded_checkpoint",
+                "async_checkpoint",
                 "accumulation",
                 "activation_checkpointing",
             ],
-            "Precision and speed": ["bf16", "fp16_scaler", "compile", "compressed_gradients"],
-            "Data": [
+            "Beyond data parallel: a GPT on four ranks": [
+                "zero_optimizer",
+                "fsdp2_gpt",
+                "hybrid_sharding",
+                "tensor_parallel",
+                "two_dimensional",
+                "pipeline",
+                "local_sgd",
+            ],
+            "Precision and speed": [
+                "bf16",
+                "fp16_scaler",
+                "compile",
+                "compressed_gradients",
+                "profiler",
+            ],
+            "Data loading": [
                 "loader_workers",
+                "stateful_loader",
                 "streaming",
                 "weighted_sampler",
                 "uneven_inputs",
                 "prepare_once",
             ],
-            "Training": ["learning_rate", "sync_batchnorm", "randomness", "ema", "early_stopping"],
-            "Other models": ["contrastive", "gan", "frozen_layers", "export"],
-            "Logs and metrics": ["log_tensorboard", "log_wandb", "progress", "eval_torchmetrics"],
+            "Training": [
+                "learning_rate",
+                "sync_batchnorm",
+                "randomness",
+                "bitwise_resume",
+                "ema",
+                "early_stopping",
+                "sweep",
+            ],
+            "Machines": ["any_accelerator", "unequal_gpus"],
+            "Contrastive learning, GANs, fine-tuning, export": [
+                "contrastive",
+                "gan",
+                "huggingface",
+                "frozen_layers",
+                "export",
+            ],
+            "Logging and metrics": [
+                "log_tensorboard",
+                "log_wandb",
+                "progress",
+                "eval_torchmetrics",
+            ],
         },
     ),
     "pitfalls": Kind(
-        "Pitfalls: what goes wrong, often in silence",
+        "Pitfalls: what goes wrong, often without an error",
         """\
-Each pitfall breaks one of the five scripts with a small patch. Most of the broken scripts train
-without an error. The page is the patch: its command, typed at the top of the repository, writes the
-broken script to a new file and runs it. Tests show the symptom in the broken script, and not in
-ours: `pytest --everything -k 'NAME'` runs the one of that name.""",
+Each pitfall breaks one of the five scripts, or the batch file of step 4, with a small patch. Most
+of the broken scripts still train without an error. The page is the patch: type its command at the
+top of the repository to write the broken script to a new file and run it. Tests show the symptom in
+the broken script, and not in ours: `pytest --everything -k 'NAME'` runs the test of that name.""",
         12,
         {
             "The job does not start, or starts as several jobs": [
@@ -77,7 +118,7 @@ ours: `pytest --everything -k 'NAME'` runs the one of that name.""",
                 "split_differs_by_rank",
                 "same_augmentation",
             ],
-            "The model learns something else": [
+            "Training gives a worse model, or takes longer": [
                 "forward_through_module",
                 "edit_on_one_rank",
                 "optimizer_of_other_parameters",
@@ -86,7 +127,7 @@ ours: `pytest --everything -k 'NAME'` runs the one of that name.""",
                 "accumulation_without_no_sync",
                 "eval_never_undone",
             ],
-            "The numbers that are printed are wrong": [
+            "The printed numbers are wrong": [
                 "prints_on_every_rank",
                 "rank_0_loss",
                 "padded_evaluation",
@@ -105,7 +146,7 @@ ours: `pytest --everything -k 'NAME'` runs the one of that name.""",
                 "epoch_starts_again",
                 "sigterm_with_workers",
             ],
-            "The end of the process": [
+            "The process does not end cleanly": [
                 "destroy_missing",
                 "late_import",
                 "handler_holds_model",
@@ -114,12 +155,20 @@ ours: `pytest --everything -k 'NAME'` runs the one of that name.""",
         },
     ),
 }
-STANDALONE = "torchrun --standalone --nproc-per-node=2"
+STANDALONE = "torchrun --standalone --nproc-per-node={}"
+GPT = "exercise/solution.py"
+GPT_LIMIT = 90  # a model in parts is also fed, evaluated, saved and sampled otherwise
+ONE_GPU = "With only one GPU, put `CUDA_VISIBLE_DEVICES=` before `{}`"
+ONE_GPU += ": both ranks then train on the CPU."
+BROKEN = "This writes the *broken* script, to show what happens. The remedy is in the table above."
+TOO_FEW_GPUS = ONE_GPU.replace("only one GPU", "fewer than four GPUs").replace("both", "all")
 TABLE = r"\| What you see \| Why \| What to do \|\n\|---\|---\|---\|\n(?P<{}>(?:\|.+\n)+)\n"
 FORM = re.compile(
     r"# (?P<title>.+)\n\n"
     rf"(?:(?P<purpose>(?:[^|\n].*\n)+)\n|{TABLE.format('seen')})"
     r"```bash\n(?P<command>(?s:.+?))\n```\n\n"
+    r"(?:This writes the \*broken\* script, .+\n\n)?"  # both written by up_to_date
+    r"(?:With (?:only one GPU|fewer than four GPUs), .+\n\n)?"
     r"(?P<why>(?s:.+?))\n\n(?:The patch that breaks it:\n\n)?"
     r"```diff\n--- (?P<old>.+)\n\+\+\+ (?P<new>.+)\n(?P<hunks>@@(?s:.+?))\n```\n\n"
     rf"(?:{TABLE.format('messages')})?"
@@ -144,7 +193,7 @@ class Patch:
     old: str  # the script it applies to, and the name of the patched one
     new: str
     diff: Diff
-    text: str  # the page, its line numbers brought up to date
+    text: str  # the page, with what is generated in it brought up to date
 
     @property
     def slug(self):
@@ -161,12 +210,36 @@ class Patch:
         return "\n".join([*self.diff.new_lines, ""])
 
     @property
+    def launcher(self):
+        """What runs the patched script."""
+        if self.new.endswith(".sbatch"):
+            return "sbatch"
+        if self.old == GPT:
+            return STANDALONE.format(4)
+        return "python" if self.old[:2] in ("01", "02") else STANDALONE.format(2)
+
+    @property
     def written_and_run(self):
         """The end of the command, which is the same on each page."""
-        start = "python" if self.old[:2] in ("01", "02") else STANDALONE
-        start = f"{start} {self.new} --checkpoint-path {self.name}.pt"  # not to resume another run
-        start = f"sbatch {self.new}" if self.new.endswith(".sbatch") else start
+        start = f"{self.launcher} {self.new}"
+        if self.old == GPT:
+            start += " 2"  # epochs
+        elif self.launcher != "sbatch":
+            start += f" --checkpoint-path {self.name}.pt"  # not to resume another run
         return f"patch -o {self.new} {self.old} {self.path} &&\n    {start}"
+
+    @property
+    def one_gpu(self):
+        """What to type with fewer GPUs than the command's two ranks, or four."""
+        name, *_ = self.launcher.split()
+        said = TOO_FEW_GPUS if self.old == GPT else ONE_GPU
+        return "" if name == "sbatch" else said.format(name)
+
+    @property
+    def below(self):
+        """What the page says below its command, line by line."""
+        broken = BROKEN if self.kind == "pitfalls" else ""
+        return [line for line in (broken, self.one_gpu) if line]
 
     @property
     def changed(self):
@@ -177,23 +250,13 @@ def collect(root, kind):
     """Return all pages of this kind, in the order of the index."""
     named = [name for names in KINDS[kind].groups.values() for name in names]
     for path in sorted((root / kind).glob("*.md")):
-        if path.stem not in [*named, "README"]:
+        if path.stem not in [*named, *NOT_PATCHES]:
             raise Problem(f"{kind}/{path.name}: in no group of diffs/generator/patches.py")
     return [read(root, root / kind / f"{name}.md") for name in named]
 
 
-def symptoms(collections):
-    """Return the table of symptoms, those with a text to search for first.
-
-    A row is (symptom, cause, remedy, patch).
-    """
-    order = collections["pitfalls"] + collections["recipes"]
-    rows = [(*row, patch) for patch in order for row in patch.rows]
-    return sorted(rows, key=lambda row: "`" not in row[0])
-
-
 def read(root, path):
-    """Return the patch on this page, its line numbers brought up to date."""
+    """Return the patch on this page."""
     where = f"{path.parent.name}/{path.name}"
     if not path.exists():
         raise Problem(f"{where}: there is no such page")
@@ -209,7 +272,6 @@ def read(root, path):
     except LookupError as error:
         raise Problem(f"{where}: no longer applies to {old.name}: {error}") from error
     diff = compare(old, new, "\n".join([*result, ""]))
-    hunks = "\n".join(hunk.text for hunk in diff.hunks)
     patch = Patch(
         kind=path.parent.name,
         name=path.stem,
@@ -224,10 +286,20 @@ def read(root, path):
         old=match["old"],
         new=match["new"],
         diff=diff,
-        text=text[: match.start("hunks")] + hunks + text[match.end("hunks") :],
+        text=text,
     )
     check(patch, where)
+    patch.text = up_to_date(patch, match)
     return patch
+
+
+def up_to_date(patch, match):
+    """Return the page with the line numbers of its script, and what it says below its command."""
+    hunks = "\n".join(hunk.text for hunk in patch.diff.hunks)
+    parts = [patch.text[: match.end("command")], "\n```\n\n"]
+    parts += [f"{line}\n\n" for line in patch.below]
+    parts += [patch.text[match.start("why") : match.start("hunks")], hunks]
+    return "".join([*parts, patch.text[match.end("hunks") :]])
 
 
 def cells(rows):
@@ -237,7 +309,7 @@ def cells(rows):
 
 def check(patch, where):
     """Raise Problem if something is missing, or too much."""
-    limit = KINDS[patch.kind].limit
+    limit = GPT_LIMIT if patch.old == GPT else KINDS[patch.kind].limit
     if patch.changed > limit:
         raise Problem(f"{where}: changes {patch.changed} lines, {limit} are allowed")
     if not patch.tests or not patch.links:
@@ -253,8 +325,8 @@ def check(patch, where):
 def apply(lines, hunks):
     """Return the lines with the hunks applied, each where its old lines are found.
 
-    Several places may fit: the one nearest to the hunk's line number is taken. LookupError says
-    which hunk fits nowhere.
+    If a hunk fits in several places, the one nearest to its line number is taken. If it fits
+    nowhere, the LookupError names it.
     """
     result, done = [], 0
     for header, body in split(hunks):

@@ -20,11 +20,11 @@ HERE = Path(__file__).resolve().parent
 
 DESCRIPTION = """\
 Start a Slurm cluster on this machine, and open a shell on its login node. The shell starts in the
-repository: try sinfo, and sbatch slurm/04_multinode.sbatch. Nothing is left of the cluster when you
-leave the shell. slurm/README.md shows a job that survives a lost node."""
+repository: try sinfo, and sbatch slurm/04_multinode.sbatch. When you leave the shell, nothing is
+left of the cluster. slurm/README.md shows a job that survives the loss of a node."""
 
 HELP = """\
-Besides the commands of Slurm, the shell has five that cause trouble:
+Besides Slurm's commands, the shell has five that cause trouble:
   power-off NODE    end everything on a node at once
   power-on NODE     boot it again, after Slurm has marked it down
   pull-cable NODE   cut a node off the network
@@ -46,7 +46,7 @@ Jobs run as {user}. Ctrl-D or exit ends the cluster and its jobs, and leaves the
 
 @contextlib.contextmanager
 def temporary_folder():
-    """Make a folder that another process removes once this one has ended, even if it was killed."""
+    """Create a folder that another process removes when this one ends, even if it is killed."""
     folder = tempfile.mkdtemp(prefix="cluster-")
     os.chmod(folder, 0o755)
     remove = 'cat; for _ in $(seq 50); do rm -rf "$0" && exit; sleep 0.1; done'
@@ -63,7 +63,7 @@ def temporary_folder():
 
 
 def power_on(cluster, number, say):
-    """Boot a node, and not before Slurm has missed it: a real machine takes minutes."""
+    """Boot a node once Slurm has marked it down: a real machine takes minutes to boot."""
     if cluster.is_on(number):
         return
     if not cluster.is_down(number):
@@ -83,7 +83,7 @@ TROUBLE = {
 
 
 def serve(cluster):
-    """Do to the nodes what the shell asks for."""
+    """Do what the shell asks for."""
     numbers = {f"node{number}": number for number in range(1, cluster.nodes + 1)}
     while True:
         verb, *names = (cluster.folder / "ask").read_text(encoding="utf-8").split()

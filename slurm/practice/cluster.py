@@ -33,12 +33,12 @@ def missing():
         packages = " ".join((HERE / "packages.txt").read_text(encoding="utf-8").split())
         return f"{absent[0]} is not installed: apt-get install {packages}"
     if os.geteuid() != 0 or subprocess.call(["unshare", *SPACES, "--fork", "true"]):
-        return "a Slurm cluster of namespaces needs root, and a kernel that allows them"
+        return "a Slurm cluster in namespaces needs root, and a kernel that allows namespaces"
     return None
 
 
 class Cluster:
-    """A cluster that runs inside a `with` block; it dies with the thread that started it."""
+    """A cluster that runs inside a `with` block; it ends with the thread that started it."""
 
     def __init__(self, folder, nodes=2, gpus=4, environment=os.environ):
         self.folder, self.nodes, self.gpus = Path(folder), nodes, gpus
@@ -138,12 +138,16 @@ class Cluster:
     def _node(self, number):
         return (self.folder / f"node{number}.pid").read_text().strip()
 
-    def cut_the_power(self, number):
-        """Kill all processes of a node at once; the others do not hear that it is gone."""
-        network = f"ip -n node{number} link set eth0 down"
+    def shut_down(self, number):
+        """Kill all processes of a node at once; its kernel closes their connections."""
         wait = f"while {self._alive(number)}; do sleep 0.05; done"
-        kill = f"{network} && kill -KILL {self._node(number)} && {wait}"
+        kill = f"kill -KILL {self._node(number)} && {wait}"
         self.run("timeout", "10", "bash", "-c", kill)
+
+    def cut_the_power(self, number):
+        """Kill all processes of a node at once; the other nodes are not told."""
+        self.run("ip", "-n", f"node{number}", "link", "set", "eth0", "down")
+        self.shut_down(number)
 
     def switch_on(self, number):
         """Boot a node that lost its power."""
@@ -162,7 +166,7 @@ class Cluster:
         return f"kill -0 $(cat {self.folder}/node{number}.pid) 2> /dev/null"
 
     def is_down(self, number):
-        """Return whether Slurm has given the node up."""
+        """Return whether Slurm has marked the node down."""
         return "down" in self.run("sinfo", "-hN", f"--nodes=node{number}", "-o%T")
 
     def cable(self, number, state):

@@ -4,7 +4,7 @@
 set -e
 folder=$1 network=$2 nodes=$3
 
-for gpu in /dev/nvidia* /dev/dxg /dev/kfd; do  # hide real GPUs: Slurm lends out names only
+for gpu in /dev/nvidia* /dev/dxg /dev/kfd; do  # hide real GPUs: those of the cluster are only names
     [ ! -c "$gpu" ] || mount --bind /dev/null "$gpu"
 done
 mount -t tmpfs none /run

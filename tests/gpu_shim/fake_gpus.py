@@ -1,9 +1,9 @@
 """Pretends to have the GPUs that CUDA_VISIBLE_DEVICES names, and records how a script uses them.
 
-Tensors on "cuda" lie on the CPU, and gloo stands in for NCCL. What would fail on a GPU fails here:
-an operation on tensors of two devices, a CPU tensor in a group without a backend for it, a GPU that
-does not exist. Each process writes its calls to a file of its own in the folder GPU_SHIM_RECORD, in
-the order in which it made them first.
+Tensors on "cuda" are kept on the CPU, and gloo stands in for NCCL. What would fail on a GPU fails
+here, too: mixing tensors of two devices, a CPU tensor in a group without a backend for it, a GPU
+that does not exist. Each process lists its distinct calls in its own file in the folder
+GPU_SHIM_RECORD, in the order of their first use.
 """
 
 import json
@@ -17,12 +17,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.overrides import TorchFunctionMode
 
-GPUS = len(os.environ["CUDA_VISIBLE_DEVICES"].split(","))
+VISIBLE = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+GPUS = len(VISIBLE)
 CPU = torch.device("cpu")
 MIX_DEVICES = {Tensor.copy_, Tensor.data.__set__, torch._has_compatible_shallow_copy_type}
 calls = []
 current = 0  # the GPU that "cuda" means
-contexts = set()  # the GPUs on which this process would occupy memory
+contexts = set()  # the GPUs on which this process would allocate memory
 storages = {}  # of the tensors on a GPU: storage -> (weak reference, GPU)
 backends = {}  # of the process group: device type -> backend
 
@@ -43,13 +44,13 @@ def record(*call):
 def set_device(device):
     global current  # noqa: PLW0603
     index = device if isinstance(device, int) else torch.device(device).index
-    record("set_device", index)
-    if index >= GPUS:  # PyTorch's words, which go on with advice on debugging
+    if index >= GPUS:  # the beginning of PyTorch's message
         error = getattr(torch, "AcceleratorError", RuntimeError)
         raise error(
             "CUDA error: invalid device ordinal\n"
             "GPU device may be out of range, do you have enough GPUs?\n"
         )
+    record("set_device", index, VISIBLE[index])
     current = index
     contexts.add(index)
 
@@ -84,7 +85,7 @@ def place(tensors, gpu):
 
 
 class FakeGPUs(TorchFunctionMode):
-    """Sees each call of a PyTorch function, before it is run on the CPU."""
+    """Intercepts every call of a PyTorch function before it runs on the CPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -141,7 +142,7 @@ def init_process_group(backend, *args, **kwargs):
 
 def wrap_model(self, module, *args, **kwargs):
     for device in {device_of(tensor).type for tensor in module.state_dict().values()}:
-        record("DDP", device)  # its gradients are all-reduced where they are
+        record("DDP", device)  # its gradients are all-reduced on that device
     return wrap(self, module, *args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""With this folder on PYTHONPATH, Python imports this file first, in spawned processes too."""
+"""Python imports this file at startup, in spawned processes too, if its folder is on PYTHONPATH."""
 
 import os
 import sys

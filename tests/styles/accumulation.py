@@ -1,4 +1,4 @@
-"""Four batches a step, no_sync for all but the last; evaluates through DDP, with BatchNorm."""
+"""Accumulates four batches per step with no_sync; evaluates through DDP, with BatchNorm."""
 
 import contextlib
 import os

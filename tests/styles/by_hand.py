@@ -1,4 +1,4 @@
-"""No DDP and no DataLoader: random batches, and gradients averaged by hand."""
+"""Without DDP or a DataLoader: random batches, and gradients averaged by hand."""
 
 import torch
 import torch.distributed as dist

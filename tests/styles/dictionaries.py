@@ -1,4 +1,4 @@
-"""As with Hugging Face's models: batches and outputs with names, a schedule; needs an argument."""
+"""Hugging Face style: dict batches, named outputs, a schedule; needs an argument."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""An iterable data set, dealt out by rank; loader workers; all that is random has one seed."""
+"""An iterable data set split by rank, DataLoader workers, and one seed for everything."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""For one process: nothing in it knows of any other."""
+"""A single-process script, without anything distributed."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""FSDP2: each rank holds a part of each parameter."""
+"""FSDP2: each rank holds a shard of each parameter."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Starts its processes itself; each rank takes its part of the data as a Subset."""
+"""Spawns its own processes; each rank takes its shard of the data as a Subset."""
 
 import socket
 

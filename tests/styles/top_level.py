@@ -1,4 +1,4 @@
-"""Everything at the top level, hyperparameters as globals; started by srun."""
+"""Everything at module level, hyperparameters as globals; started by srun."""
 
 import os
 

@@ -1,4 +1,6 @@
-"""The checker, as its tests call it."""
+"""Helpers for the tests of the checker."""
+
+from pathlib import Path
 
 import pytest
 from support import server
@@ -6,28 +8,28 @@ from support.once import once
 from support.scripts import LONG, SCRIPT
 
 from ddp_check.report import conclude, judge, perform, planned
-from ddp_check.rules import BROKEN, FAIL, PASS, RULES
+from ddp_check.rules import BROKEN, NONE, PASS, RULES, UNSEEN, WRONG
 from ddp_check.run import LAUNCHERS, Plan
 
 
 @pytest.fixture
 def own_folder(tmp_path, monkeypatch):
-    """Run in a folder of its own: the checker looks for a script's files in the current one."""
+    """Run in an empty folder: the checker takes a script's files from the current one."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 def fork_ranks(monkeypatch):
-    """Let the checker fork a script's ranks where it would start torchrun: a third of the time.
+    """Let the checker fork the ranks instead of starting torchrun: it takes a third of the time.
 
-    They have imported everything before the script does, and a signal to all of them kills them.
+    The ranks have imported everything before the script does, and a signal to all kills them.
     """
     *words, _ = server.command("script", nprocs="NPROC")
     monkeypatch.setitem(LAUNCHERS, "torchrun", [str(word) for word in words])
 
 
 def plan_of(step, folder, nproc=2):
-    """Return the plan for a step, whose undisturbed run is made once for all workers."""
+    """Return the plan for a step. Its undisturbed run is shared by all pytest workers."""
 
     def make(shared):
         (shared / "empty").mkdir()
@@ -51,21 +53,33 @@ def named(verdicts):
 
 
 def judged(script, *arguments, **options):
-    """Return the run of a script and its verdicts by the names of the rules."""
+    """Run a script; return the run, and the verdicts by the names of the rules."""
     with planned(script, arguments, **options) as plan:
         return plan.undisturbed, named(judge(plan.undisturbed))
 
 
 def failed(verdicts):
-    return [name for name, verdict in verdicts.items() if verdict.status == FAIL]
+    return [name for name, verdict in verdicts.items() if verdict.status == WRONG]
 
 
 def passed(verdicts):
     return {name for name, verdict in verdicts.items() if verdict.status == PASS}
 
 
+def told(verdicts):
+    """Return what a report shows at once: {rule: status}."""
+    quiet = (PASS, UNSEEN, NONE)
+    return {name: one.status for name, one in verdicts.items() if one.status not in quiet}
+
+
+def line_of(verdict):
+    """Return the line of a script that a verdict points to."""
+    path, _, number = verdict.where.rpartition(":")
+    return Path(path).read_text(encoding="utf-8").splitlines()[int(number) - 1].strip()
+
+
 def drill_passes(plan, name):
-    """Check that a script passes a drill in all that it judges."""
+    """Check that each verdict of a drill is a pass."""
     verdicts = perform(name, plan)
     assert [verdict for _, verdict in verdicts if verdict.status != PASS] == []
     assert "you may rely on it" in conclude(name, verdicts)

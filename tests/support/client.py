@@ -1,4 +1,4 @@
-"""Asks the server to run a script here, with this process's environment, input and output.
+"""Asks the server to run a script with this process's folder, environment, input and output.
 
 client.py NPROCS RESTARTS SCRIPT ARGUMENTS
 """
@@ -19,8 +19,8 @@ with socket.socket(socket.AF_UNIX) as server:
     sent = socket.send_fds(server, [data[:1]], [0, 1, 2])
     server.sendall(data[sent:])
     code = int(server.recv(64) or 1)
-if code < 0:  # end by the same signal
-    with contextlib.suppress(OSError):  # nobody can change what SIGKILL does
+if code < 0:  # die of the same signal
+    with contextlib.suppress(OSError):  # SIGKILL has no handler to reset
         signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
 sys.exit(code)

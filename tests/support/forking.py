@@ -1,6 +1,6 @@
-"""Runs a script that starts others, which are forked as well: forking.py SCRIPT ARGUMENTS.
+"""Runs a script that starts others, and forks those, too: forking.py SCRIPT ARGUMENTS.
 
-Its commands with the interpreter or with `torchrun --standalone` become the server's.
+The server runs what the script starts with the interpreter or with `torchrun --standalone`.
 """
 
 import runpy
@@ -17,7 +17,7 @@ class Forked(subprocess.Popen):
 
 
 def forked(program, *words):
-    """Return a command that does the same as another, by the server."""
+    """Return an equivalent command that the server runs, where it can."""
     if program == sys.executable:
         return server.command(*words)
     if Path(program).name != "torchrun":

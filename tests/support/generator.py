@@ -1,4 +1,4 @@
-"""The generator of the diffs and pages, run in a copy of the repository."""
+"""Runs the generator of the diffs and pages in a copy of the repository."""
 
 import shutil
 import subprocess
@@ -9,17 +9,28 @@ from support.scripts import ROOT, SCRIPTS
 
 
 def generate(root, *words):
-    """Run the generator of a copy of the repository, from another folder."""
+    """Run a copy's generator, from a different working directory."""
     start = [sys.executable, root / "diffs" / "generate.py", *words]
     return subprocess.run(start, capture_output=True, text=True, check=False, cwd="/")
 
 
 def copy_to(folder):
-    """Copy what the generator and the scripts' tests read."""
-    names = ("ddp_check", "diffs", "exercise", "pitfalls", "recipes", "slurm", "tests")
+    """Copy what the generator and the tests of the scripts read; return the folder."""
+    names = (
+        "benchmarks",
+        "frameworks",
+        "without_slurm",
+        "ddp_check",
+        "diffs",
+        "exercise",
+        "pitfalls",
+        "recipes",
+        "slurm",
+        "tests",
+    )
     for name in names:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for path in (*SCRIPTS, ROOT / "pyproject.toml"):
+    for path in (*SCRIPTS, ROOT / "pyproject.toml", ROOT / "troubleshooting.md"):
         shutil.copy(path, folder)
     return folder
 

@@ -1,4 +1,4 @@
-"""Commands run as real processes, of which none is left behind."""
+"""Runs commands as real processes, and leaves none behind."""
 
 import contextlib
 import os
@@ -15,14 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-# For --max-restarts. Other commands go without: it makes torchrun choose a port long before anyone
-# listens there.
+# For --max-restarts only: with it, torchrun chooses a port long before anything listens there.
 RESTARTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a command left when it had ended."""
+    """The exit code and output of a finished command."""
 
     command: list
     cwd: Path
@@ -35,14 +34,15 @@ class Result:
 
 
 class Job:
-    """A running command and all its descendants; leaving its `with` block kills what is left."""
+    """A running command and its descendants; leaving the `with` block kills those still alive."""
 
     def __init__(self, command, cwd, env=None):
-        self.mark = uuid.uuid4().hex  # inherited by every descendant, even by orphans
+        self.mark = uuid.uuid4().hex  # every descendant inherits it, even an orphan
         self.command, self.cwd = [str(word) for word in command], Path(cwd)
         self.paths = [self.cwd / f".{self.mark}.{name}" for name in ("stdout", "stderr")]
         with contextlib.ExitStack() as stack:
-            out, err = (stack.enter_context(path.open("wb")) for path in self.paths)
+            # Several ranks write to one file: only appending keeps their lines apart.
+            out, err = (stack.enter_context(path.open("ab")) for path in self.paths)
             self.process = subprocess.Popen(
                 self.command,
                 cwd=cwd,
@@ -70,7 +70,7 @@ class Job:
         return self.paths[1].read_text(encoding="utf-8")
 
     def processes(self):
-        """Return all processes of this job that are alive."""
+        """Return the processes of this job that are alive."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -80,7 +80,7 @@ class Job:
         return found
 
     def workers(self):
-        """Return the worker processes of torchrun, by global rank."""
+        """Return the training processes that torchrun started: {rank: process}."""
         found = {}
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
@@ -97,7 +97,7 @@ class Job:
         return self
 
     def wait_for(self, what, timeout=300):
-        """Wait until `what()` is true or, for a string, until stdout matches that pattern."""
+        """Wait until `what()` is true or, for a pattern, stdout matches it; return the result."""
         ready = what if callable(what) else lambda: re.search(what, self.stdout, re.MULTILINE)
         end = time.monotonic() + timeout
         while not (result := ready()):
@@ -117,7 +117,7 @@ class Job:
             time.sleep(0.05)
 
     def result(self, timeout=300):
-        """Wait until the command and all its descendants have ended."""
+        """Wait until the command and all its descendants have ended; return the Result."""
         self.wait(timeout).wait_until_gone()
         return Result(self.command, self.cwd, self.returncode, self.stdout, self.stderr)
 
@@ -131,13 +131,13 @@ def shown(job, code):
 
 
 def printed(path):
-    """Return the text in a file without the greetings of gloo, which PyTorch 2.8 prints."""
+    """Return the text of a file without gloo's messages, which PyTorch 2.8 prints."""
     text = path.read_text(encoding="utf-8")
     return re.sub(r"^.*(?:\[Gloo\]|peer ranks).*\n", "", text, flags=re.MULTILINE)
 
 
 def environment(**changes):
-    """Return this process's environment with what would differ between machines set or removed."""
+    """Return this process's environment, with what would make a difference set or removed."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **changes}
     same = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     for name in (*same, *RESTARTS):
@@ -146,13 +146,13 @@ def environment(**changes):
 
 
 def run(command, cwd, env=None, timeout=300):
-    """Run a command until it exits, and check that it leaves no process behind."""
+    """Run a command, check that it leaves no process behind, and return the Result."""
     with Job(command, cwd, env) as job:
         return job.result(timeout)
 
 
 def finished(command, cwd, env=None, timeout=300):
-    """Run a command and check that it succeeds."""
+    """Run a command as `run` does, and check that it succeeds."""
     result = run(command, cwd, env, timeout)
     assert result.returncode == 0, result
     return result
@@ -164,7 +164,7 @@ def kill(process, number=signal.SIGKILL):
 
 
 def free_port():
-    """Return a port where nothing listens, below those that the system hands out to others."""
+    """Return a free port below the range that the system hands out to others."""
     while True:
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("localhost", port := random.randint(20_000, 32_000)))

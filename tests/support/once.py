@@ -1,4 +1,4 @@
-"""What is made once for all workers of pytest-xdist, and for tests that run tests."""
+"""Results shared by all workers of pytest-xdist, and by tests that run tests."""
 
 import hashlib
 import os
@@ -11,7 +11,7 @@ FOLDER = "DDP_LADDER_TRAINED"  # the variable that names the folder
 
 
 def once(key, make):
-    """Return what `make(folder)` returns, made by the first that asks."""
+    """Return what `make(folder)` returns; only the first caller with this key calls it."""
     name = Path(os.environ[FOLDER], hashlib.sha256(repr(key).encode()).hexdigest())
     with FileLock(f"{name}.lock", timeout=600):
         done = name / ".result"

@@ -1,4 +1,4 @@
-"""What a script printed and saved. A job that still runs can be asked as well as a result."""
+"""What a script printed and saved. Each function takes a Result or a Job that is still running."""
 
 import re
 from pathlib import Path
@@ -9,58 +9,58 @@ from support.scripts import load
 
 
 def weights(job_or_path):
-    """Return the weights in the checkpoint of a job, or in a file, by name."""
+    """Return the weights in the checkpoint of a job, or in a file: {name: tensor}."""
     path = job_or_path if isinstance(job_or_path, Path) else job_or_path.cwd / "checkpoint.pt"
     return torch.load(path, weights_only=True)["MODEL_STATE"]
 
 
 def same_bits(a, b):
-    """Return whether two jobs or files hold the same weights, bit for bit."""
+    """Return whether the weights of two jobs or files are bit-for-bit identical."""
     a, b = weights(a), weights(b)
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def accuracy(job):
-    """Return percent, correct and total from the last line of the output."""
+    """Return (percent, correct, total) from the last line of the output."""
     match = re.fullmatch(r"accuracy ([\d.]+)% \((\d+)/(\d+)\)", job.stdout.splitlines()[-1])
     assert match, job
     return float(match[1]), int(match[2]), int(match[3])
 
 
 def epochs(job):
-    """Return the numbers of the epochs that were printed."""
+    """Return the printed epoch numbers."""
     return [int(number) for number in re.findall(r"^epoch (\d+) ", job.stdout, re.MULTILINE)]
 
 
 def losses(job):
-    """Return the losses that were printed, as text."""
+    """Return the printed losses, as strings."""
     return re.findall(r"^epoch \d+  loss ([\d.]+)  ", job.stdout, re.MULTILINE)
 
 
 def resumed(job):
-    """Return the number of finished epochs for each time the job resumed."""
+    """Return the number of finished epochs at each resume."""
     return [int(n) for n in re.findall(r"^resuming from .* after epoch (\d+)$", job.stdout, re.M)]
 
 
 def said(job, rank):
-    """Return what scripts.on_each_rank printed on a rank."""
+    """Return what `scripts.on_each_rank` printed on a rank."""
     return re.findall(f"^rank {rank}: (.*)$", job.stdout, re.MULTILINE)
 
 
 def error_lines(job):
-    """Return the distinct last lines of tracebacks, and argparse's errors, without the ranks."""
+    """Return the distinct last lines of tracebacks and argparse errors, without the ranks."""
     pattern = r"^(?:\[rank\d+\]: )?([\w.]+(?:Error|Exception): .+|0\d_\w+\.py: error: .+)$"
     return sorted(set(re.findall(pattern, job.stderr, re.MULTILINE)))
 
 
 def shape(text):
-    """Return the lines of an output, with # for each number."""
+    """Return the lines of a text, with # for each number."""
     lines = [re.sub(r"[\d,]*\.?\d+", "#", line) for line in text.splitlines()]
     return [re.sub(r" +", " ", line).strip() for line in lines]
 
 
 def check_report(job):
-    """Compare the printed report with that of one process that has the same weights."""
+    """Check the printed report against one computed here from the saved weights."""
     module = load("05")
     model = module.build_model(width=len(weights(job)["0.bias"]))
     model.load_state_dict(weights(job))

@@ -1,4 +1,4 @@
-"""The five steps: commands that run them, edited and patched copies, and their parts as modules."""
+"""The five steps: commands that run them, edited or patched copies, and imports as modules."""
 
 import importlib.util
 import os
@@ -18,7 +18,7 @@ SCRIPTS = sorted(ROOT.glob("0[1-9]_*.py"))
 SCRIPT = {path.name[:2]: path for path in SCRIPTS}
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 ON_PATH = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-SMALL = ("--batch-size=64", "--width=4")  # trains in a second, for tests of anything but learning
+SMALL = ("--batch-size=64", "--width=4")  # trains in a second, but learns little
 LONG = ("4", *SMALL)  # enough epochs to interrupt
 NEEDS_PATCH = pytest.mark.skipif(
     not shutil.which("patch"), reason="needs the program: apt-get install patch"
@@ -28,7 +28,7 @@ NEEDS_PATCH = pytest.mark.skipif(
 
 
 def command(step, *args, nprocs=2, torchrun=()):
-    """Return the command that runs a step, or an edited copy of it, with `nprocs` processes."""
+    """Return the command that runs a step, or a copy of one, with `nprocs` processes."""
     path = SCRIPT.get(step, step)
     if path.name.startswith("01"):
         return [sys.executable, path, *args]
@@ -38,9 +38,9 @@ def command(step, *args, nprocs=2, torchrun=()):
 
 
 def forked(step, *args, nprocs=2, restarts=0):
-    """Return a command that does the same as `command`, in a third of the time, without a launcher.
+    """Return a command that does the same as `command` in a third of the time, without a launcher.
 
-    Step 2 starts its processes itself, so it is edited to leave that out.
+    Step 2 spawns its own processes, so it needs `without_spawn`.
     """
     path = SCRIPT.get(step, step)
     assert not path.name.startswith("02"), "use without_spawn"
@@ -53,26 +53,26 @@ def forked(step, *args, nprocs=2, restarts=0):
 
 
 def edited(tmp_path, step, *changes):
-    """Write a copy of a step with some of its text replaced, each piece found exactly once."""
+    """Write a copy of a step with changes, as `write` does; return the path."""
     return write(tmp_path / SCRIPT[step].name, SCRIPT[step].read_text(encoding="utf-8"), changes)
 
 
 def without_spawn(tmp_path, *changes):
-    """Write a copy of step 2 whose `main` is called by ranks that somebody else has started."""
+    """Write a copy of step 2 that calls `main` once per rank, for ranks started from outside."""
     path = edited(tmp_path, "02", *changes, *WITHOUT_SPAWN)
     return path.rename(tmp_path / "without_spawn.py")
 
 
 def patched(tmp_path, name, *changes):
-    """Write a recipe or pitfall, like "recipes/fsdp2", under the name of the step that it patches.
+    """Write the patched script of a recipe or pitfall, like "recipes/fsdp2"; return the path.
 
-    More of its text is replaced as in `edited`.
+    It has the name of the step that it patches. More changes are applied as in `edited`.
     """
     return write(tmp_path / Path(step_of(name)).name, text_of(name), changes)
 
 
 def page(name):
-    """Return the text of the page that is a patch."""
+    """Return the text of the page of a recipe or pitfall."""
     return (ROOT / f"{name}.md").read_text(encoding="utf-8")
 
 
@@ -82,7 +82,7 @@ def step_of(name):
 
 
 def text_of(name):
-    """Return the script that a recipe or pitfall, like "recipes/fsdp2", becomes."""
+    """Return the patched script of a recipe or pitfall, like "recipes/fsdp2"."""
     if not shutil.which("patch"):
         pytest.skip("needs the program: apt-get install patch")
     words = ["patch", "--quiet", "--output=-", ROOT / step_of(name)]
@@ -92,30 +92,30 @@ def text_of(name):
 
 
 def on_screen(name):
-    """Return what the symptoms of a recipe or pitfall quote from the screen."""
+    """Return the messages that a page quotes in its table of symptoms."""
     _, _, table = page(name).partition("| What you see |")
     rows = re.findall(r"^\| (.+?) \|", table.partition("\n\n")[0], re.MULTILINE)
     return [text for symptom in rows for text in re.findall(r"`([^`]+)`", symptom)]
 
 
 def write(path, text, changes=()):
-    """Write a text with some pieces replaced, each found exactly once; return the path."""
+    """Write a text with changes (old, new), each `old` found exactly once; return the path."""
     for old, new in changes:
-        assert text.count(old) == 1, f"{old!r} is {text.count(old)} times in {path.name}"
+        assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times in {path.name}"
         text = text.replace(old, new)
     path.write_text(text, encoding="utf-8")
     return path
 
 
 def edit(path, old, new):
-    """Replace a text that the file contains exactly once."""
+    """Replace a text that occurs exactly once in a file."""
     write(path, path.read_text(encoding="utf-8"), [(old, new)])
 
 
 # ---------------------------------------------------------------- pieces of edited copies
 
 END = "    dist.barrier()"  # where each script has finished
-DOUBLE = [  # in float32, AdamW turns rounding errors into whole steps
+DOUBLE = [  # in float32, AdamW can turn a rounding error into a full step
     ("scans.float()", "scans.double()"),
     (
         "    torch.manual_seed(args",
@@ -123,24 +123,35 @@ DOUBLE = [  # in float32, AdamW turns rounding errors into whole steps
     ),
 ]
 WITHOUT_SPAWN = [
-    ('    os.environ["MASTER_ADDR"] = "localhost"\n', ""),
-    ('    os.environ["MASTER_PORT"] = str(get_free_port())\n', ""),
     (
-        "    mp.spawn(main, args=(args,), nprocs=args.nprocs)\n",
+        "    mp.spawn(main, args=(get_free_port(), args), nprocs=args.nprocs)\n",
         '    args.nprocs = int(os.environ["WORLD_SIZE"])\n'
-        '    main(int(os.environ["RANK"]), args)\n',
+        '    main(int(os.environ["RANK"]), os.environ["MASTER_PORT"], args)\n',
     ),
 ]
+WRAPPED = "        self.model = DDP(model)  # backward() averages the gradients over all ranks\n"
+
+
+def exact(nprocs):
+    """Return the changes with which a resumed run of so many ranks is bit-for-bit identical.
+
+    Two ranks need none, more the lines of recipes/bitwise_resume.md.
+    """
+    added = re.findall(r"^\+(?!\+)(.*\n)", page("recipes/bitwise_resume"), re.MULTILINE)
+    return ((WRAPPED, WRAPPED + "".join(added)),) if nprocs > 2 else ()
 
 
 def on_each_rank(expression):
-    """Return a line that prints the value of an expression after the rank."""
+    """Return a line of code that prints the rank and the value of an expression.
+
+    In one piece, which print does not promise: it divides long lines, and ranks would interleave.
+    """
     line = f"'rank {{}}: {{}}\\n'.format(dist.get_rank(), ({expression}))"
-    return f"print({line}, end='', flush=True)\n"
+    return f"print(end='', flush=True) or __import__('os').write(1, {line}.encode()) and None\n"
 
 
 def digest(tensors):
-    """Return an expression for a checksum of the bits of some tensors."""
+    """Return an expression that computes a checksum of the bits of these tensors."""
     return f"__import__('zlib').crc32(b''.join(t.detach().numpy().tobytes() for t in {tensors}))"
 
 
@@ -148,7 +159,7 @@ def digest(tensors):
 
 
 def load(step):
-    """Import a step's script."""
+    """Import a step as a module."""
     spec = importlib.util.spec_from_file_location(f"step{step}", SCRIPT[step])
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -156,13 +167,13 @@ def load(step):
 
 
 def arguments(path, **changes):
-    """Return what parse_args returns, for a tiny model."""
+    """Return the arguments of a tiny run, as parse_args would."""
     values = {"total_epochs": 1, "save_every": 1, "batch_size": 64, "lr": 4e-3, "width": 1}
     return SimpleNamespace(**{**values, "seed": 0, "checkpoint_path": str(path), **changes})
 
 
 def build_trainer(module, args):
-    """Build a step's trainer the way its main does, on the CPU."""
+    """Build a step's Trainer on the CPU, as its main does."""
     torch.manual_seed(args.seed)
     train_set, _ = module.load_datasets()
     model = module.build_model(args.width).to(memory_format=torch.channels_last)

@@ -1,9 +1,9 @@
 """Forks runs of scripts from a process that has imported PyTorch: most of a short run is imports.
 
-As a program, `server.py SOCKET PID` serves the requests of client.py for the tests, the process
-PID. The tests import only `command`, which starts one server for all of them.
+As a program, `server.py SOCKET PID` serves the requests of client.py while the process PID, which
+runs the tests, is alive. The tests import only `command`, which starts one server for all of them.
 
-Nothing outlives the tests: each run is ended if its client or the tests end, however they end.
+Nothing outlives the tests: a run is killed when its client or the tests end, for whatever reason.
 """
 
 import atexit
@@ -21,16 +21,16 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-VARIABLE = "DDP_LADDER_SERVER"  # its socket; tests that run tests share the server
-GRACE = 60  # seconds that ranks have to end when one has failed
-SET_CHILD_SUBREAPER = 36  # prctl: this process adopts the orphans among its descendants
+VARIABLE = "DDP_LADDER_SERVER"  # holds its socket; tests that run tests share the server
+GRACE = 60  # seconds for the other ranks to end after one has failed
+SET_CHILD_SUBREAPER = 36  # prctl: adopt orphaned descendants
 
 
 def command(program, *args, nprocs=0, restarts=0):
-    """Return a command that runs a script with so many ranks, or for 0 as a program of its own.
+    """Return a command that runs a script on `nprocs` ranks, or outside of any group for 0.
 
-    It ends when all processes that the script has started have ended. "-m" and the name of a module
-    may take the script's place. If it fails, it is restarted at most so many times.
+    It exits once all processes that the script started have ended. "-m" and a module's name may
+    take the script's place. If it fails, it is restarted up to `restarts` times.
     """
     start()
     return [sys.executable, "-I", HERE / "client.py", nprocs, restarts, program, *args]
@@ -66,19 +66,19 @@ def start():
 
 
 def serve(address, tests):
-    """Fork a process for each request, as long as the process of the tests is there."""
-    runpy.run_path(str(HERE / "exits" / "sitecustomize.py"))  # as it says, before PyTorch
+    """Fork a process for each request, as long as the process of the tests lives."""
+    runpy.run_path(str(HERE / "exits" / "sitecustomize.py"))  # before PyTorch, as it says
     import gc
 
-    import jobs  # noqa: F401  # as a program, this file has its folder on the path
+    import jobs  # noqa: F401  # run as a program, this file has its folder on sys.path
     import sklearn.datasets
     import sklearn.metrics
     import sklearn.model_selection  # noqa: F401
     import torch._dynamo
-    import torch.distributed.nn  # noqa: F401  # before a process group exists, as the scripts do
+    import torch.distributed.nn  # noqa: F401  # before there is a process group, as in the scripts
 
-    gc.freeze()  # so that the forked processes share the memory of what is imported
-    tests = os.pidfd_open(tests)  # readable when the process has ended
+    gc.freeze()  # so forked processes share the memory of the imports
+    tests = os.pidfd_open(tests)  # readable once the process has ended
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
@@ -87,7 +87,7 @@ def serve(address, tests):
     while True:
         ready, _, _ = select.select([tests, listener, *running], [], [])
         for fd in running.keys() & ready:
-            os.waitpid(running.pop(fd), 0)  # its CPU time is the server's from now on
+            os.waitpid(running.pop(fd), 0)  # from now on, its CPU time counts as the server's
             os.close(fd)
         if listener in ready:
             connection, _ = listener.accept()
@@ -102,7 +102,7 @@ def serve(address, tests):
 
 
 def perform(connection, tests):
-    """Do what a request asks for, and answer with the exit code."""
+    """Carry out a request, and answer with the exit code."""
     import ctypes
 
     request = receive(connection)
@@ -125,12 +125,12 @@ def perform(connection, tests):
 
 
 def receive(connection):
-    """Take over the input and output of the client, and return what it asks for."""
+    """Take over the client's standard streams, and return its request."""
     data, fds, _, _ = socket.recv_fds(connection, 1 << 16, 3)
     while more := not data.endswith(b"\n") and connection.recv(1 << 16):
         data += more
     if not data.endswith(b"\n"):
-        os._exit(1)  # the client has been killed
+        os._exit(1)  # the client was killed
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
         os.close(fd)
@@ -159,10 +159,11 @@ def fork(nprocs, argv):
 def wait(ranks, others):
     """Wait until all descendants have ended, and return the exit codes of the ranks.
 
-    End them all if one of the others ends, and the ranks that are left some time after one failed.
+    Kill everything if one of `others` becomes readable, and the remaining ranks GRACE seconds after
+    one has failed.
     """
     codes, limit = {}, None
-    with contextlib.suppress(ChildProcessError):  # none is left
+    with contextlib.suppress(ChildProcessError):  # all have ended
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid in ranks:
@@ -177,7 +178,7 @@ def wait(ranks, others):
 
 
 def end():
-    """End all descendants, and this process."""
+    """Kill all descendants, and end this process."""
     import psutil
 
     with contextlib.suppress(ChildProcessError):
@@ -193,7 +194,7 @@ def become(argv):
     """Run a script in this process, as the interpreter would."""
     import numpy as np
 
-    np.random.seed()  # as in a process that imports it itself; Python's random does it, too
+    np.random.seed()  # as a fresh import would; Python's random reseeds itself after a fork
     for folder in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         sys.path.insert(1, folder)
         if os.path.exists(site := os.path.join(folder, "sitecustomize.py")):

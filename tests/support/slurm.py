@@ -1,4 +1,4 @@
-"""Batch files on a Slurm cluster that the tests start; conftest.py offers these fixtures."""
+"""Batch files on a Slurm cluster that the tests start. conftest.py imports the fixtures."""
 
 import re
 import shutil
@@ -16,7 +16,7 @@ BATCH = {path.name[:2]: f"slurm/{path.stem}.sbatch" for path in SCRIPTS}
 ON_TWO_NODES = ("--nodes=2", "--gpus-per-node=1")
 TWO_BY_TWO = ("--nodes=2", "--gpus-per-node=2")
 
-# In a copy of step 4, all ranks wait in the second epoch while a test looks at them or does harm.
+# In a copy of step 4, all ranks wait in the second epoch for a test to do something to them.
 ASK = "            if step % 10 == 0 and self._stop_agreed():"
 GATE = f"""\
             if self.epochs_run == 1 and step == 15:
@@ -34,7 +34,7 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture
 def clone(tmp_path):
-    """A copy of the repository with a virtual environment, as a reader has it."""
+    """A copy of the repository with a virtual environment, like a reader's."""
     for path in SCRIPTS:
         shutil.copy(path, tmp_path)
     for name in ("slurm", "benchmarks"):
@@ -64,24 +64,24 @@ class Submitted:
     def show(self, name):
         return self.cluster.show(self.number)[name]
 
-    def wait(self, *states, timeout=180):
+    def wait(self, *states, timeout=300):
         """Wait until the job has ended or is in one of these states; return the state."""
         try:
             return self.cluster.wait(self.number, *states, timeout=timeout)
         except TimeoutError as error:
             pytest.fail(f"{error}\n{self.output}")
 
-    def completed(self, timeout=180):
+    def completed(self, timeout=300):
         assert self.wait(timeout=timeout) == "COMPLETED", self.output
         return self
 
-    def wait_for(self, ready, timeout=120):
+    def wait_for(self, ready, timeout=240):
         """Wait until `ready()` is true."""
         end = time.monotonic() + timeout
         while not ready():
             state = self.show("JobState")
             if time.monotonic() > end or state not in ("PENDING", "RUNNING", "CONFIGURING"):
-                pytest.fail(f"it did not happen, the job is {state}:\n{self.output}")
+                pytest.fail(f"it did not happen; the job is {state}:\n{self.output}")
             time.sleep(0.1)
         return self
 
@@ -98,7 +98,7 @@ class Submitted:
 
 @pytest.fixture
 def submit(cluster, clone):
-    """Submit a batch file from the clone; cancel what is left of the jobs at the end."""
+    """Submit a batch file from the clone; cancel any jobs that are left at the end."""
     jobs = []
 
     def submit(step, *arguments, options=(), folder=clone):
@@ -114,5 +114,10 @@ def submit(cluster, clone):
 @pytest.fixture
 def gated(clone, submit):
     """Submit step 4 with the gate; return the job once it waits there."""
-    edit(clone / "04_multinode.py", ASK, GATE)
-    return lambda *options, step="04": submit(step, *LONG, options=options).wait_at_the_gate()
+
+    def submit_gated(*options, step="04", changes=()):
+        for old, new in [(ASK, GATE), *changes]:
+            edit(clone / "04_multinode.py", old, new)
+        return submit(step, *LONG, options=options).wait_at_the_gate()
+
+    return submit_gated

@@ -1,7 +1,7 @@
-"""Lets each rank write the names of its threads to a file of its own when it exits.
+"""Makes each rank write the names of its threads to its own file at exit.
 
-Python runs this file before any script if its folder is on PYTHONPATH, and so before PyTorch, too.
-The server of forked ranks imports it first, for the same reason.
+Python runs this file at startup, and so before PyTorch, if its folder is on PYTHONPATH. The server
+of forked ranks runs it first, for the same reason.
 """
 
 import atexit
@@ -13,10 +13,10 @@ from pathlib import Path
 
 
 def report():
-    # Called after all other atexit functions, because it is registered before them.
+    # Registered first, so called after all other atexit functions.
     folder = os.environ.get("DDP_LADDER_EXITS")
     is_rank = "RANK" in os.environ or multiprocessing.parent_process()
-    if folder and is_rank:  # so neither torchrun nor step 2's parent
+    if folder and is_rank:  # neither torchrun nor step 2's parent
         time.sleep(1)  # Linux lists a thread for a moment after it has ended
         names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
         with open(f"{folder}/{os.getpid()}", "w") as file:

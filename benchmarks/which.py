@@ -1,0 +1,193 @@
+"""Which way of splitting a GPT fits: the memory of a rank, and what it sends in a step.
+
+    python benchmarks/which.py 3e9 --nodes 2 --gpus 4 --memory 40
+
+These are the formulae of recipes/which.md, which says where they come from and what they leave out.
+The calculator on diffs/index.html computes the same. collectives.py counts what PyTorch really
+sends, and forecast.py tells how long a step takes.
+"""
+
+from dataclasses import dataclass
+
+from shared import parser_of, positive, positive_int, table
+
+VOCABULARY = 50_000
+ROOM = 0.9  # of a GPU's memory: the rest is CUDA's, NCCL's, and lost to fragmentation
+HEADING = ("method", "states", "in use", "activations", "together", "a rank sends", "a node sends")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training step of a GPT on nodes of equal GPUs; each way takes it with the same batch."""
+
+    parameters: float
+    layers: float
+    width: float
+    nodes: int
+    gpus: int  # per node
+    tokens: int  # per GPU and step
+    mixed: bool = True  # bf16, with parameters, gradients and AdamW's moments in float32
+    checkpointed: bool = False
+
+    @property
+    def ranks(self):
+        return self.nodes * self.gpus
+
+    @property
+    def value(self):
+        """The bytes of an activation, and of a parameter while it is used."""
+        return 2 if self.mixed else 4
+
+
+def shape(parameters):
+    """Return the layers and the width of a GPT that is 100 times as wide as it has layers.
+
+    A block has 12 parameters for each square of the width: 4 in attention, and 8 in the MLP.
+    """
+    layers = (parameters / 12 / 100**2) ** (1 / 3)
+    return layers, 100 * layers
+
+
+def parts(way, job):
+    """Return into how many parts the parameters, the gradients and the optimizer are split."""
+    return {
+        "ddp": (1, 1, 1),
+        "zero_optimizer": (1, 1, job.ranks),
+        "fsdp2_gpt": (job.ranks, job.ranks, job.ranks),
+        "hybrid_sharding": (job.gpus, job.gpus, job.gpus),
+        "tensor_parallel": (job.gpus, job.gpus, job.gpus),
+        "two_dimensional": (job.ranks, job.ranks, job.ranks),
+        "pipeline": (job.ranks, job.ranks, job.ranks),
+    }[way]
+
+
+WAYS = {
+    "ddp": "DDP",
+    "zero_optimizer": "ZeRO-1",
+    "fsdp2_gpt": "FSDP2",
+    "hybrid_sharding": "hybrid",
+    "tensor_parallel": "tensor parallel",
+    "two_dimensional": "2-D",
+    "pipeline": "pipeline",
+}
+SIMPLEST = ("ddp", "zero_optimizer", "hybrid_sharding", "fsdp2_gpt", "two_dimensional", "pipeline")
+
+
+def memory(way, job):
+    """Return the bytes of a rank: (states, in use, activations)."""
+    parameters, gradients, optimizer = parts(way, job)
+    states = job.parameters * (4 / parameters + 4 / gradients + 8 / optimizer)
+    return states, in_use(way, job), activations(way, job)
+
+
+def in_use(way, job):
+    """Return the bytes of what exists only while it is used.
+
+    In backward, FSDP2 has two blocks gathered, the gradients of a block, and those of another as
+    they are summed, in float32. Elsewhere autocast has a copy of the parameters in bf16 until
+    backward has used it.
+    """
+    if way in ("fsdp2_gpt", "hybrid_sharding", "two_dimensional"):
+        split = job.gpus if way == "two_dimensional" else 1
+        return (3 * job.value + 4) * job.parameters / job.layers / split
+    return 2 * job.parameters / parts(way, job)[0] if job.mixed else 0
+
+
+def activations(way, job):
+    """Return the bytes of what forward keeps for backward, at the most.
+
+    A block keeps 16 times its width for each token, and with tensor parallelism the inputs of
+    attention and of the MLP for the tokens of all its ranks. Under checkpointing, it keeps its
+    input, and one block at a time keeps the rest. In a pipeline, a rank has fewer blocks, and as
+    many more microbatches in flight. The logits and their gradient are in float32.
+    """
+    together = job.gpus if way in ("tensor_parallel", "two_dimensional") else 1
+    saved = 14 + 2 * together
+    kept = job.layers + saved if job.checkpointed else job.layers * saved
+    return job.tokens * (kept * job.width * job.value + 8 * VOCABULARY)
+
+
+def ring(ranks):
+    """Return the share of a tensor that a rank sends when it is gathered, or summed and scattered.
+
+    An all-reduce does both (nccl-tests, doc/PERFORMANCE.md).
+    """
+    return (ranks - 1) / ranks
+
+
+def sent(way, job):
+    """Return the bytes that a rank sends in a step, on average: (inside its node, between nodes).
+
+    In a ring over the ranks of several nodes, one rank of each node sends to the next node.
+    """
+    size, group = job.parameters, job.parameters / job.gpus
+    gathered = 2 * job.value + 4  # twice for forward and backward; the gradients in float32
+    activation = job.width * job.value * job.tokens * job.gpus  # of the ranks of a node
+    around = {"ddp": 8, "zero_optimizer": 12, "fsdp2_gpt": gathered}
+    if way in around:
+        total = around[way] * size * ring(job.ranks)
+        between = total / job.gpus if job.nodes > 1 else 0
+        return total - between, between
+    if way == "pipeline":
+        total = 2 * activation * job.nodes * ring(job.ranks)
+        between = 2 * activation * job.nodes * ring(job.nodes) / job.gpus
+        return total - between, between
+    inside = gathered * size if way == "hybrid_sharding" else 8 * job.layers * activation
+    across = gathered if way == "two_dimensional" else 8
+    return inside * ring(job.gpus), across * group * ring(job.nodes)
+
+
+def fits(way, job, limit):
+    return sum(memory(way, job)) <= ROOM * limit and (way != "pipeline" or job.ranks <= job.layers)
+
+
+def recommended(job, limit):
+    """Return the simplest way that fits, or None."""
+    ways = [way for way in SIMPLEST if job.nodes > 1 or way != "hybrid_sharding"]
+    return next((way for way in ways if fits(way, job, limit)), None)
+
+
+def rows(job, limit):
+    """Yield a row for each way, under HEADING."""
+    for way, name in WAYS.items():
+        each = memory(way, job)
+        inside, between = sent(way, job)
+        together = f"{sum(each) / 1e9:,.1f} GB"
+        together += "" if fits(way, job, limit) else ": no"
+        sizes = (f"{size / 1e9:,.1f} GB" for size in (inside + between, between * job.gpus))
+        yield (name, *(f"{size / 1e9:,.1f} GB" for size in each), together, *sizes)
+
+
+def add_options(parser):
+    """Add what forecast.py wants to know of a job, too."""
+    parser.add_argument("--gpus", type=positive_int, default=8, help="per node")
+    parser.add_argument("--tokens", type=positive_int, default=4096, help="per GPU and step")
+    parser.add_argument("--float32", action="store_true", help="not in mixed precision")
+    parser.add_argument("--checkpointed", action="store_true", help="activation checkpointing")
+
+
+def job_of(args, nodes):
+    """Return the job of a command line with the options above."""
+    settings = (nodes, args.gpus, args.tokens, not args.float32, args.checkpointed)
+    return Job(args.parameters, *shape(args.parameters), *settings)
+
+
+def parse_args():
+    parser = parser_of(__doc__)
+    parser.add_argument("parameters", type=positive, help="of the model, such as 3e9")
+    parser.add_argument("--nodes", type=positive_int, default=1)
+    parser.add_argument("--memory", type=positive, default=80, help="of a GPU, in GB")
+    add_options(parser)
+    return parser.parse_args()
+
+
+def main():
+    args = parse_args()
+    job, limit = job_of(args, args.nodes), args.memory * 1e9
+    print(table(HEADING, *rows(job, limit)))
+    way = recommended(job, limit)
+    print(f"\nThe simplest that fits: {WAYS[way]}" if way else "\nNothing fits.")
+
+
+if __name__ == "__main__":
+    main()

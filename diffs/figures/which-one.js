@@ -1,0 +1,141 @@
+// Which way of splitting a GPT fits, by the formulae of benchmarks/which.py, in its order.
+{
+  const VOCABULARY = 50000;
+  const ROOM = 0.9;
+  const WAYS = {
+    ddp: "DDP",
+    zero_optimizer: "ZeRO-1",
+    fsdp2_gpt: "FSDP2",
+    hybrid_sharding: "hybrid",
+    tensor_parallel: "tensor parallel",
+    two_dimensional: "2-D",
+    pipeline: "pipeline",
+  };
+  const SIMPLEST = ["ddp", "zero_optimizer", "hybrid_sharding", "fsdp2_gpt", "two_dimensional", "pipeline"];
+
+  function shape(parameters) {
+    const layers = Math.cbrt(parameters / 12 / 100 ** 2);
+    return { layers, width: 100 * layers };
+  }
+
+  function completed(job) {
+    return { ...shape(job.parameters), ...job, ranks: job.nodes * job.gpus, value: job.mixed ? 2 : 4 };
+  }
+
+  function parts(way, { ranks, gpus }) {
+    if (way === "ddp") return [1, 1, 1];
+    if (way === "zero_optimizer") return [1, 1, ranks];
+    const split = ["hybrid_sharding", "tensor_parallel"].includes(way) ? gpus : ranks;
+    return [split, split, split];
+  }
+
+  function memory(way, job) {
+    const [parameters, gradients, optimizer] = parts(way, job);
+    const states = job.parameters * (4 / parameters + 4 / gradients + 8 / optimizer);
+    return [states, inUse(way, job), activations(way, job)];
+  }
+
+  function inUse(way, job) {
+    if (["fsdp2_gpt", "hybrid_sharding", "two_dimensional"].includes(way)) {
+      const split = way === "two_dimensional" ? job.gpus : 1;
+      return ((3 * job.value + 4) * job.parameters) / job.layers / split;
+    }
+    return job.mixed ? (2 * job.parameters) / parts(way, job)[0] : 0;
+  }
+
+  function activations(way, job) {
+    const saved = 14 + 2 * (["tensor_parallel", "two_dimensional"].includes(way) ? job.gpus : 1);
+    const kept = job.checkpointed ? job.layers + saved : job.layers * saved;
+    return job.tokens * (kept * job.width * job.value + 8 * VOCABULARY);
+  }
+
+  const ring = (ranks) => (ranks - 1) / ranks;
+
+  // Return the bytes that a rank sends: [inside its node, between nodes].
+  function sent(way, job) {
+    const gathered = 2 * job.value + 4;
+    const activation = job.width * job.value * job.tokens * job.gpus;
+    const around = { ddp: 8, zero_optimizer: 12, fsdp2_gpt: gathered }[way];
+    if (around) {
+      const total = around * job.parameters * ring(job.ranks);
+      const between = job.nodes > 1 ? total / job.gpus : 0;
+      return [total - between, between];
+    }
+    if (way === "pipeline") {
+      const total = 2 * activation * job.nodes * ring(job.ranks);
+      const between = (2 * activation * job.nodes * ring(job.nodes)) / job.gpus;
+      return [total - between, between];
+    }
+    const inside = way === "hybrid_sharding" ? gathered * job.parameters : 8 * job.layers * activation;
+    const across = way === "two_dimensional" ? gathered : 8;
+    return [inside * ring(job.gpus), ((across * job.parameters) / job.gpus) * ring(job.nodes)];
+  }
+
+  const sumOf = (numbers) => numbers.reduce((sum, number) => sum + number, 0);
+
+  function fits(way, job, limit) {
+    return sumOf(memory(way, job)) <= ROOM * limit && (way !== "pipeline" || job.ranks <= job.layers);
+  }
+
+  function recommended(job, limit) {
+    const ways = SIMPLEST.filter((way) => job.nodes > 1 || way !== "hybrid_sharding");
+    return ways.find((way) => fits(way, job, limit)) || null;
+  }
+
+  // Return all that the figure shows, for the test.
+  function computed(given, limit) {
+    const job = completed(given);
+    const ways = Object.keys(WAYS).map((way) => [way, memory(way, job), sent(way, job), fits(way, job, limit)]);
+    return { ways, recommended: recommended(job, limit) };
+  }
+
+  function gigabytes(size) {
+    const digits = { minimumFractionDigits: 1, maximumFractionDigits: 1 };
+    return `${(size / 1e9).toLocaleString("en-US", digits)} GB`;
+  }
+
+  function words(given, limit, way) {
+    const where = way === "ddp" ? "the five scripts as they are" : `recipes/${way}.md`;
+    if (way) return `The simplest that fits into ${gigabytes(limit)} per GPU: ${WAYS[way]} (${where}).`;
+    const checkpointed = recommended(completed({ ...given, checkpointed: true }), limit);
+    return checkpointed
+      ? `Nothing fits as it is. With activation checkpointing: ${WAYS[checkpointed]}.`
+      : "Nothing fits. Use more GPUs, or fewer tokens per GPU, or move states to the host's memory.";
+  }
+
+  function start(figure) {
+    const controls = figure.querySelector(".controls");
+    const input = (name) => controls.querySelector(`[name="${name}"]`);
+    const body = figure.querySelector("tbody");
+    const said = figure.querySelector(".said");
+
+    function update() {
+      const names = ["billions", "memory", "gpus", "nodes", "tokens"];
+      if (!names.every((name) => input(name).value !== "" && input(name).checkValidity())) {
+        said.textContent = "Type a number that is in range.";
+        body.replaceChildren();
+        return;
+      }
+      const [billions, limit, gpus, nodes, tokens] = names.map((name) => Number(input(name).value));
+      const given = { parameters: 1e9 * billions, gpus, nodes, tokens };
+      given.mixed = input("mixed").value !== "";
+      given.checkpointed = input("checkpointed").checked;
+      const found = computed(given, 1e9 * limit);
+      body.replaceChildren();
+      for (const [way, sizes, [inside, between], fit] of found.ways) {
+        const chosen = way === found.recommended ? "chosen" : "";
+        const row = add(body, "tr", { class: fit ? chosen : "over", "data-way": way });
+        add(row, "th", { scope: "row" }, WAYS[way]);
+        for (const size of sizes) add(row, "td", {}, gigabytes(size));
+        add(row, "td", { class: "together" }, `${gigabytes(sumOf(sizes))}${fit ? "" : ": no"}`);
+        for (const size of [inside + between, between * gpus]) add(row, "td", {}, gigabytes(size));
+      }
+      said.textContent = words(given, 1e9 * limit, found.recommended);
+    }
+
+    controls.addEventListener("input", update);
+    update();
+  }
+
+  figures["which-one"] = { start, computed };
+}

@@ -1,0 +1,63 @@
+"""A real browser, and the page diffs/index.html in it."""
+
+import shutil
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import sync_playwright
+from support.scripts import ROOT
+
+BROWSER = shutil.which("chromium")
+NEEDS_BROWSER = pytest.mark.skipif(not BROWSER, reason="needs a browser: apt-get install chromium")
+PAGE = ROOT / "diffs" / "index.html"
+QUIET = ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+SIZES = {"phone": (390, 844), "laptop": (1280, 800), "wide": (1600, 1000)}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_playwright() as playwright:
+        args = ["--no-sandbox", "--disable-gpu", *QUIET]
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=args)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(browser):
+    """Return a function that opens the page; it must not load other files or log errors."""
+    contexts, trouble, asked = [], [], []
+
+    def visit(anchor="", size="wide", **options):
+        width, height = SIZES[size]
+        viewport = {"width": width, "height": height}
+        contexts.append(browser.new_context(viewport=viewport, offline=True, **options))
+        page = contexts[-1].new_page()
+        page.on("console", lambda message: trouble.append(message.text))
+        page.on("pageerror", lambda error: trouble.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url.partition("#")[0]))
+        page.goto(f"{PAGE.as_uri()}{anchor}")
+        return page
+
+    yield visit
+    for context in contexts:
+        context.close()
+    assert trouble == []
+    assert set(asked) == {PAGE.as_uri()}
+
+
+def check(page, part="body"):
+    """Check a part of the visible tab with axe; the others would take it most of the time."""
+    hidden = ".step[hidden] :is(article, .messages)"
+    page.evaluate("hidden => document.querySelectorAll(hidden).forEach(o => o.remove())", hidden)
+    found = Axe().run(page, part)
+    assert found.violations_count == 0, found.generate_report()
+
+
+def check_figure(page, figure):
+    """Check one figure of the visible tab, and that the page is not wider than the screen."""
+    others = ":is(article, details):not([id^='fig-'] *)"
+    page.evaluate("others => document.querySelectorAll(others).forEach(o => o.remove())", others)
+    check(page, figure)
+    width = page.viewport_size["width"]
+    assert page.evaluate("document.documentElement.scrollWidth") == width
