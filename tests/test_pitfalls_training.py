@@ -19,6 +19,13 @@ PROBES = (
     (SPLIT, f"    {on_each_rank('[*map(int, train)], [*map(int, test)]')}{SPLIT}"),
     (SUM, f"        {on_each_rank('total.tolist()')}{SUM}"),
 )
+# Half of the checkpoint stands under its name for a while, as if it were written in place.
+HALF = """\
+        half = Path("half.pt")
+        half.write_bytes(Path(f"{self.path}.new").read_bytes()[:1000])
+        os.replace(half, self.path)
+        time.sleep(3)
+"""
 
 
 def probed(job, rank):
@@ -42,18 +49,26 @@ def test_split_differs_by_rank(both):
 
 @EVERYTHING
 def test_missing_barrier(tmp_path):
-    """The writer is slow, so rank 1 finds no file, or that of the previous epoch."""
+    """The writer is slow: rank 1 finds no file, half of one, or that of the previous epoch."""
     replace = "        os.replace("
     slow = (replace, f"        time.sleep(3)\n{replace}")
     show = (END, f"    {on_each_rank(digest('model.parameters()'))}{END}")
     path = patched(tmp_path, "pitfalls/missing_barrier", SHORT, slow, show)
     job = run(forked(path, *ONE), tmp_path)
     assert job.returncode == 1
-    [text] = on_screen("pitfalls/missing_barrier")
-    assert f"FileNotFoundError: [Errno 2] {text}" in error_lines(job)
-    assert re.search(rf"^\[rank1\]: .*{text}", job.stderr, re.MULTILINE)
-    assert not re.search(rf"^\[rank0\]: .*{text}", job.stderr, re.MULTILINE)
+    missing, half = on_screen("pitfalls/missing_barrier")
+    assert f"FileNotFoundError: [Errno 2] {missing}" in error_lines(job)
+    assert re.search(rf"^\[rank1\]: .*{missing}", job.stderr, re.MULTILINE)
+    assert not re.search(rf"^\[rank0\]: .*{missing}", job.stderr, re.MULTILINE)
     load = "        checkpoint = torch.load(args.checkpoint_path, map_location=device"
+    wait = "        while not os.path.exists(args.checkpoint_path):\n            time.sleep(0.1)\n"
+    path = patched(
+        tmp_path, "pitfalls/missing_barrier", SHORT, (replace, HALF + replace), (load, wait + load)
+    )
+    (tmp_path / "checkpoint.pt").unlink(missing_ok=True)
+    job = run(forked(path, *ONE), tmp_path)
+    assert re.search(rf"^\[rank1\]: .*{half}", job.stderr, re.MULTILINE), job
+    assert not re.search(rf"^\[rank0\]: .*{half}", job.stderr, re.MULTILINE), job
     barrier = (load, f"        dist.barrier()\n{load}")
     for changes in (), (barrier,):
         (tmp_path / "checkpoint.pt").unlink(missing_ok=True)
