@@ -162,7 +162,8 @@ def fitted(folder):
 def drawn(folder):
     """Return the data of the figure on diffs' page: the recorded steps, and the network."""
     records = {str(n): read(folder, f"timeline-{n}") for n in (2, 4)}
-    return {"network": fitted(folder), "records": records}
+    written = {"written_by": "benchmarks/all.py"}
+    return {**written, "network": fitted(folder), "records": records}
 
 
 def network(folder):

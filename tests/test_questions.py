@@ -78,6 +78,18 @@ def test_no_gpu_to_count():
         determine_local_world_size("gpu")
 
 
+@EVERYTHING
+def test_which_gpu_is_slow(tmp_path):
+    (program,) = blocks("Which GPU or node is slow", "python")
+    (tmp_path / "slow.py").write_text(program, encoding="utf-8")
+    lines = finished(forked(tmp_path / "slow.py"), tmp_path).stdout.splitlines()
+    found = [
+        re.fullmatch(rf"(\d+\.\d{{3}}) s  {socket.gethostname()} GPU (\d)", at) for at in lines
+    ]
+    assert sorted(at[2] for at in found) == ["0", "1"]
+    assert float(found[0][1]) <= float(found[1][1])
+
+
 # ---------------------------------------------------------------- debuggers
 
 
@@ -599,6 +611,70 @@ def on_two_ranks(program, folder):
     one, other = (path.read_text("utf-8").splitlines() for path in folder.rglob("stdout.log"))
     assert one == other
     return sorted(one)
+
+
+@EVERYTHING
+def test_accumulation_in_a_few_lines(tmp_path):
+    """Two ranks of five batches: steps after four and after one, whose gradient is smaller."""
+    (code,) = blocks("How do I accumulate gradients", "python")
+    program = f"""\
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+rank, criterion = dist.get_rank(), nn.MSELoss()
+torch.manual_seed(0)
+x, y = torch.rand(2, 5, 3, 4).double(), torch.rand(2, 5, 3, 1).double()
+plain, alone = nn.Linear(4, 1).double(), nn.Linear(4, 1).double()
+alone.load_state_dict(plain.state_dict())
+model, loader = DDP(plain), list(zip(x[rank], y[rank]))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+{code}
+optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+for part, share in ((slice(0, 4), 1), (slice(4, 5), 1 / 4)):
+    (criterion(alone(x[:, part]), y[:, part]) * share).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("same", torch.allclose(plain.weight, alone.weight, atol=1e-12))
+dist.barrier()
+model = None  # DDP freed after its group can hang
+dist.destroy_process_group()
+"""
+    assert on_two_ranks(program, tmp_path) == ["same True"]
+
+
+@EVERYTHING
+def test_told_to_stop_in_a_script_of_your_own(tmp_path):
+    """Only rank 1 gets the signal, in its fourth step: both save before the eleventh."""
+    (code,) = blocks("How do I save before the Slurm time limit", "python")
+    program = f"""\
+import os
+import signal
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+loader = range(30)
+
+
+def train(batch):
+    if batch == 3 and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def save(step):
+    print("saved at", step)
+
+
+{code}
+dist.destroy_process_group()
+"""
+    assert on_two_ranks(program, tmp_path) == ["saved at 10"]
 
 
 @EVERYTHING

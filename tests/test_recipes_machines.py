@@ -1,6 +1,7 @@
 """Recipes about the machine: other accelerators, unequal GPUs, profiles, and many runs."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from support.scripts import (
     edited,
     forked,
     on_each_rank,
+    page,
     patched,
     text_of,
     write,
@@ -115,3 +117,13 @@ def test_sweep(tmp_path):
     _, correct, total = accuracy(job)
     assert total == 180  # the half that may choose
     assert trial.value == pytest.approx(1 - correct / total)
+
+
+def test_eight_trials_two_at_a_time(tmp_path):
+    """The printed loop, with `echo` for torchrun: each trial has a checkpoint of its own."""
+    (loop,) = re.findall(r"^for half in .*?^wait\n", page("recipes/sweep"), re.M | re.S)
+    said = 'torchrun() { echo "$CUDA_VISIBLE_DEVICES $*"; }\n'
+    started = finished(["bash", "-c", said + loop], tmp_path).stdout.splitlines()
+    gpus, paths = zip(*(line.split(" ")[:: len(line.split(" ")) - 1] for line in started))
+    assert sorted(gpus) == ["0,1"] * 4 + ["2,3"] * 4
+    assert len(set(paths)) == 8

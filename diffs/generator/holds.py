@@ -118,6 +118,7 @@ def picture(name, ways):
     places = [(WIDTH * (n % columns), HEIGHT * (n // columns)) for n in range(len(ways))]
     panels = (line for way, place in zip(ways, places) for line in panel(name, way, *place))
     lines = [
+        "<!-- Written by diffs/generate.py: edit diffs/generator/holds.py. -->",
         f'<svg xmlns="http://www.w3.org/2000/svg" class="{name}-picture" {size} '
         f'style="max-width:100%;height:auto" {labels}>',
         f'<title id="{name}-title">{title}</title>',

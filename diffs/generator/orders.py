@@ -22,7 +22,8 @@ def table():
     """Return the orders by the number of samples, from 1, and by the seed plus the epoch."""
     sums = range(SEEDS + EPOCHS - 1)
     orders = [[order(samples, seed) for seed in sums] for samples in range(1, SAMPLES + 1)]
-    return json.dumps({"seeds": SEEDS, "epochs": EPOCHS, "orders": orders}, separators=(",", ":"))
+    found = {"written_by": "diffs/generator/orders.py", "seeds": SEEDS, "epochs": EPOCHS}
+    return json.dumps(found | {"orders": orders}, separators=(",", ":"))
 
 
 if __name__ == "__main__":
