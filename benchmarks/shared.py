@@ -22,6 +22,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = {path.name[:2]: path for path in ROOT.glob("0[1-9]_*.py")}
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+WRITTEN_BY = "benchmarks/all.py, or the script in benchmarks/ of this name"
 GREY = "#7d7d7d"  # readable on white and on black
 TRAIN = "    trainer.train(args.total_epochs, args.save_every)\n"
 
@@ -136,7 +137,7 @@ def machine():
 
 def write(name, args, **found):
     """Write what was found, and what it depends on, to NAME.json in the current folder."""
-    record = {"machine": machine(), "options": vars(args), **found}
+    record = {"written_by": WRITTEN_BY, "machine": machine(), "options": vars(args), **found}
     Path(f"{name}.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
@@ -166,11 +167,12 @@ def drawing(path, title, **options):
     """Give axes to draw on, and save them as an SVG picture for light and dark pages."""
     import matplotlib.pyplot as plt  # here, so that what only prints does not need it
 
+    about = {"Creator": WRITTEN_BY, "Date": None}
     names = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
     with plt.rc_context(dict.fromkeys(names, GREY) | {"svg.fonttype": "none"}):
         figure, axes = plt.subplots(layout="constrained", **options)
         yield axes
-        figure.savefig(path, transparent=True, metadata={"Date": None, "Title": title})
+        figure.savefig(path, transparent=True, metadata=about | {"Title": title})
         plt.close(figure)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from shared import parser_of, positive, positive_int, table
 
 VOCABULARY = 50_000
+SHARDED = ("fsdp2_gpt", "hybrid_sharding", "two_dimensional")  # cast to bf16 by FSDP2's policy
 ROOM = 0.9  # of a GPU's memory: the rest is CUDA's, NCCL's, and lost to fragmentation
 HEADING = ("method", "states", "in use", "activations", "together", "a rank sends", "a node sends")
 
@@ -37,6 +38,10 @@ class Job:
     def value(self):
         """The bytes of an activation, and of a parameter while it is used."""
         return 2 if self.mixed else 4
+
+    def stream(self, way):
+        """Return the bytes of a value that passes a block by: autocast leaves it in float32."""
+        return self.value if way in SHARDED else 4
 
 
 def shape(parameters):
@@ -87,7 +92,7 @@ def in_use(way, job):
     they are summed, in float32. Elsewhere autocast has a copy of the parameters in bf16 until
     backward has used it.
     """
-    if way in ("fsdp2_gpt", "hybrid_sharding", "two_dimensional"):
+    if way in SHARDED:
         split = job.gpus if way == "two_dimensional" else 1
         return (3 * job.value + 4) * job.parameters / job.layers / split
     return 2 * job.parameters / parts(way, job)[0] if job.mixed else 0
@@ -96,15 +101,17 @@ def in_use(way, job):
 def activations(way, job):
     """Return the bytes of what forward keeps for backward, at the most.
 
-    A block keeps 16 times its width for each token, and with tensor parallelism the inputs of
-    attention and of the MLP for the tokens of all its ranks. Under checkpointing, it keeps its
-    input, and one block at a time keeps the rest. In a pipeline, a rank has fewer blocks, and as
-    many more microbatches in flight. The logits and their gradient are in float32.
+    A block keeps 16 times its width for each token, two of them from the stream that passes it by,
+    and with tensor parallelism the inputs of attention and of the MLP for the tokens of all its
+    ranks. Under checkpointing, it keeps its input, and one block at a time keeps the rest. In a
+    pipeline, a rank has fewer blocks, and as many more microbatches in flight. At the end of
+    forward, there are the log-probabilities and two gradients of their size, in float32.
     """
     together = job.gpus if way in ("tensor_parallel", "two_dimensional") else 1
-    saved = 14 + 2 * together
-    kept = job.layers + saved if job.checkpointed else job.layers * saved
-    return job.tokens * (kept * job.width * job.value + 8 * VOCABULARY)
+    stream = job.stream(way)
+    saved = (12 + 2 * together) * job.value + 2 * stream
+    kept = job.layers * stream + saved if job.checkpointed else job.layers * saved
+    return job.tokens * (kept * job.width + 12 * VOCABULARY)
 
 
 def ring(ranks):
@@ -122,17 +129,19 @@ def sent(way, job):
     """
     size, group = job.parameters, job.parameters / job.gpus
     gathered = 2 * job.value + 4  # twice for forward and backward; the gradients in float32
-    activation = job.width * job.value * job.tokens * job.gpus  # of the ranks of a node
+    stream = job.stream(way)
+    activation = job.width * job.tokens * job.gpus  # of the ranks of a node
     around = {"ddp": 8, "zero_optimizer": 12, "fsdp2_gpt": gathered}
     if way in around:
         total = around[way] * size * ring(job.ranks)
         between = total / job.gpus if job.nodes > 1 else 0
         return total - between, between
     if way == "pipeline":
-        total = 2 * activation * job.nodes * ring(job.ranks)
-        between = 2 * activation * job.nodes * ring(job.nodes) / job.gpus
+        total = 2 * activation * stream * job.nodes * ring(job.ranks)
+        between = 2 * activation * stream * job.nodes * ring(job.nodes) / job.gpus
         return total - between, between
-    inside = gathered * size if way == "hybrid_sharding" else 8 * job.layers * activation
+    each = 4 * (stream + job.value) * activation  # of a block: half of it from the stream
+    inside = gathered * size if way == "hybrid_sharding" else job.layers * each
     across = gathered if way == "two_dimensional" else 8
     return inside * ring(job.gpus), across * group * ring(job.nodes)
 

@@ -197,7 +197,7 @@ epochs_run = 0
 samples_run = 0  # in this epoch, by all ranks together
 interrupted = False
 if os.path.exists(path):
-    checkpoint = torch.load(path, map_location=device)
+    checkpoint = torch.load(path, map_location="cpu")
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
     epochs_run = checkpoint["epochs_run"]

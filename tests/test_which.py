@@ -5,12 +5,15 @@ import json
 import re
 import statistics
 import sys
+from itertools import accumulate
 
 import pytest
 import torch
 from support.jobs import finished
 from support.scripts import ROOT, page
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import profile
 
 BENCHMARKS = ROOT / "benchmarks"
 EVERYTHING = pytest.mark.everything
@@ -102,7 +105,8 @@ def test_by_hand(which):
         "two_dimensional": 4,
         "pipeline": 4,
     }
-    assert which.memory("fsdp2_gpt", job)[1:] == (5e9, 2 * 16 * 1000 * 2 + 8 * 50_000)
+    assert which.memory("fsdp2_gpt", job)[1:] == (5e9, 2 * 16 * 1000 * 2 + 12 * 50_000)
+    assert which.memory("ddp", job)[1:] == (2e9, 2 * (14 * 2 + 2 * 4) * 1000 + 12 * 50_000)
     activation = 2 * 1000 * 2 / 1e9  # of a node's two tokens, in bf16
     assert {way: sum(which.sent(way, job)) / 1e9 for way in which.WAYS} == pytest.approx(
         {
@@ -110,30 +114,48 @@ def test_by_hand(which):
             "zero_optimizer": 9,
             "fsdp2_gpt": 6,
             "hybrid_sharding": 4 + 2,
-            "tensor_parallel": 8 * 2 * activation / 2 + 2,
+            "tensor_parallel": (4 + 4 * 2) * 2 * activation / 2 + 2,  # half of it in float32
             "two_dimensional": 8 * 2 * activation / 2 + 2,
-            "pipeline": 2 * 2 * activation * 0.75,
+            "pipeline": 2 * 2 * 2 * activation * 0.75,
         }
     )
 
 
-def test_a_block_keeps_16_values(collectives):
-    """And the statistics of two norms, and a number per head. x lives until all is counted."""
+def test_the_loss_takes_12_bytes_per_token_and_word():
+    tokens, words = 256, 5000
+    source, weight = torch.rand(tokens, 8), torch.rand(words, 8, requires_grad=True)
+    targets = torch.zeros(tokens, dtype=torch.int64)
+    with profile(profile_memory=True) as recorded:
+        nn.functional.cross_entropy(source @ weight.T, targets).backward()
+    events = recorded.profiler.kineto_results.events()
+    sizes = accumulate(event.nbytes() for event in events if event.name() == "[memory]")
+    assert max(sizes) / tokens / words == pytest.approx(12, rel=0.02)
+
+
+@pytest.mark.parametrize(("mixed", "size"), [(False, 16 * 4), (True, 14 * 2 + 2 * 4)])
+def test_a_block_keeps_16_values(collectives, mixed, size):
+    """And the statistics of two norms, and a number per head. x lives until all is counted.
+
+    Under autocast, the two that pass the block by stay in float32.
+    """
     model, names = collectives.gpt()
     block, kept = model.blocks[0], {}
     parameters = {p.untyped_storage().data_ptr() for p in block.parameters()}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes() // 4
+        copied = mixed and tensor.shape[::-1] in shapes  # of a weight, in bf16
+        if storage.data_ptr() not in parameters and not copied:
+            kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
+    shapes = {p.shape for p in block.parameters()}
     x = torch.zeros(2, names["context"], names["width"]).requires_grad_()
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
+    cast = torch.autocast("cpu", torch.bfloat16, enabled=mixed)
+    with cast, saved_tensors_hooks(pack, lambda tensor: tensor):
         result = block(x)
     assert result.requires_grad
-    assert sum(kept.values()) / x[..., 0].numel() == pytest.approx(16 * names["width"], rel=0.01)
+    assert sum(kept.values()) / x[..., 0].numel() == pytest.approx(size * names["width"], rel=0.01)
 
 
 # ---------------------------------------------------------------- collectives

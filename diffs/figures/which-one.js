@@ -2,6 +2,7 @@
 {
   const VOCABULARY = 50000;
   const ROOM = 0.9;
+  const SHARDED = ["fsdp2_gpt", "hybrid_sharding", "two_dimensional"];
   const WAYS = {
     ddp: "DDP",
     zero_optimizer: "ZeRO-1",
@@ -36,17 +37,21 @@
   }
 
   function inUse(way, job) {
-    if (["fsdp2_gpt", "hybrid_sharding", "two_dimensional"].includes(way)) {
+    if (SHARDED.includes(way)) {
       const split = way === "two_dimensional" ? job.gpus : 1;
       return ((3 * job.value + 4) * job.parameters) / job.layers / split;
     }
     return job.mixed ? (2 * job.parameters) / parts(way, job)[0] : 0;
   }
 
+  // The bytes of a value that passes a block by: autocast leaves it in float32.
+  const stream = (way, job) => (SHARDED.includes(way) ? job.value : 4);
+
   function activations(way, job) {
-    const saved = 14 + 2 * (["tensor_parallel", "two_dimensional"].includes(way) ? job.gpus : 1);
-    const kept = job.checkpointed ? job.layers + saved : job.layers * saved;
-    return job.tokens * (kept * job.width * job.value + 8 * VOCABULARY);
+    const together = ["tensor_parallel", "two_dimensional"].includes(way) ? job.gpus : 1;
+    const saved = (12 + 2 * together) * job.value + 2 * stream(way, job);
+    const kept = job.checkpointed ? job.layers * stream(way, job) + saved : job.layers * saved;
+    return job.tokens * (kept * job.width + 12 * VOCABULARY);
   }
 
   const ring = (ranks) => (ranks - 1) / ranks;
@@ -54,7 +59,7 @@
   // Return the bytes that a rank sends: [inside its node, between nodes].
   function sent(way, job) {
     const gathered = 2 * job.value + 4;
-    const activation = job.width * job.value * job.tokens * job.gpus;
+    const activation = job.width * job.tokens * job.gpus;
     const around = { ddp: 8, zero_optimizer: 12, fsdp2_gpt: gathered }[way];
     if (around) {
       const total = around * job.parameters * ring(job.ranks);
@@ -62,11 +67,13 @@
       return [total - between, between];
     }
     if (way === "pipeline") {
-      const total = 2 * activation * job.nodes * ring(job.ranks);
-      const between = (2 * activation * job.nodes * ring(job.nodes)) / job.gpus;
+      const sends = 2 * activation * stream(way, job) * job.nodes;
+      const total = sends * ring(job.ranks);
+      const between = (sends * ring(job.nodes)) / job.gpus;
       return [total - between, between];
     }
-    const inside = way === "hybrid_sharding" ? gathered * job.parameters : 8 * job.layers * activation;
+    const each = 4 * (stream(way, job) + job.value) * activation;
+    const inside = way === "hybrid_sharding" ? gathered * job.parameters : job.layers * each;
     const across = way === "two_dimensional" ? gathered : 8;
     return [inside * ring(job.gpus), ((across * job.parameters) / job.gpus) * ring(job.nodes)];
   }

@@ -157,7 +157,7 @@ the broken script, and not in ours: `pytest --everything -k 'NAME'` runs the tes
 }
 STANDALONE = "torchrun --standalone --nproc-per-node={}"
 GPT = "exercise/solution.py"
-GPT_LIMIT = 90  # a model in parts is also fed, evaluated, saved and sampled otherwise
+GPT_LIMIT = 95  # a model in parts is also fed, evaluated, saved and sampled otherwise
 ONE_GPU = "With only one GPU, put `CUDA_VISIBLE_DEVICES=` before `{}`"
 ONE_GPU += ": both ranks then train on the CPU."
 BROKEN = "This writes the *broken* script, to show what happens. The remedy is in the table above."
