@@ -225,7 +225,7 @@ def test_a_hang_after_the_group_is_destroyed_is_told_apart(tmp_path, monkeypatch
     """gloo's threads can hang while Python frees the model: the script's collectives are right."""
     fork_ranks(monkeypatch)
     leave = "    dist.destroy_process_group()\n"
-    hang = f"    hang = dist.get_rank() == 1\n{leave}    while hang:\n        pass\n"
+    hang = f"    hang = dist.get_rank() == 1\n{leave}    while hang: pass\n"
     text = (STYLES_FOLDER / "steps.py").read_text(encoding="utf-8")
     run, verdicts = judged(write(tmp_path / "train.py", text, [(leave, hang)]), timeout=15)
     assert told(verdicts) == {"it_ends": WRONG}, run.output

@@ -122,9 +122,9 @@ def test_its_batch_file_is_that_of_step_4():
         ("slurm/04_multinode.sbatch", "exercise/solution.sbatch"),
         ("[arguments of the script]", "[epochs]"),
         ("--job-name=04_multinode", "--job-name=gpt"),
-        ("checkpoint=$SLURM_JOB_NAME.pt", "checkpoint=gpt.pt"),
+        ("checkpoint=$SLURM_JOB_NAME.pt", "script=exercise/solution.py\ncheckpoint=gpt.pt"),
         ("  # give each run its own name: --job-name=NAME", "  # as in the script"),
-        ('04_multinode.py --checkpoint-path="$checkpoint"', "exercise/solution.py"),
+        ('04_multinode.py --checkpoint-path="$checkpoint"', '"$script"'),
     ]:
         assert old in text
         text = text.replace(old, new)

@@ -27,6 +27,7 @@ ASKED = [  # typed in a few words, and a piece of one of the first three hits
     ("Address already in use", "The server socket has failed to listen"),
     ("LoRA PEFT DDP", "LoRA adapters"),
     ("7B model on 24 GB GPUs fully_shard hugging face", "shard a Hugging Face model"),
+    ("RuntimeError: No rendezvous handler for env://", "for env:// on Windows"),
     ("split_dataset_by_node", "each process still has the total number"),
     ("export ONNX", "export to ONNX"),
     ("loss becomes nan with multiple gpus", "becomes NaN"),
