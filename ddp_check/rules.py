@@ -543,12 +543,24 @@ def randomness(run):
             where = lowest(epoch).steps[0]["where"]
             if differ(numbers):
                 return Verdict(PASS, "dropout or augmentation differs from rank to rank", where)
-            dropout = any(wrap["dropout"] for wrap in run.all("wrap"))  # some libraries do so
-            status, what = (UNSURE, "dropout: should they?") if dropout else (WRONG, "augmentation")
-            return Verdict(status, f"all ranks have the same {what}", where, "same_augmentation")
+            return same_numbers(run, where)
     if lowest(drawn):
         return Verdict(PASS, "augmentation differs from rank to rank", lowest(found[0]).where)
     return Verdict(UNSEEN, "the training process draws no random numbers between steps")
+
+
+def same_numbers(run, where):
+    """Return the verdict on ranks that draw the same random numbers outside of the data set.
+
+    Dropout is drawn inside the model; some libraries do that alike. Without DDP, the checker does
+    not see where the model begins.
+    """
+    what, status = "augmentation", WRONG
+    if any(step["dropout"] for step in run.all("step")):
+        what, status = "dropout: should they?", UNSURE
+    elif not run.all("wrap"):
+        what, status = "dropout or augmentation: should they?", UNSURE
+    return Verdict(status, f"all ranks have the same {what}", where, "same_augmentation")
 
 
 def drawn_for_samples(run):

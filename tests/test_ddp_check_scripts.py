@@ -114,6 +114,7 @@ STYLES = {  # script: the rules that pass, and the others that the report shows
     ),
     "by_hand": (RAN | SPOKE | {"the_same_model"}, {}),
     "dictionaries": (DDP | SHARED | SPOKE | SAVES, {}),
+    "forked": (DDP | SHARED | SAVES | {"randomness"}, {}),
     "gan": (
         (DDP | SHARED | SPOKE | {"randomness"}) - {"mean_gradients"},
         {"mean_gradients": SLOW},
@@ -141,7 +142,10 @@ STYLES = {  # script: the rules that pass, and the others that the report shows
 @EVERYTHING
 @pytest.mark.parametrize(
     "name",
-    often(("accumulation", "by_hand", "gan", "plain", "rest", "sharded", "top_level"), STYLES),
+    often(
+        ("accumulation", "by_hand", "forked", "gan", "plain", "rest", "sharded", "top_level"),
+        STYLES,
+    ),
 )
 def test_other_styles(monkeypatch, name):
     passes, others = STYLES[name]
@@ -183,6 +187,12 @@ WRONG_BY_ONE_LINE = {  # what is wrong: script, changes, line, and what the repo
     "same augmentation": (
         *("workers", [("(1000 * dist.get_rank())", "(1000)")]),
         *("for inputs, targets in loader:", {"randomness": WRONG}),
+    ),
+    "same dropout": (
+        "forked",
+        [("seed(rank)", "seed(1)")],
+        "optimizer.step",
+        {"randomness": UNSURE},
     ),
     "padding kept": (
         *("workers", [("    guesses = guesses[: len(data)]\n", "")]),

@@ -8,6 +8,7 @@ Importing this package starts the observation.
 import atexit
 import contextlib
 import faulthandler
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -40,8 +41,9 @@ def gloo_threads():
 
 @atexit.register  # before the script can register anything, so it is called last
 def end():
-    if seen.pid != os.getpid():
+    if seen.pid != os.getpid() or seen.ended:
         return
+    seen.ended = True
     open_group = dist.is_initialized()
     if not seen.described:
         describe_models()
@@ -55,6 +57,15 @@ def end():
     say("exit", open_group=open_group, threads=left, nn=nn)
 
 
+def end_as_a_copy(_):
+    """Let a forked multiprocessing.Process call `end`: it runs such finalizers, but not atexit."""
+    if seen.forked:
+        seen.ended = False
+        multiprocessing.util.Finalize(None, end, exitpriority=-1000)
+
+
+os.register_at_fork(after_in_child=lambda: setattr(seen, "forked", True))
+multiprocessing.util.register_after_fork(seen, end_as_a_copy)
 stacks = open(os.path.join(TASK.events, f"{os.getpid()}.stack"), "w", encoding="utf-8")  # noqa: SIM115
 faulthandler.register(STACKS, file=stacks, all_threads=False)
 if TASK.translate:

@@ -55,9 +55,8 @@ def wrap(do, self, module, *args, **kwargs):
     shapes = [[name, list(value.shape)] for name, value in module.named_parameters()]
     buffers = sum(1 for _ in module.buffers())
     weights = checksum(module.parameters())
-    dropout = any(map(drops_out, module.modules()))
-    say("wrap", shapes=shapes, weights=weights, buffers=buffers, dropout=dropout, where=where())
-    module.register_forward_pre_hook(lambda module, _: called(module))
+    say("wrap", shapes=shapes, weights=weights, buffers=buffers, where=where())
+    module.register_forward_pre_hook(called)  # no lambda: the script may pickle its model
 
 
 def load_start(module):
@@ -77,8 +76,10 @@ def depends_on_mode(module):
     return module.training and (drops_out(module) or norm)
 
 
-def called(module):
+def called(module, _):
     """Report a training call that bypasses DDP, and the first call of an evaluation."""
+    if not any(module is wrapped for wrapped in seen.wrapped):  # a copy, such as an average's
+        return
     if module.training and not torch.is_grad_enabled() and seen.noisy != seen.passes:
         seen.noisy = seen.passes
         kinds = [type(part).__name__ for part in module.modules() if depends_on_mode(part)]
@@ -103,10 +104,17 @@ def forward(do, self, *args, **kwargs):
     if TASK.scale:
         args = [doubled(value) for value in args]
         kwargs = {name: doubled(value) for name, value in kwargs.items()}
+    before = random_state()
     try:
         return do(self, *args, **kwargs)
     finally:
         seen.in_forward = False
+        seen.dropout |= random_state() != before
+
+
+def random_state():
+    """Return a checksum of the state of PyTorch's random number generator."""
+    return checksum([torch.get_rng_state()])
 
 
 def doubled(value):
@@ -182,7 +190,8 @@ def report_step(optimizer, theirs, closure):
         reductions=reductions(),
         synced=all(call.synced for call in seen.forwards[-1:]),
         training=all(module.training for module in models),
-        random=checksum([torch.get_rng_state()]),
+        random=random_state(),
+        dropout=seen.dropout,
         where=where(),
     )
 

@@ -35,6 +35,9 @@ class Seen:
     forwards: list = field(default_factory=list)  # of DDP since the last step, as `Forward`
     inputs: list = field(default_factory=list)  # checksums of the batches since the last step
     in_forward: bool = False  # of DDP, which calls the unwrapped model
+    dropout: bool = False  # a forward pass of DDP has drawn random numbers
+    forked: bool = False  # this process is a copy of another
+    ended: bool = False  # the end has been reported
     in_collective: int = 0  # depth of nested calls; DDP's constructor counts as one
     slicing: object = None  # Tensor.__getitem__ while it is watched
     in_step: int = 0  # likewise: one optimizer's step may call another's
