@@ -659,7 +659,7 @@ import torch
 import torch.distributed as dist
 
 dist.init_process_group("gloo")
-loader = range(30)
+loader, epochs = range(30), 3
 
 
 def train(batch):
@@ -667,14 +667,14 @@ def train(batch):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def save(step):
-    print("saved at", step)
+def save(epoch, step):
+    print("saved at", epoch, step)
 
 
 {code}
 dist.destroy_process_group()
 """
-    assert on_two_ranks(program, tmp_path) == ["saved at 10"]
+    assert on_two_ranks(program, tmp_path) == ["saved at 0 10"]
 
 
 @EVERYTHING
