@@ -66,18 +66,21 @@ def test_it_opens_with_the_worked_example_and_obeys_the_keyboard(figure):
         assert f"| {' | '.join(row)} |" in page("recipes/which")
     said = figure.locator(".said")
     expect(said).to_contain_text("fits into 40.0 GB per GPU: hybrid (recipes/hybrid_sharding.md)")
+    expect(said).to_contain_text("FSDP2 fits, too, but a node then sends 21.0 GB instead of 12.0 GB.")
     expect(figure.locator(".chosen th")).to_have_text("hybrid")
     nodes = figure.get_by_label("Nodes")
     nodes.focus()
     nodes.press("ArrowDown")
     expect(said).to_contain_text("FSDP2 (recipes/fsdp2_gpt.md)")
     nodes.fill("")
-    expect(said).to_contain_text("in range")
+    expect(said).to_contain_text("Nodes: type a whole number that is in range, from 1 to 10000.")
     nodes.fill("2")
     figure.get_by_label("Tokens").fill("16384")
     expect(said).to_contain_text("With activation checkpointing: hybrid.")
     figure.get_by_label("Activation checkpointing").press("Space")
     expect(said).to_contain_text("hybrid (recipes/")
+    nodes.fill("16")
+    expect(figure.locator('[data-way="pipeline"] .together')).to_contain_text("more ranks than layers")
 
 
 @pytest.mark.everything

@@ -239,6 +239,7 @@
         );
       }
       if (sets.module) return "The losses are right, but DDP has not seen this forward pass.";
+      if (missing(state, sets)) return `${begun(others(state))} computed a loss. ${begun(late(state))} is not there.`;
       return "Each rank runs its copy of the model on its own batch, and has a loss of its own.";
     },
 
@@ -257,7 +258,10 @@
         return `${begun(others(state))} computed gradients. ${begun(late(state))} is not there.`;
       }
       if (sets.sameData) return "The same batch gives the same gradients: the mean is nothing new.";
-      return "Each rank has gradients of its own, and would go its own way (the blue arrows).";
+      return (
+        "Each rank has gradients of its own, and would go its own way (the blue arrows)." +
+        (sets.accumulate > 1 ? ` Each loss was divided by ${sets.accumulate}.` : "")
+      );
     },
 
     allReduce(state) {
@@ -301,7 +305,7 @@
       if (sets.accumulate > 1 && sets.noSync) {
         return (
           `One all-reduce for ${sets.accumulate} batches. Without no_sync there are ` +
-          `${sets.accumulate}, and the same weights: no_sync saves the waiting, nothing else.`
+          `${sets.accumulate}, and the same weights (Reset, and compare): no_sync saves the other waits.`
         );
       }
       if (sets.accumulate > 1) {

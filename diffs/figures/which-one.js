@@ -101,9 +101,22 @@
     return `${(size / 1e9).toLocaleString("en-US", digits)} GB`;
   }
 
+  function tooLarge(way, job, limit) {
+    return sumOf(memory(way, job)) > ROOM * limit ? ": no" : ": more ranks than layers";
+  }
+
   function words(given, limit, way) {
     const where = way === "ddp" ? "the five scripts as they are" : `recipes/${way}.md`;
-    if (way) return `The simplest that fits into ${gigabytes(limit)} per GPU: ${WAYS[way]} (${where}).`;
+    if (way) {
+      const job = completed(given);
+      const [hybrid, whole] = ["hybrid_sharding", "fsdp2_gpt"].map((each) => gigabytes(sent(each, job)[1] * job.gpus));
+      const also = way === "hybrid_sharding" && fits("fsdp2_gpt", job, limit);
+      return (
+        `The simplest that fits into ${gigabytes(limit)} per GPU: ${WAYS[way]} (${where}). ` +
+        `${gigabytes(ROOM * limit)} of them can be used.` +
+        (also ? ` FSDP2 fits, too, but a node then sends ${whole} instead of ${hybrid}.` : "")
+      );
+    }
     const checkpointed = recommended(completed({ ...given, checkpointed: true }), limit);
     return checkpointed
       ? `Nothing fits as it is. With activation checkpointing: ${WAYS[checkpointed]}.`
@@ -118,8 +131,11 @@
 
     function update() {
       const names = ["billions", "memory", "gpus", "nodes", "tokens"];
-      if (!names.every((name) => input(name).value !== "" && input(name).checkValidity())) {
-        said.textContent = "Type a number that is in range.";
+      const bad = names.map(input).find((one) => one.value === "" || !one.checkValidity());
+      if (bad) {
+        const label = bad.parentElement.textContent.trim();
+        const kind = bad.step === "any" ? "a number" : "a whole number";
+        said.textContent = `${label}: type ${kind} that is in range, from ${bad.min} to ${bad.max}.`;
         body.replaceChildren();
         return;
       }
@@ -134,7 +150,7 @@
         const row = add(body, "tr", { class: fit ? chosen : "over", "data-way": way });
         add(row, "th", { scope: "row" }, WAYS[way]);
         for (const size of sizes) add(row, "td", {}, gigabytes(size));
-        add(row, "td", { class: "together" }, `${gigabytes(sumOf(sizes))}${fit ? "" : ": no"}`);
+        add(row, "td", { class: "together" }, `${gigabytes(sumOf(sizes))}${fit ? "" : tooLarge(way, completed(given), 1e9 * limit)}`);
         for (const size of [inside + between, between * gpus]) add(row, "td", {}, gigabytes(size));
       }
       said.textContent = words(given, 1e9 * limit, found.recommended);

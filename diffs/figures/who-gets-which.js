@@ -79,7 +79,7 @@
   function epochTold(sets) {
     if (!sets.shuffle) return null;
     const text = sets.setEpoch
-      ? "The order depends on the seed and the epoch, so each epoch has a new one. Each rank " +
+      ? "The order depends on the seed and the epoch, so each epoch usually has a new one. Each rank " +
         "computes the same order for itself, without a message."
       : "Forgotten, so every epoch has the order of epoch 0: the model sees the same batches in " +
         "the same order again and again. No error is raised.";
