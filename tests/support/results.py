@@ -43,8 +43,11 @@ def resumed(job):
 
 
 def said(job, rank):
-    """Return what `scripts.on_each_rank` printed on a rank."""
-    return re.findall(f"^rank {rank}: (.*)$", job.stdout, re.MULTILINE)
+    """Return what `scripts.on_each_rank` printed on a rank.
+
+    It may follow a line of another rank: under `python -u`, print writes its newline separately.
+    """
+    return re.findall(f"rank {rank}: (.*)$", job.stdout, re.MULTILINE)
 
 
 def error_lines(job):
