@@ -312,21 +312,26 @@ def models(run, step):
     return {name: (value, gradient) for model in found for name, value, gradient in model}
 
 
-def apart(one, other):
-    """Return the largest difference of two tensors, relative to their largest value."""
+def apart(one, other, least=1e-300):
+    """Return the largest difference of two tensors, relative to their largest value.
+
+    If that is below `least`, the difference is relative to `least` instead.
+    """
     one, other = one.to_dense().double(), other.to_dense().double()
-    largest = max(one.abs().max().item(), other.abs().max().item(), 1e-300)
+    largest = max(one.abs().max().item(), other.abs().max().item(), least)
     return (one - other).abs().max().item() / largest
 
 
 def same_gradients(many, one):
     """Return the verdict on the first step's gradients; it names the first that differs."""
     ours, theirs = models(many, 1), models(one, 1)
+    sizes = [gradient.abs().max().item() for _, gradient in theirs.values() if gradient is not None]
+    least = max([1e-300, *(1e-6 * size for size in sizes)])  # before BatchNorm, a bias has about 0
     for name, (_, gradient) in ours.items():
         other = theirs[name][1]
         if gradient is None or other is None:
             continue
-        if (far := apart(gradient, other)) > TOLERANCE:
+        if (far := apart(gradient, other, least)) > TOLERANCE:
             factor = (gradient.norm() / other.norm()).item()
             text = f"that of {name} is off by {far:.1e}; its norm is {factor:.2f} times as large"
             return Verdict(WRONG, text, many.all("step")[0]["where"])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 LIBRARY = re.compile(rf"/lib(64)?/python3|/site-packages/|^<|^{re.escape(str(HERE))}/")
+FRAME = re.compile(r' *File "(.+)", line (\d+)')  # in a traceback
 STACKS = signal.SIGRTMIN + 5  # asks a process for its stack
 STEPS = 3  # how many are compared between world sizes
 VARIABLE = "DDP_CHECK"  # holds the task, in the environment of each process
@@ -17,6 +18,12 @@ VARIABLE = "DDP_CHECK"  # holds the task, in the environment of each process
 def is_own(path):
     """Return whether a file is part of the script, not of a library or of the checker."""
     return not LIBRARY.search(path)
+
+
+def own_frame(line):
+    """Return "path:line" if this line of a traceback names one of the script, else ""."""
+    match = FRAME.match(line)
+    return f"{match[1]}:{match[2]}" if match and is_own(match[1]) else ""
 
 
 @dataclass(frozen=True)

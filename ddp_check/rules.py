@@ -2,13 +2,14 @@
 
 import functools
 import re
+import signal
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from pathlib import Path
 
 from ddp_check.passes import epochs, passes
-from ddp_check.protocol import is_own
+from ddp_check.protocol import is_own, own_frame
 
 PASS, UNSEEN, NONE = "pass", "not seen", "not applicable"
 WRONG = "wrong"  # the result is wrong, or the run fails
@@ -103,7 +104,7 @@ def it_ends(run):
         if joined(run) and all(run.of("destroy").values()):
             text += f". All ranks have left the process group. To rule out a race: {DROP_THE_MODEL}"
             return Verdict(WRONG, text, "", "handler_holds_model")
-        return Verdict(WRONG, text, "", "collective_on_one_rank")
+        return Verdict(WRONG, text, "", "collective_on_one_rank" if joined(run) else "")
     return failure(run)
 
 
@@ -117,22 +118,41 @@ def started_by_option(run):
     return Verdict(WRONG, text, run.option_where)
 
 
+def aborted_at_exit(run):
+    """Return the verdict if a rank was aborted when all its work was done, or None."""
+    rank, code = run.status
+    if code != -signal.SIGABRT or not run.of("exit").get(rank):
+        return None
+    text = f"after {run.seconds:.0f} s; rank {rank} was aborted after its last line, a rare race"
+    if by_framework(run):
+        return Verdict(PASS, f"{text} in PyTorch")
+    return Verdict(FRAGILE, f"{text} of gloo's threads", "", "late_import")
+
+
 def failure(run):
     """Return the verdict on a run that failed: the fault may not be the script's."""
+    if verdict := aborted_at_exit(run):
+        return verdict
     text, where, details = run.ending, run.error_where, tuple(run.traceback)
     if re.search(NETWORK, " ".join([*run.errors, *details])):
         text += "; it needs the network: download the data first"
         return Verdict(UNSURE, text, where, "", details)
-    if "No module named" in text:
+    if text.startswith("ModuleNotFoundError") or run.fails_in_an_import:
         text += "; run the checker in the environment of the script"
         return Verdict(UNSURE, text, where, "", details)
-    if run.translate and re.search(LACKS_GPUS, " ".join([run.ending, *details[-6:]])):
+    if run.translate and re.search(LACKS_GPUS, " ".join([run.ending, *telling(details[-6:])])):
         text = f"the checker cannot translate this for the CPU: {text}"
         return Verdict(UNSURE, text, where, "", details)
     if run.left_out:
         names = ", ".join(run.left_out)
         text += f"; {names} could be a checkpoint and was left out: give its absolute path"
     return Verdict(WRONG, text, where, "", details)
+
+
+def telling(details):
+    """Return a traceback's lines without names of the script's files, and calls passed on."""
+    passed_on = "in __torch_function__"  # by the observer, as any call of PyTorch
+    return [line for line in details if not own_frame(line) and not line.endswith(passed_on)]
 
 
 def waiting(run):
@@ -157,7 +177,7 @@ def one_group(run):
     ranks = joined(run)
     if not ranks and run.returncode == 0:
         return alone(run)
-    if verdict := fixed_port(run):
+    if verdict := foreign_address(run) or fixed_port(run):
         return verdict
     if run.returncode != 0:
         return Verdict(UNSEEN, "the script did not finish")
@@ -175,6 +195,14 @@ def alone(run):
         return Verdict(WRONG, f"{text}; diffs/README.md shows what to add")
     last = (run.own.strip() or "nothing is printed").splitlines()[-1]
     return Verdict(UNSURE, f"no process joined a process group or trained: {last}")
+
+
+def foreign_address(run):
+    """Return the verdict if the ranks are told to meet on another machine, or None."""
+    for event in run.all("foreign"):
+        text = f"the ranks meet at {event['host']}, not this machine (changed for this run)"
+        return Verdict(FRAGILE, f"{text}: let the launcher set MASTER_ADDR", event["where"])
+    return None
 
 
 def fixed_port(run):
@@ -833,21 +861,21 @@ def needed_search(run):
     return Verdict(PASS, "DDP does not warn about it")
 
 
-SUMS = re.compile("reduce|gather")
 NUMBER = r"\d\.\d"
 
 
 @rule
 def printed_loss(run):
     """printed values are summed over all ranks"""
-    since, summed = None, False  # the collectives since the last step
+    before, since = None, []  # what was collected before the last step, and since
+    summed = False
     for event in lowest(run.ranks):
         if event["kind"] == "step":
-            since = []
-        elif event["kind"] == "collective" and since is not None:
-            since.append(event["name"])
-        elif event["kind"] == "print" and since is not None and re.search(NUMBER, event["text"]):
-            if not any(map(SUMS.search, since)):
+            before, since = since, []
+        elif event["kind"] == "collective":
+            since.append(event["adds"] or "gather" in event["name"])
+        elif event["kind"] == "print" and before is not None and re.search(NUMBER, event["text"]):
+            if not any(before + since):  # a loss may be summed before the step, and printed after
                 text = "no collective before it: is the loss only that of rank 0?"
                 return Verdict(UNSURE, text, event["where"], "rank_0_loss")
             summed = True

@@ -14,18 +14,18 @@ from functools import cached_property
 from pathlib import Path
 
 from ddp_check.keeper import kill
-from ddp_check.protocol import HERE, STACKS, VARIABLE, Task, is_own
+from ddp_check.protocol import FRAME, HERE, STACKS, VARIABLE, Task, own_frame
 
 CHECKPOINT = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".new", ".interrupted")
 STARTS = r"\bspawn\(|\bstart_processes\(|\bProcess\(\s*target"  # starts its own processes
-ASKS_TORCHRUN = r"""(environ(\.get)?|getenv)[\[(]["'](LOCAL_)?RANK["'](\](?!\s*=[^=])|[,)])"""
+SETS = r"""environ\[["'](\w+)["']\]\s*=[^=]"""
+ASKS = r"""(?:environ(?:\.get)?|getenv)[\[(]["']((?:LOCAL_)?RANK)["'][\],)]"""
 # What torch.distributed.launch passes; before PyTorch 2, with an underscore.
 LOCAL_RANK = r"""add_argument\(\s*["'](--local[-_]rank)["'](?:,\s*["'](--local[-_]rank)["'])?"""
 USES_GPUS = r"nccl|cuda|device_ids|torch\.accelerator|\.to\(\w*rank\)"
 LACKS_GPUS = r"(?i)cuda|nccl|nvidia|\bgpu"  # in an error message
 ERROR = r"^(?:\[rank\d+\]: *)?((?:[\w.]*(?:Error|Exception)(?:: .+)?|[\w.-]+: error: .+))$"
 PREFIX = r"\[rank\d+\]: *"  # that PyTorch puts before each line of a traceback
-FRAME = re.compile(r' *File "(.+)", line (\d+)')
 REPORT = r"^(?:[EW]\d{4} .*torch/distributed|srun: task)"  # a launcher's, of a failure
 STATUS = (  # of the rank that failed first, as torchrun and srun report it
     r"Root Cause.*\n(?:.*\n)*?\s+rank\s+: (\d+).*\n\s+exitcode\s+: (-?\d+)",
@@ -69,7 +69,8 @@ class Run:
     @property
     def for_nccl(self):
         """Whether the script uses only NCCL, so faults of gloo do not affect it."""
-        return "nccl" in self.text and "cpu:gloo" not in self.text
+        calls = {event["call"] for event in self.all("translated")}
+        return '"nccl"' in calls or ("nccl" in self.text and "cpu:gloo" not in self.text)
 
     @property
     def own(self):
@@ -84,8 +85,16 @@ class Run:
 
     @property
     def errors(self):
-        """The last lines of all tracebacks, except those that another exception followed."""
-        return [match[1] for match in self.raised]
+        """The last lines of all tracebacks, except those that another exception followed.
+
+        Of a message of several lines, the first; if it ends with a colon, with the next.
+        """
+        found = []
+        for match in self.raised:
+            more = re.match(rf"\s*(?:{PREFIX})?\s*(\S.*)", self.own[match.end() :])
+            goes_on = more and match[1].endswith(":")
+            found.append(f"{match[1]} {more[1]}" if goes_on else match[1])
+        return found
 
     @property
     def traceback(self):
@@ -104,9 +113,16 @@ class Run:
     @property
     def error_where(self):
         """The innermost line of the script in the first error's traceback, as "path:line"."""
-        frames = [match.groups() for match in map(FRAME.match, self.traceback) if match]
-        own = [f"{path}:{line}" for path, line in frames if is_own(path)]
-        return own[-1] if own else ""
+        return next(filter(None, map(own_frame, reversed(self.traceback))), "")
+
+    @property
+    def fails_in_an_import(self):
+        """Whether the error is that of a library while the script imports it."""
+        frames = [number for number, line in enumerate(self.traceback) if FRAME.match(line)]
+        own = [number for number in frames if own_frame(self.traceback[number])]
+        if not own or own[-1] == frames[-1]:
+            return False
+        return bool(re.match(r"\s*(import|from)\s", self.traceback[own[-1] + 1]))
 
     @property
     def ending(self):
@@ -156,7 +172,8 @@ def launcher_of(text):
     """Return the launcher that a script with this text needs."""
     if re.search(STARTS, text):
         return "python"
-    alone = "SLURM_PROCID" in text and not re.search(ASKS_TORCHRUN, text)
+    from_outside = set(re.findall(ASKS, text)) - set(re.findall(SETS, text))
+    alone = "SLURM_PROCID" in text and not from_outside
     return "srun" if alone else "torchrun"
 
 

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 import torch
-from support.checker import failed, fork_ranks, judged, line_of, passed, told
+from support.checker import drill_passes, failed, fork_ranks, judged, line_of, passed, told
 from support.scripts import ROOT, write
 
 from ddp_check.report import perform, planned
-from ddp_check.rules import FRAGILE, PASS, SLOW, UNSEEN, UNSURE, WRONG
+from ddp_check.rules import FRAGILE, NONE, PASS, SLOW, UNSEEN, UNSURE, WRONG
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 EVERYTHING = pytest.mark.everything
@@ -134,6 +134,7 @@ STYLES = {  # script: the rules that pass, and the others that the report shows
     "sharded": ((RAN | SHARED | SPOKE) - {"mean_gradients", "no_thread_left"}, {}),
     "static": (DDP | SHARED, {"no_thread_left": FRAGILE}),
     "steps": (DDP | SPOKE | {"shards"}, {}),
+    "synced": ((DDP | SHARED | SPOKE | {"own_gpu"}) - {"no_thread_left"}, {"one_group": FRAGILE}),
     "top_level": (DDP | SHARED | {"progress"}, {"no_thread_left": FRAGILE, "printed_loss": UNSURE}),
     "workers": (DDP | SHARED | LOOKED | {"randomness"}, {}),
 }
@@ -143,7 +144,17 @@ STYLES = {  # script: the rules that pass, and the others that the report shows
 @pytest.mark.parametrize(
     "name",
     often(
-        ("accumulation", "by_hand", "forked", "gan", "plain", "rest", "sharded", "top_level"),
+        (
+            "accumulation",
+            "by_hand",
+            "forked",
+            "gan",
+            "plain",
+            "rest",
+            "sharded",
+            "synced",
+            "top_level",
+        ),
         STYLES,
     ),
 )
@@ -212,6 +223,10 @@ WRONG_BY_ONE_LINE = {  # what is wrong: script, changes, line, and what the repo
         *("rest", [("manual_seed(0))\n    loader", "manual_seed(rank))\n    loader")]),
         *("for x, y in DataLoader(", {"held_out": WRONG, "shards": WRONG}),
     ),
+    "a layer too wide": (
+        *("synced", [("Linear(8, 3)", "Linear(9, 3)")]),
+        *("loss = cross_entropy(", {"it_ends": WRONG, "one_group": FRAGILE}),
+    ),
     "a stream": (
         *("rest", [("    dist.barrier()", "    torch.cuda.Stream().synchronize()")]),
         *("torch.cuda.Stream()", {"it_ends": UNSURE}),
@@ -225,9 +240,39 @@ def test_wrong_by_one_line(tmp_path, monkeypatch, name):
     fork_ranks(monkeypatch)
     style, changes, line, says = WRONG_BY_ONE_LINE[name]
     text = (STYLES_FOLDER / f"{style}.py").read_text(encoding="utf-8")
-    run, verdicts = judged(write(tmp_path / "train.py", text, changes), timeout=300)
+    run, verdicts = judged(write(tmp_path / "train_multi_gpu.py", text, changes), timeout=300)
     assert told(verdicts) == says, (run.output, verdicts["it_ends"])
     assert line_of(verdicts[next(iter(says))]).startswith(line)
+
+
+@EVERYTHING
+def test_nccl_may_be_named_in_another_file(tmp_path, monkeypatch):
+    """gloo's threads are no fault of a script that is for NCCL."""
+    fork_ranks(monkeypatch)
+    (tmp_path / "settings.py").write_text('BACKEND = "nccl"', encoding="utf-8")
+    changes = [
+        ('group("gloo"', "group(BACKEND"),
+        ("import os\n", "import os\nfrom settings import *\n"),
+    ]
+    text = (STYLES_FOLDER / "static.py").read_text(encoding="utf-8")
+    run, verdicts = judged(write(tmp_path / "train.py", text, changes), translate="yes")
+    assert told(verdicts) == {}, run.output
+    assert verdicts["no_thread_left"].status == NONE
+
+
+@EVERYTHING
+def test_a_library_that_does_not_work_here(tmp_path):
+    """That is no fault of the script."""
+    libraries = tmp_path / "site-packages"
+    libraries.mkdir()
+    (libraries / "broken.py").write_text("raise RuntimeError('no operator')", encoding="utf-8")
+    path = tmp_path / "train.py"
+    path.write_text(
+        f"import sys\nsys.path.append({str(libraries)!r})\nimport broken\n", encoding="utf-8"
+    )
+    _, verdicts = judged(path)
+    assert told(verdicts) == {"it_ends": UNSURE}
+    assert "no operator; run the checker in the environment" in verdicts["it_ends"].text
 
 
 @EVERYTHING
@@ -287,6 +332,7 @@ def test_a_variable_of_the_script_leaves_the_observer_in_place(tmp_path):
 
 BY_ARGUMENT = ("start = last_epoch()", "start = last_epoch() if sys.argv[1:] else FIRST")
 LAST_BY_NAME = ("max(epochs", "max(map(int, sorted(map(str, epochs))[-1:])")
+OTHER_NAMES = ('load_state_dict(state["model"])', "load_state_dict({})")
 FORGETS = ('        optimizer.load_state_dict(state["optimizer"])\n', "")
 DRAWN = [  # as nanoGPT does: no DataLoader, no dropout
     ("nn.Dropout(0.1), ", ""),
@@ -299,6 +345,7 @@ RESUMED = {  # changes, arguments of the restart, what a drill's verdict says
     "no optimizer": ([FORGETS], None, WRONG, "the optimizer starts again without its state"),
     "by argument": ([BY_ARGUMENT], None, UNSURE, "it loads nothing and begins again at step 0"),
     "with its argument": ([BY_ARGUMENT], ["again"], UNSURE, "the optimizer is restored"),
+    "names": ([OTHER_NAMES], None, WRONG, "DistributedDataParallel|Sequential: Missing key"),
     "by name": ([LAST_BY_NAME], None, WRONG, "although .* of them were saved"),
 }
 
@@ -332,6 +379,14 @@ def test_world_size_without_a_seed(tmp_path, monkeypatch):
     with planned(write(tmp_path / "unseeded.py", text, [unseeded])) as plan:
         ((_, verdict),) = perform("world-size", plan)
     assert (verdict.status, verdict.text) == (UNSEEN, "the data differs from run to run: seed it")
+
+
+@EVERYTHING
+def test_world_size_with_sync_batchnorm(monkeypatch):
+    """On the CPU, too, it takes the statistics of all ranks."""
+    fork_ranks(monkeypatch)
+    with planned(STYLES_FOLDER / "synced.py", timeout=300) as plan:
+        drill_passes(plan, "world-size")
 
 
 # ---------------------------------------------------------------- scripts that fail early

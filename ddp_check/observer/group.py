@@ -1,9 +1,12 @@
 """Observes the process group and its collectives."""
 
+import contextlib
 import os
 import re
+import socket
 import sys
 import time
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -31,9 +34,33 @@ COLLECTIVES = [
 ]
 
 
+def is_here(host):
+    """Return whether an address or a name is that of this machine."""
+    with contextlib.suppress(OSError):
+        for family, *_, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with socket.socket(family) as probe:
+                probe.bind(address)
+                return True
+    return False
+
+
+def meet_here(address):
+    """Replace the host in `tcp://HOST:PORT` or `HOST` if it is another machine's."""
+    host = urlsplit(address).hostname if "//" in address else address
+    if not host or is_here(host):
+        return address
+    say("foreign", host=host, where=where())
+    return address.replace(host, "localhost")
+
+
 @watch(c10d, "init_process_group")
 def init_process_group(do, *args, **kwargs):
     early = "torch.distributed.nn" in sys.modules
+    method = str(kwargs.get("init_method") or "")
+    if method.startswith("tcp://"):
+        kwargs["init_method"] = meet_here(method)
+    elif "MASTER_ADDR" in os.environ:
+        os.environ["MASTER_ADDR"] = meet_here(os.environ["MASTER_ADDR"])
     result = do(*args, **kwargs)
     method = str(kwargs.get("init_method") or (args[1] if len(args) > 1 else ""))
     address = re.fullmatch(r"tcp://.*:(\d+).*", method)

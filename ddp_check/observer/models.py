@@ -53,7 +53,8 @@ def wrap(do, self, module, *args, **kwargs):
         keep(f"start{len(seen.wrapped)}", module.state_dict())
     seen.wrapped.append(module)
     shapes = [[name, list(value.shape)] for name, value in module.named_parameters()]
-    buffers = sum(1 for _ in module.buffers())
+    own = (one for one in module.modules() if not isinstance(one, torch.nn.SyncBatchNorm))
+    buffers = sum(1 for one in own for _ in one.buffers(recurse=False))  # that ranks update apart
     weights = checksum(module.parameters())
     say("wrap", shapes=shapes, weights=weights, buffers=buffers, where=where())
     module.register_forward_pre_hook(called)  # no lambda: the script may pickle its model

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.nn import BatchNorm2d, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import dataloader
@@ -166,6 +167,49 @@ def wrap(do, self, module, device_ids=None, output_device=None, *args, **kwargs)
         for device in device_ids:
             use(device)
     return do(self, module, None, None, *args, **kwargs)
+
+
+@watch(DDP, "_passing_sync_batchnorm_handle")
+def allow_sync_batchnorm(do, self, module):
+    """DDP refuses it on the CPU; `normalize` computes it there."""
+
+
+class Sum(torch.autograd.Function):
+    """The sum of a tensor over the ranks, whose gradient is the sum of the gradients."""
+
+    @staticmethod
+    def forward(ctx, tensor, group):
+        ctx.group, total = group, tensor.clone()
+        c10d.all_reduce.__wrapped__(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Sum.apply(gradient, ctx.group), None
+
+
+@watch(SyncBatchNorm, "forward")
+def normalize(do, self, tensor):
+    """Normalize by the mean and the variance of the samples of all ranks."""
+    translated("SyncBatchNorm")
+    if not (self.training and dist.is_initialized()):
+        return BatchNorm2d.forward(self, tensor)
+    over, shape = [0, *range(2, tensor.dim())], [1, -1, *[1] * (tensor.dim() - 2)]
+    wide = tensor.double()
+    here = torch.stack([wide.sum(over), wide.square().sum(over), torch.ones_like(wide).sum(over)])
+    total, squares, count = Sum.apply(here, self.process_group)
+    mean = total / count
+    variance = squares / count - mean.square()
+    if self.track_running_stats:
+        self.num_batches_tracked += 1
+        part = self.momentum or 1 / self.num_batches_tracked.item()
+        self.running_mean.lerp_(mean.detach().to(self.running_mean), part)
+        unbiased = (variance * count / (count - 1)).detach()
+        self.running_var.lerp_(unbiased.to(self.running_var), part)
+    result = (wide - mean.view(shape)) * (variance + self.eps).rsqrt().view(shape)
+    if self.affine:
+        result = result * self.weight.view(shape) + self.bias.view(shape)
+    return result.to(tensor.dtype)
 
 
 @watch(dataloader.DataLoader, "__init__")
