@@ -605,7 +605,8 @@ dist.destroy_process_group()
 
 def on_two_ranks(program, folder):
     """Run a program; return what both ranks print, which is the same."""
-    (folder / "program.py").write_text(program, encoding="utf-8")
+    early = "import torch.distributed.nn\n"  # see pitfalls/late_import.md
+    (folder / "program.py").write_text(early + program, encoding="utf-8")
     apart = "--redirects=1 --log-dir=logs"  # or they write into each other's lines
     typed(f"torchrun --standalone --nproc-per-node=2 {apart} program.py", folder)
     one, other = (path.read_text("utf-8").splitlines() for path in folder.rglob("stdout.log"))

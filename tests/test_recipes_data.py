@@ -272,10 +272,15 @@ os.chdir(os.environ["RANK"])
 
 @EVERYTHING
 def test_uneven_inputs(tmp_path):
-    """Of 12 929 samples, rank 0 gets 102 batches, the last with one sample; rank 1 gets 101."""
+    """Of 12 929 samples, rank 0 gets 102 batches, the last with one sample; rank 1 gets 101.
+
+    In the steps that both take, their weights are the same, also in the second epoch.
+    """
     name, line = "recipes/uneven_inputs", "    sampler = UnevenSampler("
     odd = "    dataset.tensors = [part[:12_929] for part in dataset.tensors]\n"
-    changes = (line, odd + line), (indent(BATCH, "    "), indent(SEEN, "    "))
+    total = "sum(part.double().sum().item() for part in self.model.parameters())"
+    step = indent(SEEN.replace("targets.tolist()", total), "    ")
+    changes = (line, odd + line), (indent(BATCH, "    "), step)
     one, other = tmp_path / "one", tmp_path / "other"
     one.mkdir()
     other.mkdir()
@@ -286,9 +291,11 @@ def test_uneven_inputs(tmp_path):
         assert [len(part) for part in mine] == [102, 101]
         dealt = sorted(index for part in mine for indices in part for index in indices)
         assert dealt == list(range(12_929))
+        totals = [[total for number, _, total in part if number == epoch] for part in batches]
+        assert totals[0][:101] == totals[1]
     short = ("timedelta(minutes=5)", "timedelta(seconds=5)")
-    alone = ("with self.model.join():", "if True:")
-    job = run(forked(patched(other, name, INDEXED, *changes, short, alone), "2", *SMALL), other)
+    alone = ("with self.model.join():", "if True:"), ("dist.broadcast_object_list(state)", "pass")
+    job = run(forked(patched(other, name, INDEXED, *changes, short, *alone), "2", *SMALL), other)
     assert job.returncode == 1
     for text in on_screen(name):
         assert text in job.stderr, job
