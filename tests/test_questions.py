@@ -4,6 +4,7 @@ import importlib
 import io
 import itertools
 import json
+import math
 import re
 import socket
 import subprocess
@@ -603,12 +604,12 @@ dist.destroy_process_group()
 """
 
 
-def on_two_ranks(program, folder):
+def on_two_ranks(program, folder, env=None):
     """Run a program; return what both ranks print, which is the same."""
     early = "import torch.distributed.nn\n"  # see pitfalls/late_import.md
     (folder / "program.py").write_text(early + program, encoding="utf-8")
     apart = "--redirects=1 --log-dir=logs"  # or they write into each other's lines
-    typed(f"torchrun --standalone --nproc-per-node=2 {apart} program.py", folder)
+    typed(f"torchrun --standalone --nproc-per-node=2 {apart} program.py", folder, env)
     one, other = (path.read_text("utf-8").splitlines() for path in folder.rglob("stdout.log"))
     assert one == other
     return sorted(one)
@@ -646,6 +647,65 @@ model = None  # DDP freed after its group can hang
 dist.destroy_process_group()
 """
     assert on_two_ranks(program, tmp_path) == ["same True"]
+
+
+def test_steps_of_an_epoch():
+    """Five batches in groups of four are two steps, as in the answer on accumulation."""
+    steps, _ = blocks("How many steps has an epoch", "python")
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0, momentum=0.9)
+    names = {"loader": range(5), "accumulated": 4, "epochs": 3, "optimizer": optimizer}
+    exec(steps, {"math": math, "OneCycleLR": torch.optim.lr_scheduler.OneCycleLR}, names)
+    assert names["scheduler"].total_steps == 6
+
+
+@EVERYTHING
+def test_save_and_resume(tmp_path):
+    """Two epochs, and one and one more, end with the same bits."""
+    (code,) = blocks("How do I save and resume the model", "python")
+    program = f"""\
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+dist.init_process_group("gloo")
+epochs = int(os.environ["EPOCHS"])
+torch.manual_seed(0)
+data = TensorDataset(torch.rand(64, 4), torch.rand(64, 1))
+loader = DataLoader(data, 8, sampler=DistributedSampler(data))
+model = nn.Linear(4, 1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def train_one_epoch(model, loader, optimizer):
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+{code}
+print("epochs", epochs - start, "weights", model.weight.tolist())
+dist.barrier()
+wrapped = None  # DDP freed after its group can hang
+dist.destroy_process_group()
+"""
+    said = []
+    for name, epochs in ("whole", 2), ("half", 1), ("rest", 2):
+        (tmp_path / name).mkdir()
+        if name == "rest":
+            (tmp_path / "half" / "checkpoint.pt").rename(tmp_path / "rest" / "checkpoint.pt")
+        said.append(
+            on_two_ranks(program, tmp_path / name, {"EPOCHS": str(epochs)})[0].split(" ", 3)
+        )
+    whole, half, rest = said
+    assert [line[1] for line in said] == ["2", "1", "1"]
+    assert whole[3] == rest[3] != half[3]
 
 
 @EVERYTHING
