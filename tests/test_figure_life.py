@@ -142,6 +142,8 @@ def test_it_is_played_by_keyboard_and_read_aloud(figure):
     assert sorted(marks) == [saved, at + 7, 2 * saved, TOTAL]
     for _ in range(7):
         own.get_by_role("slider").press("ArrowRight")
+    spoken = own.get_by_role("slider").get_attribute("aria-valuetext")
+    assert spoken == "epoch 4 of 6, batch 31 of 51"
     assert "Steps 4 and 5: stopped and saved 10 batches later" in said.inner_text()
     own.locator("summary").press("Enter")
     rules = own.locator(".rules li").all_text_contents()

@@ -199,9 +199,14 @@ def test_it_is_played_by_keyboard_and_says_how_far_off_it_is(figure, benchmark):
     ]
     assert readiness == [pytest.approx([at for at, _ in rank["ready"]]) for rank in step]
     assert readiness[0] != readiness[1]
-    figure.get_by_role("slider", name="Network").press("End")
+    slower = figure.get_by_role("slider", name="Network")
+    slower.press("End")
+    expect(slower).to_have_attribute("aria-valuetext", "10 times slower")
+    figure.get_by_role("radio", name="4").check()
     expect(said).not_to_contain_text("Measured")
     figure.get_by_role("button", name="Reset").press("Enter")
+    expect(figure.get_by_role("radio", name="2")).to_be_checked()
+    expect(slower).to_have_attribute("aria-valuetext", "as recorded")
     expect(said).to_contain_text("Recorded: the step took")
 
 

@@ -148,7 +148,7 @@
         add(text, "i", {}, found[script].again);
         draw(svg, data, found[script], saveEvery, at, width);
       }
-      when.nextElementSibling.value = place(data, at);
+      tell(when, place(data, at));
       const said = summed(data, found, at);
       const region = figure.querySelector(".said");
       if (region.textContent !== said) region.textContent = said;

@@ -257,8 +257,8 @@
         no_sync: count === "1" || sync === "no_sync",
       };
       const times = (number) => (number === 1 ? "as recorded" : `${number} times `);
-      slower.nextElementSibling.value = times(settings.slower) + (settings.slower > 1 ? "slower" : "");
-      batch.nextElementSibling.value = times(settings.batch) + (settings.batch > 1 ? "larger" : "");
+      tell(slower, times(settings.slower) + (settings.slower > 1 ? "slower" : ""));
+      tell(batch, times(settings.batch) + (settings.batch > 1 ? "larger" : ""));
       const ranks = chosen(record, data.network, settings);
       const width = Math.max(300, Math.min(1100, figure.querySelector(".live").clientWidth));
       const steps = settings.batch * settings.passes;
@@ -281,6 +281,7 @@
     controls.addEventListener("input", update);
     controls.querySelector("button").addEventListener("click", () => {
       [slower.value, batch.value, passes.value] = [1, 1, "1"];
+      controls.querySelector("[type=radio]").checked = true;
       update();
     });
     new ResizeObserver(update).observe(figure);

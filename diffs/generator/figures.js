@@ -25,6 +25,12 @@ function add(parent, tag, attributes = {}, text = "") {
   return parent.appendChild(element);
 }
 
+// Write what a slider stands at beside it, and have a screen reader say so instead of the number.
+function tell(slider, text) {
+  slider.nextElementSibling.value = text;
+  slider.setAttribute("aria-valuetext", text);
+}
+
 // Return a number with a real minus sign and a fixed number of digits.
 function shown(number, digits = 2) {
   const text = Math.abs(number).toFixed(digits);
