@@ -247,7 +247,11 @@ def test_one_node_is_told_to_stop(tmp_path, trained):
     script = edited(tmp_path, "04", at(1, 15, GATE))
     with two_nodes(tmp_path, script, nnodes=2) as (_, one, two):
         one.process.send_signal(signal.SIGTERM)
-        assert one.wait().returncode != 0  # -6, if the rendezvous store aborts as its agent ends
+        code = one.wait().returncode
+        # Seen once: where torchrun hosts the rendezvous, PyTorch aborted after the exception.
+        aborted = "terminate called without an active exception" in one.stderr
+        assert code == (-signal.SIGABRT if aborted else 1)
+        assert "SignalException" in one.stderr
         two.process.send_signal(signal.SIGTERM)  # it would wait for the first node
         assert two.wait().returncode != 0
         for job in (one, two):
