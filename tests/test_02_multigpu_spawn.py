@@ -32,7 +32,7 @@ def test_learns_with_the_default_arguments(launched):
     assert len(job.stdout.splitlines()) == 5
 
 
-@pytest.mark.repetition
+@pytest.mark.weekly
 def test_two_copies_at_the_same_time(trained, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
@@ -45,8 +45,8 @@ def test_two_copies_at_the_same_time(trained, tmp_path):
         assert same_bits(folder / "checkpoint.pt", trained("03", "1", *SMALL))
 
 
-@pytest.mark.everything
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.repetition), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.weekly), 1])
 def test_a_killed_process_ends_all(tmp_path, rank):
     killed = at(0, 5, KILLED, when=f"dist.get_rank() == {rank}")
     job = run(command(edited(tmp_path, "02", killed), *LONG), tmp_path)
@@ -54,7 +54,7 @@ def test_a_killed_process_ends_all(tmp_path, rank):
     assert "terminated with signal SIGKILL" in job.stderr or "Connection closed" in job.stderr, job
 
 
-@pytest.mark.everything
+@pytest.mark.slow
 def test_the_saved_names_have_no_prefix(launched, process_group):
     model = load("02").build_model(4)
     saved = weights(launched("02", *LONG))
@@ -100,7 +100,7 @@ def test_ranks_end_with_equal_weights_and_share_the_cores(tmp_path):
     assert bits_0 == bits_1
 
 
-@pytest.mark.everything
+@pytest.mark.slow
 def test_omp_num_threads_is_honoured(tmp_path):
     joined = "    ddp_setup(rank, args.nprocs, port)\n"
     leave = f"    {on_each_rank(THREADS)}    return\n"
@@ -110,7 +110,7 @@ def test_omp_num_threads_is_honoured(tmp_path):
     assert said(job, 0) == said(job, 1) == [given]
 
 
-@pytest.mark.parametrize("nprocs", [2, pytest.param(3, marks=pytest.mark.everything)])
+@pytest.mark.parametrize("nprocs", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_n_processes_follow_one_with_the_same_effective_batch(tmp_path, nprocs):
     """The printed loss is the same too: it is the mean over all ranks."""
     path = without_spawn(tmp_path, *DOUBLE)
@@ -125,7 +125,7 @@ def test_n_processes_follow_one_with_the_same_effective_batch(tmp_path, nprocs):
     assert losses(jobs[0]) == losses(jobs[1])
 
 
-@pytest.mark.everything
+@pytest.mark.slow
 def test_in_float32_too_for_one_step(tmp_path):
     path, results = without_spawn(tmp_path), []
     for nprocs, batch in ((2, 6471), (1, 12_942)):

@@ -33,7 +33,7 @@ def test_kill_9_with_4_processes(trained_with, tmp_path):
     assert accuracy(job) == accuracy(undisturbed)
 
 
-@pytest.mark.everything
+@pytest.mark.slow
 def test_kill_9_repeats_what_was_not_saved(trained, tmp_path):
     """The kill comes after the third epoch, which was not saved."""
     killed = edited(tmp_path, "03", at(3, 20, KILLED, when="dist.get_rank() == 0"))
@@ -44,7 +44,7 @@ def test_kill_9_repeats_what_was_not_saved(trained, tmp_path):
     assert same_bits(job, trained("03", *LONG))
 
 
-@pytest.mark.everything
+@pytest.mark.slow
 def test_kill_9_at_any_moment(trained, tmp_path, repetitions):
     """Every restart succeeds, whenever a rank is killed between the first import and the end."""
     moments, kills, life, wanted = random.Random(), 0, 8, repetitions(20)
@@ -90,7 +90,7 @@ def test_without_torchrun(tmp_path):
     assert "environment variable RANK expected" in job.stderr.splitlines()[-1]
 
 
-@pytest.mark.everything
+@pytest.mark.slow
 def test_restarts_need_a_store_of_their_own(tmp_path):
     start = command("03", "1", *SMALL, nprocs=1, torchrun=("--max-restarts=1",))
     job = run(start, tmp_path)

@@ -69,21 +69,21 @@ def test_two_nodes_of_two_are_one_of_four(trained, tmp_path):
     assert left == ["checkpoint.pt", "node0", "node1"]
 
 
-@pytest.mark.everything
+@pytest.mark.slow
 def test_step_3_runs_on_two_nodes(trained, tmp_path):
     with nodes(tmp_path, 2, 1, LONG, path=SCRIPT["03"]) as jobs:
         seen_by_all(jobs)
     assert bits_equal(tmp_path, trained("03", *LONG))
 
 
-@pytest.mark.repetition
+@pytest.mark.weekly
 def test_static_rendezvous(trained, tmp_path):
     with nodes(tmp_path, 2, 1, LONG, static=True) as jobs:
         seen_by_all(jobs)
     assert bits_equal(tmp_path, trained("03", *LONG))
 
 
-@pytest.mark.everything
+@pytest.mark.slow
 def test_any_launcher_that_sets_the_ranks(trained, tmp_path):
     """As srun would start it without torchrun."""
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
@@ -96,7 +96,7 @@ def test_any_launcher_that_sets_the_ranks(trained, tmp_path):
     assert bits_equal(tmp_path, trained("03", *LONG))
 
 
-@pytest.mark.repetition
+@pytest.mark.weekly
 def test_kill_9_on_one_of_two_nodes(trained, tmp_path):
     path = edited(tmp_path, "04", at(1, 20, KILLED, when=ON_RANK_1))
     with nodes(tmp_path, 2, 1, LONG, path=path) as jobs:
@@ -122,7 +122,7 @@ def test_local_rank_picks_the_gpu_before_the_group_is_joined(monkeypatch):
     assert timedelta(seconds=10) < options["timeout"] <= timedelta(minutes=10)
 
 
-@pytest.mark.everything
+@pytest.mark.slow
 def test_a_node_that_falls_silent_is_an_error_and_not_a_hang(tmp_path):
     """A stopped process keeps its connections open, like a lost node."""
     short = ("timedelta(minutes=5)", "timedelta(seconds=8)")
@@ -190,7 +190,7 @@ def samples_at_stops(job):
     return [int(n.replace(",", "")) for n in re.findall(r"interrupted after ([\d,]+)", job.stdout)]
 
 
-@pytest.mark.everything
+@pytest.mark.slow
 def test_a_node_is_lost_and_comes_back(tmp_path):
     folder = tmp_path / "elastic"
     folder.mkdir()
@@ -227,7 +227,7 @@ def test_a_node_is_lost_and_comes_back(tmp_path):
     assert same_bits(steady / "checkpoint.pt", folder / "checkpoint.pt")
 
 
-@pytest.mark.repetition
+@pytest.mark.weekly
 def test_the_host_of_the_rendezvous_is_lost(tmp_path, trained):
     """The job fails on every node. Started again anywhere, it resumes."""
     with two_nodes(tmp_path, edited(tmp_path, "04", at(2, 15, GATE))) as (_, host, other):
@@ -241,7 +241,7 @@ def test_the_host_of_the_rendezvous_is_lost(tmp_path, trained):
     assert same_bits(job, trained("03", *LONG))
 
 
-@pytest.mark.everything
+@pytest.mark.slow
 def test_one_node_is_told_to_stop(tmp_path, trained):
     """The other node stops at the same step, and both exit with an error."""
     script = edited(tmp_path, "04", at(1, 15, GATE))

@@ -13,7 +13,7 @@ def test_two_processes(trained):
 
 
 @pytest.mark.parametrize(
-    "nprocs", [3, *(pytest.param(n, marks=pytest.mark.everything) for n in (1, 16))]
+    "nprocs", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 16))]
 )
 def test_exact_at_any_world_size(trained, tmp_path, nprocs):
     """With the weights of a finished run, so nothing is left to train."""
@@ -23,7 +23,7 @@ def test_exact_at_any_world_size(trained, tmp_path, nprocs):
     assert accuracy(job) == accuracy(trained("05", *LONG))
 
 
-@pytest.mark.everything
+@pytest.mark.slow
 def test_all_ranks_evaluate_or_they_wait_for_each_other(tmp_path):
     """A collective that some rank does not call would fail after this short timeout."""
     short = edited(tmp_path, "05", ("timedelta(minutes=5)", "timedelta(seconds=20)"))

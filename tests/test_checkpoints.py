@@ -11,8 +11,8 @@ from support.jobs import RESTARTS, finished, run
 from support.results import epochs, resumed, same_bits
 from support.scripts import LONG, SCRIPT, arguments, build_trainer, command, edited, forked, load
 
-EVERYTHING = pytest.mark.everything
-AGAIN = pytest.mark.repetition
+SLOW = pytest.mark.slow
+AGAIN = pytest.mark.weekly
 WIDE = ("3", "--batch-size=64", "--width=16")  # its checkpoint is larger than its output
 
 
@@ -177,8 +177,8 @@ SEED = "    torch.manual_seed(args.seed)\n"
 FULL = "    __import__('resource').setrlimit(1, (65536, 65536))  # RLIMIT_FSIZE, in bytes\n"
 
 
-@EVERYTHING
-@pytest.mark.parametrize("step", [pytest.param("01", marks=pytest.mark.repetition), "04"])
+@SLOW
+@pytest.mark.parametrize("step", [pytest.param("01", marks=pytest.mark.weekly), "04"])
 def test_a_full_disk(trained, tmp_path, step):
     finished(forked(step, "1", *WIDE[1:]), tmp_path)
     saved = (tmp_path / "checkpoint.pt").read_bytes()

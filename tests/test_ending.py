@@ -10,8 +10,8 @@ from support.positions import TOLD, at
 from support.results import resumed
 from support.scripts import ROOT, SMALL, command, edited, forked
 
-EVERYTHING = pytest.mark.everything
-AGAIN = pytest.mark.repetition
+SLOW = pytest.mark.slow
+AGAIN = pytest.mark.weekly
 STEPS = ["02", "03", "04", "05"]
 ONE = ("1", *SMALL)
 
@@ -74,7 +74,7 @@ def test_no_gloo_thread_is_left_after_an_interruption(tmp_path, exits):
 
 
 @pytest.mark.parametrize("nprocs", [4, *[pytest.param(16, marks=AGAIN)] * 4])
-@pytest.mark.parametrize("step", [*(pytest.param(n, marks=EVERYTHING) for n in ("03", "04")), "05"])
+@pytest.mark.parametrize("step", [*(pytest.param(n, marks=SLOW) for n in ("03", "04")), "05"])
 def test_healthy_runs_exit_with_0(trained, tmp_path, exits, step, nprocs):
     """With --everything=all, 200 processes exit."""
     shutil.copy(trained("03", *ONE).cwd / "checkpoint.pt", tmp_path)

@@ -16,8 +16,8 @@ from support.positions import GATE, KILLED, ON_RANK_1, at, open_the_gate, wait_a
 from support.results import accuracy, epochs, error_lines, resumed, same_bits, weights
 from support.scripts import LONG, SCRIPT, SMALL, TORCHRUN, command, edited, forked, without_spawn
 
-EVERYTHING = pytest.mark.everything
-REPETITION = pytest.mark.repetition
+SLOW = pytest.mark.slow
+REPETITION = pytest.mark.weekly
 NOBODY = "192.0.2.1"  # reserved for documentation by RFC 5737, so nobody answers
 
 # ---------------------------------------------------------------- one rank fails
@@ -62,7 +62,7 @@ def build_model(width):
     [
         pytest.param("04", BAD_SAMPLE, id="04-data"),
         pytest.param("02", BAD_SAMPLE, id="02-data", marks=REPETITION),
-        pytest.param("02", BAD_MODEL, id="02-model", marks=EVERYTHING),
+        pytest.param("02", BAD_MODEL, id="02-model", marks=SLOW),
         pytest.param("03", BAD_MODEL, id="03-model", marks=REPETITION),
         pytest.param("05", BAD_MODEL, id="05-model", marks=REPETITION),
     ],
@@ -79,7 +79,7 @@ def test_an_exception_on_one_rank(tmp_path, step, bad):
         assert "ValueError: the first cause" in report, job
 
 
-@EVERYTHING
+@SLOW
 @pytest.mark.parametrize("step", ["02", "04"])
 def test_rank_0_cannot_save(trained, tmp_path, step):
     saved = trained("03", "1", *SMALL).cwd / "checkpoint.pt"
@@ -104,7 +104,7 @@ def test_a_killed_rank_is_named(tmp_path, step):
     assert not (tmp_path / "checkpoint.pt.interrupted").exists()
 
 
-@EVERYTHING
+@SLOW
 def test_workers_of_a_dead_agent_train_on(trained, tmp_path):
     """Nothing stops the ranks, and nothing restarts them if they fail."""
     with Job(command(edited(tmp_path, "04", at(0, 15, GATE)), "1", *SMALL), tmp_path) as job:
@@ -140,7 +140,7 @@ class HangUp(socketserver.BaseRequestHandler):
     """Close each connection at once."""
 
 
-@EVERYTHING
+@SLOW
 def test_a_rendezvous_port_that_another_program_has(tmp_path):
     with socketserver.ThreadingTCPServer(("localhost", 0), HangUp) as server:
         Thread(target=server.serve_forever).start()
@@ -148,7 +148,7 @@ def test_a_rendezvous_port_that_another_program_has(tmp_path):
         server.shutdown()
 
 
-@EVERYTHING
+@SLOW
 def test_a_rendezvous_port_whose_owner_never_answers(tmp_path):
     """PyTorch waits for ever. If this test fails, correct the fault table."""
     with socket.create_server(("localhost", 0)) as deaf:
@@ -161,7 +161,7 @@ def test_a_rendezvous_port_whose_owner_never_answers(tmp_path):
                 job.process.wait(30)
 
 
-@pytest.mark.repetition
+@pytest.mark.weekly
 @pytest.mark.parametrize("host", ["no-such-host.invalid", NOBODY])
 def test_rank_0_cannot_be_reached_without_torchrun(tmp_path, host):
     short = edited(tmp_path, "04", ("timedelta(minutes=5)", "timedelta(seconds=5)"))
@@ -198,7 +198,7 @@ def test_ctrl_c(tmp_path, step):
 @pytest.mark.parametrize(
     "step",
     [
-        pytest.param("01", marks=EVERYTHING),
+        pytest.param("01", marks=SLOW),
         pytest.param("02", marks=REPETITION),
         pytest.param("03", marks=REPETITION),
     ],

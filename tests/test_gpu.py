@@ -25,7 +25,7 @@ from support.scripts import (
 )
 
 SHORT = ("2", *SMALL)
-EVERYTHING = pytest.mark.everything
+SLOW = pytest.mark.slow
 needs_a_gpu = pytest.mark.skipif(not GPUS, reason="torch.cuda.is_available() is False")
 
 
@@ -34,7 +34,7 @@ WORLD_SIZES = range(1, max(GPUS, 1) + 1)  # all that this machine allows
 
 def case(nprocs, *step):
     """Return the parameters of a test on `nprocs` real GPUs or, for 0, on the shim's two."""
-    name, mark = (f"nccl-{nprocs}", needs_a_gpu) if nprocs else ("shim", EVERYTHING)
+    name, mark = (f"nccl-{nprocs}", needs_a_gpu) if nprocs else ("shim", SLOW)
     machine = SimpleNamespace(nprocs=nprocs or 2, env=ON_GPUS if nprocs else SHIM)
     machine.start = command if nprocs else forked
     machine.restart = {"torchrun": ("--max-restarts=1",)} if nprocs else {"restarts": 1}
@@ -127,7 +127,7 @@ def test_learns(machine, tmp_path, step):
         check_report(job)
 
 
-@pytest.mark.repetition
+@pytest.mark.weekly
 @on_gpus
 def test_killed_and_restarted(machine, undisturbed, tmp_path):
     killed = at(1, 1, KILLED, f"dist.get_rank() == {machine.nprocs - 1}")
@@ -141,7 +141,7 @@ def test_killed_and_restarted(machine, undisturbed, tmp_path):
     check_calls(job, "03")
 
 
-@pytest.mark.repetition
+@pytest.mark.weekly
 @on_gpus
 def test_told_to_stop_and_resumed_in_mid_epoch(machine, undisturbed, tmp_path):
     step = 64 * machine.nprocs  # samples
@@ -164,7 +164,7 @@ def test_told_to_stop_and_resumed_in_mid_epoch(machine, undisturbed, tmp_path):
 # ---------------------------------------------------------------- what needs no GPU
 
 
-@EVERYTHING
+@SLOW
 def test_each_node_uses_its_gpus_from_0_on(tmp_path):
     """Two agents with two processes each, as on two nodes."""
     words = [TORCHRUN, "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d"]
@@ -183,7 +183,7 @@ def test_each_node_uses_its_gpus_from_0_on(tmp_path):
     assert sorted(ranks) == [0, 1, 2, 3]
 
 
-@EVERYTHING
+@SLOW
 def test_more_processes_than_gpus(tmp_path):
     """torchrun's report ends with PyTorch's error, whose words the shim repeats."""
     job = run(command("03", nprocs=2), tmp_path, SHIM | {"CUDA_VISIBLE_DEVICES": "0"})
@@ -194,11 +194,11 @@ def test_more_processes_than_gpus(tmp_path):
     assert advice == "GPU device may be out of range, do you have enough GPUs?"
 
 
-@EVERYTHING
+@SLOW
 @pytest.mark.parametrize(
     ("step", "start", "device", "ranks"),
     [
-        pytest.param("02", "CUDA_VISIBLE_DEVICES= python", "cpu", 2, marks=pytest.mark.repetition),
+        pytest.param("02", "CUDA_VISIBLE_DEVICES= python", "cpu", 2, marks=pytest.mark.weekly),
         ("03", "CUDA_VISIBLE_DEVICES= torchrun --standalone --nproc-per-node=2", "cpu", 2),
         ("03", "torchrun --standalone --nproc-per-node=gpu", "cuda", 1),
     ],

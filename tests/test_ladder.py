@@ -24,7 +24,7 @@ from support.scripts import (
     without_spawn,
 )
 
-EVERYTHING = pytest.mark.everything
+SLOW = pytest.mark.slow
 DISTRIBUTED = ["02", "03", "04", "05"]
 
 
@@ -32,7 +32,7 @@ DISTRIBUTED = ["02", "03", "04", "05"]
 
 
 @pytest.mark.parametrize(
-    ("step", "nprocs"), [("03", 2), ("04", 2), ("05", 2), pytest.param("05", 4, marks=EVERYTHING)]
+    ("step", "nprocs"), [("03", 2), ("04", 2), ("05", 2), pytest.param("05", 4, marks=SLOW)]
 )
 def test_the_same_bits_on_every_step(launched, trained, step, nprocs):
     """Forked ranks, with which many tests compare, give the same weights as the launchers."""
@@ -44,7 +44,7 @@ def test_the_same_bits_on_every_step(launched, trained, step, nprocs):
         assert losses(job) == losses(other)
 
 
-@EVERYTHING
+@SLOW
 def test_each_step_continues_the_checkpoint_of_the_one_before(trained_with, tmp_path):
     """One epoch on each, and the end is bit-for-bit that of an undisturbed run of step 3."""
     for number, step in enumerate(DISTRIBUTED):
@@ -58,7 +58,7 @@ def test_each_step_continues_the_checkpoint_of_the_one_before(trained_with, tmp_
     assert same_bits(job, trained_with("03", exact(3), LONG, nprocs=3))
 
 
-@EVERYTHING
+@SLOW
 def test_step_2_continues_the_checkpoint_of_step_1(trained, tmp_path):
     shutil.copy(trained("01", *LONG).cwd / "checkpoint.pt", tmp_path)
     job = finished(forked(without_spawn(tmp_path), "5", *SMALL), tmp_path)
@@ -70,7 +70,7 @@ def test_step_2_continues_the_checkpoint_of_step_1(trained, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "step", [*(pytest.param(n, marks=EVERYTHING) for n in DISTRIBUTED[:-1]), DISTRIBUTED[-1]]
+    "step", [*(pytest.param(n, marks=SLOW) for n in DISTRIBUTED[:-1]), DISTRIBUTED[-1]]
 )
 def test_only_rank_0_prints_and_writes(launched, step):
     job = launched(step, *LONG)
@@ -120,7 +120,7 @@ def test_a_bad_argument_is_named_and_the_exit_code_is_2(step, tmp_path, monkeypa
         assert error == f"{message}\n"
 
 
-@pytest.mark.parametrize("step", ["02", pytest.param("03", marks=EVERYTHING)])
+@pytest.mark.parametrize("step", ["02", pytest.param("03", marks=SLOW)])
 def test_bad_arguments_for_real(tmp_path, step):
     job = run(command(step, "0", nprocs=1), tmp_path)
     assert job.returncode == (2 if step == "02" else 1)

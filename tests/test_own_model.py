@@ -11,8 +11,8 @@ from support.positions import GATE, KILLED, ON_RANK_1, at, wait_at_the_gate
 from support.results import accuracy, epochs, resumed, said, same_bits
 from support.scripts import SCRIPT, command, edited, forked, load, on_each_rank
 
-EVERYTHING = pytest.mark.everything
-AGAIN = pytest.mark.repetition
+SLOW = pytest.mark.slow
+AGAIN = pytest.mark.weekly
 ARGS = ("5", "--batch-size=16", "--width=4")
 STEP = 2 * 16  # samples of both ranks
 NO_WORKERS = ""
@@ -125,7 +125,7 @@ def test_told_to_stop_in_mid_epoch(own, undisturbed, tmp_path, step, loader):
     assert same_bits(again, undisturbed(NO_WORKERS))
 
 
-@EVERYTHING
+@SLOW
 def test_the_agent_is_told_to_stop(own, undisturbed, tmp_path):
     script = own(tmp_path, "04", FORK, at(1, 25, GATE))
     with Job(command(script, *ARGS), tmp_path) as job:
@@ -137,7 +137,7 @@ def test_the_agent_is_told_to_stop(own, undisturbed, tmp_path):
     assert same_bits(again, undisturbed(NO_WORKERS))
 
 
-@EVERYTHING
+@SLOW
 def test_a_resume_in_mid_epoch_draws_other_random_numbers(own, undisturbed, tmp_path):
     """Checkpoints do not hold the random state. Between epochs, they need not: see below."""
     start = forked(own(tmp_path, "04", NO_WORKERS, TOLD_AT, random=True), *ARGS)
@@ -151,7 +151,7 @@ def test_a_resume_in_mid_epoch_draws_other_random_numbers(own, undisturbed, tmp_
 # ---------------------------------------------------------------- killed
 
 
-@pytest.mark.repetition
+@pytest.mark.weekly
 @pytest.mark.parametrize("step", ["03", "04", "05"])
 def test_kill_9_and_restart(own, undisturbed, tmp_path, step):
     """With BatchNorm, dropout, and random augmentation in DataLoader workers."""
@@ -162,7 +162,7 @@ def test_kill_9_and_restart(own, undisturbed, tmp_path, step):
     assert same_bits(job, undisturbed(FORK, random=True))
 
 
-@pytest.mark.repetition
+@pytest.mark.weekly
 @pytest.mark.parametrize("step", ["01", "02"])
 def test_started_again(own, undisturbed, tmp_path, step):
     script = own(tmp_path, step, FORK, random=True)
@@ -172,7 +172,7 @@ def test_started_again(own, undisturbed, tmp_path, step):
     assert same_bits(job, undisturbed(FORK, random=True, step="01" if step == "01" else "03"))
 
 
-@EVERYTHING
+@SLOW
 @pytest.mark.parametrize("method", [FORK, pytest.param(SPAWN, marks=AGAIN)])
 def test_kill_9_leaves_no_loader_worker(own, tmp_path, method):
     """Each worker notices within seconds that its parent is gone."""
@@ -187,7 +187,7 @@ def test_kill_9_leaves_no_loader_worker(own, tmp_path, method):
     assert loader_workers >= 4
 
 
-@EVERYTHING
+@SLOW
 def test_all_ranks_evaluate_with_the_statistics_of_rank_0(own, tmp_path):
     line = "    correct = torch.tensor(0)\n"
     show = f"    {on_each_rank('model[1].running_mean.tolist()')}{line}"
@@ -196,7 +196,7 @@ def test_all_ranks_evaluate_with_the_statistics_of_rank_0(own, tmp_path):
     assert said(job, 0) == said(job, 1) != []
 
 
-@EVERYTHING
+@SLOW
 def test_an_exception_in_a_loader_worker(tmp_path):
     """Python sends SIGTERM to the workers, too, and waits for them: they must end at last."""
     worker = ("=outlive_sigterm", "=outlive_sigterm, num_workers=2")

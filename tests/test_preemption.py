@@ -10,7 +10,7 @@ from support.positions import GATE, ON_RANK_1, TOLD, at, wait_at_the_gate
 from support.results import accuracy, epochs, same_bits
 from support.scripts import LONG, command, edited, exact, forked, load
 
-EVERYTHING = pytest.mark.everything
+SLOW = pytest.mark.slow
 
 
 def term_the_agent(job):
@@ -55,10 +55,10 @@ def resume(tmp_path, script, *earlier, nprocs=2):
     ("step", "nprocs", "whom"),
     [
         ("04", 2, "the agent, twice"),
-        pytest.param("04", 2, "the first worker", marks=pytest.mark.repetition),
-        pytest.param("04", 2, "all", marks=pytest.mark.repetition),
-        pytest.param("04", 4, "the last worker", marks=pytest.mark.repetition),
-        pytest.param("05", 2, "the agent", marks=pytest.mark.repetition),
+        pytest.param("04", 2, "the first worker", marks=pytest.mark.weekly),
+        pytest.param("04", 2, "all", marks=pytest.mark.weekly),
+        pytest.param("04", 4, "the last worker", marks=pytest.mark.weekly),
+        pytest.param("05", 2, "the agent", marks=pytest.mark.weekly),
     ],
 )
 def test_told_to_stop_and_started_again(trained_with, tmp_path, step, nprocs, whom):
@@ -72,7 +72,7 @@ def test_told_to_stop_and_started_again(trained_with, tmp_path, step, nprocs, wh
     assert same_bits(job, trained_with("03", exact(nprocs), LONG, nprocs=nprocs))
 
 
-@EVERYTHING
+@SLOW
 def test_told_twice_with_4_processes(trained_with, tmp_path):
     told = at(1, 15, TOLD, ON_RANK_1), at(2, 35, TOLD, ON_RANK_1)
     script = edited(tmp_path, "04", *told, *exact(4))
@@ -84,7 +84,7 @@ def test_told_twice_with_4_processes(trained_with, tmp_path):
     assert same_bits(job, trained_with("03", exact(4), LONG, nprocs=4))
 
 
-@EVERYTHING
+@SLOW
 def test_restarted_in_place(trained, tmp_path):
     """With restarts left, torchrun restarts ranks that exit with code 75."""
     script = edited(tmp_path, "04", at(1, 15, TOLD, ON_RANK_1))
@@ -104,7 +104,7 @@ LAST = 12_942 // STEP  # the last step of an epoch, counted from 0
     ("step", "saved"),
     [
         (33, (1, 40 * STEP)),  # the ranks ask each other at every tenth step
-        pytest.param(LAST, (2, 0), marks=EVERYTHING),  # the next question is in the next epoch
+        pytest.param(LAST, (2, 0), marks=SLOW),  # the next question is in the next epoch
     ],
 )
 def test_the_ranks_stop_at_the_same_step(trained, tmp_path, step, saved):
@@ -115,7 +115,7 @@ def test_the_ranks_stop_at_the_same_step(trained, tmp_path, step, saved):
     assert same_bits(resume(tmp_path, script, job), trained("03", *LONG))
 
 
-@EVERYTHING
+@SLOW
 def test_told_after_the_last_question(trained, tmp_path):
     """No question is left in the last epoch, so the run ends normally."""
     job = finished(forked(edited(tmp_path, "04", at(3, LAST, TOLD, ON_RANK_1)), *LONG), tmp_path)
@@ -152,7 +152,7 @@ def test_the_sampler_goes_on_where_it_was(world_size):
             assert deal(world_size, steps * world_size)[rank] == shard[steps:]
 
 
-@EVERYTHING
+@SLOW
 def test_the_sampler_of_4096_ranks():
     """The shards can be checked without starting the ranks."""
     whole = deal(4096, 0, 12_942)

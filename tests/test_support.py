@@ -78,7 +78,7 @@ def test_it_ends_when_what_a_rank_leaves_behind_has_ended(program, tmp_path):
     assert not psutil.pid_exists(int(job.stdout.split()[1]))
 
 
-@pytest.mark.everything
+@pytest.mark.slow
 def test_a_rank_that_fails_before_the_others_join_ends_them(program, tmp_path):
     """Otherwise they would wait for it until the process group's timeout."""
     fails = "import torch.distributed as dist\nassert os.environ['RANK'] == '0'\n"
@@ -96,7 +96,7 @@ def test_all_are_ended_with_the_client(program, tmp_path):
     wait_until_gone(*found)
 
 
-@pytest.mark.everything
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_all_are_ended_with_the_tests(program, tmp_path, number):
     """The tests may have no time to clean up."""
@@ -130,12 +130,12 @@ def test(tmp_path):
 TESTS = """
 import pytest
 
-@pytest.mark.repetition
+@pytest.mark.weekly
 @pytest.mark.parametrize("number", range(20))
 def test_again(number):
     pass
 
-@pytest.mark.everything
+@pytest.mark.slow
 def test_slow():
     pass
 

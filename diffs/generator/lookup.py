@@ -13,7 +13,7 @@ ASKED = (  # pages whose sections the search finds
     "without_slurm/README.md",
     "slurm/README.md",
     "benchmarks/README.md",
-    "ddp_check/README.md",
+    "checker/README.md",
 )
 HEAD = "| What you see | Why | What to type |\n|---|---|---|\n"
 STRETCH = re.compile(

@@ -1,0 +1,86 @@
+"""The checker finds nothing wrong with our steps, and observing them changes nothing."""
+
+import dataclasses
+import os
+import random
+import re
+
+import pytest
+from checking import drill_passes, failed, fork_ranks, named, passed, plan_of
+from support.results import same_bits
+from support.scripts import LONG
+
+from ddp_check.report import judge, perform
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+SLOW = pytest.mark.slow
+UNSHOWN = {"equal_buffers", "safe_loads", "randomness", "own_gpu", "held_out", "beyond"}
+
+
+def test_our_last_step_passes(tmp_path):
+    verdicts = named(judge(plan_of("05", tmp_path).undisturbed))
+    assert failed(verdicts) == []
+    assert verdicts.keys() - passed(verdicts) == UNSHOWN
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize("step", ["02", "03", "04"])
+def test_our_scripts_pass(step, tmp_path):
+    run = plan_of(step, tmp_path).undisturbed
+    verdicts = named(judge(run))
+    assert failed(verdicts) == [], run.output
+    assert verdicts.keys() - passed(verdicts) - UNSHOWN <= {"evaluation"}
+
+
+@SLOW
+def test_observation_changes_no_bit(tmp_path, trained):
+    """Nor does observation leave a file behind."""
+    run = plan_of("05", tmp_path).undisturbed
+    here = run.folder.with_name(run.place)
+    assert same_bits(here / "checkpoint.pt", trained("05", *LONG))
+    assert os.listdir(here) == ["checkpoint.pt"]
+
+
+@pytest.mark.slow
+def test_whatever_is_missing_each_rule_has_a_verdict(tmp_path):
+    """Ranks that never join, missing kinds of events, and runs cut short anywhere."""
+    run, chance = plan_of("05", tmp_path).undisturbed, random.Random(0)
+    kinds = {event["kind"] for event in run.ranks[0]}
+    assert kinds >= {"start", "init", "wrap", "pass", "batch", "step", "save", "final", "exit"}
+    less = [{}, {0: run.ranks[0]}, {1: run.ranks[1]}, {0: [], 1: run.ranks[1]}]
+    for kind in kinds:
+        left = {r: [e for e in of if e["kind"] != kind] for r, of in run.ranks.items()}
+        less += [left, {**run.ranks, 0: left[0]}, {**run.ranks, 1: left[1]}]
+    for _ in range(10):
+        less.append({r: of[: chance.randrange(len(of))] for r, of in run.ranks.items()})
+    for ranks in less:
+        for code in (0, 1, None):
+            named(judge(dataclasses.replace(run, ranks=ranks, returncode=code)))
+
+
+# ---------------------------------------------------------------- drills
+
+ALWAYS = [("05", "kill"), ("05", "world-size")]
+DRILLS = [  # those that apply: 02 and 03 do not handle SIGTERM
+    *[("05", "kill"), ("05", "sigterm"), ("05", "world-size")],
+    *[("04", "kill"), ("04", "sigterm"), ("04", "world-size")],
+    *[("03", "kill"), ("03", "world-size"), ("02", "kill")],
+]
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [pytest.param(*one, marks=[] if one in ALWAYS else pytest.mark.weekly) for one in DRILLS],
+)
+def test_our_scripts_pass_the_drills(step, name, tmp_path, monkeypatch):
+    plan = plan_of(step, tmp_path)
+    if name == "world-size":  # the others depend on the launcher
+        fork_ranks(monkeypatch)
+    drill_passes(plan, name)
+
+
+@pytest.mark.weekly
+def test_a_drill_that_does_not_apply(tmp_path):
+    ((_, verdict),) = perform("sigterm", plan_of("02", tmp_path))
+    assert re.fullmatch(r"nothing handles SIGTERM: \d+ steps are lost", verdict.text)

@@ -1,0 +1,146 @@
+"""The checker notices the pitfalls, and says what the table in its manual says."""
+
+import re
+
+import pytest
+from checking import failed, fork_ranks, judged, named, plan_of, told
+from support.scripts import LONG, ROOT, SMALL, on_screen, page, text_of, write
+
+from ddp_check.report import conclude, judge, perform, planned
+from ddp_check.rules import FRAGILE, PASS, RULES, SLOW, UNSURE, WRONG
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+SLOW = pytest.mark.slow
+PITFALLS = ROOT / "pitfalls"
+TOLD = {  # pitfall: the rules that tell it, and what they say
+    "accumulation_undivided": {"mean_gradients": "4 backward passes all-reduce their gradients"},
+    "accumulation_without_no_sync": {
+        "mean_gradients": "4 backward passes all-reduce their gradients"
+    },
+    "batchnorm_of_rank_0": {"equal_buffers": "they differ from rank to rank"},
+    "collective_on_one_rank": {
+        "it_ends": "rank 0 is at .* in all_reduce; rank 1 is at .* in barrier",
+        "same_collectives": "rank 0 calls all_reduce .* rank 1 calls barrier",
+    },
+    "destroy_missing": {"one_group": "rank 0 did not call destroy_process_group"},
+    "edit_on_one_rank": {"the_same_model": "before step 1, the weights differ from rank to rank"},
+    "eval_never_undone": {"training_mode": "step 103 is taken in evaluation mode"},
+    "every_rank_saves": {"one_writer": "ranks 0, 1 write checkpoint.pt.new"},
+    "find_unused_without_need": {"needed_search": "every parameter is used in each step"},
+    "fixed_port": {"one_group": "the port is always 12355"},
+    "forward_through_module": {
+        "the_same_model": "before step 103, the weights differ from rank to rank",
+        "mean_gradients": "the gradients differ from rank to rank; the model is called without",
+    },
+    "handler_holds_model": {"no_thread_left": "drop every reference to the DDP model"},
+    "late_import": {"no_thread_left": "import torch.distributed.nn at the top"},
+    "late_set_epoch": {"new_order": "epochs 1 and 2 have the same order"},
+    "module_prefix_saved": {"plain_names": "a key is module.0.weight"},
+    "no_sampler": {"shards": "each rank trains on the same 12942 samples"},
+    "no_set_epoch": {"new_order": "epochs 1 and 2 have the same order"},
+    "optimizer_of_other_parameters": {"the_same_model": "changes 2 parameters that are in no wrap"},
+    "os_exit": {"one_group": "ends with os._exit: atexit functions are not called"},
+    "padded_evaluation": {"evaluation": "it counts 360 samples, 359 of them distinct, of 359"},
+    "prints_on_every_rank": {"progress": "ranks 0 and 1 print"},
+    "rank_0_evaluates_the_wrapper": {"it_ends": "rank 0 is at .* rank 1 is at .* in barrier"},
+    "rank_0_loss": {"printed_loss": "is the loss only that of rank 0"},
+    "rank_seeds_split_data": {"shards": r"3[0-4]\d\d samples are seen by several"},  # a quarter
+    "same_augmentation": {"randomness": "all ranks have the same augmentation"},
+    "shuffle_beside_sampler": {"it_ends": "^ValueError: "},
+    "split_differs_by_rank": {"shards": "the same index means different samples"},
+    "uneven_batches": {"it_ends": "^RuntimeError: "},
+    "unused_parameters": {"it_ends": "^RuntimeError: "},
+    "written_in_place": {"one_writer": "a crash during the save leaves half a file"},
+}
+SEVERITY = {  # of those that are not wrong
+    **dict.fromkeys(("accumulation_undivided", "accumulation_without_no_sync"), SLOW),
+    **dict.fromkeys(("destroy_missing", "fixed_port", "handler_holds_model"), FRAGILE),
+    **dict.fromkeys(("late_import", "module_prefix_saved", "os_exit", "written_in_place"), FRAGILE),
+    "weights_only_false": FRAGILE,
+    **{"find_unused_without_need": SLOW, "prints_on_every_rank": UNSURE, "rank_0_loss": UNSURE},
+}
+MAY_FAIL = ("every_rank_saves", "handler_holds_model", "late_import")  # then the run fails, too
+HANG = ("collective_on_one_rank", "rank_0_evaluates_the_wrapper")
+DRILLED = {  # pitfall: the drill that fails
+    "epoch_starts_again": "sigterm",
+    "resume_without_optimizer": "kill",
+    "sigterm_with_workers": "sigterm",
+    "weights_only_false": "kill",
+}
+REMEDIES = {  # pitfall: what makes its script right
+    "rank_0_evaluates_the_wrapper": ("(trainer.model,", "(model,"),
+    "same_augmentation": ("seed(epoch_seed)", "seed(epoch_seed + 1000 * dist.get_rank())"),
+    "unused_parameters": ("DDP(model)", "DDP(model, find_unused_parameters=True)"),
+}
+QUICK = ("no_sampler", "no_set_epoch")
+
+
+def marks(name, always):
+    """Return the marks of one test of many alike: a repetition, unless it always runs."""
+    return [] if name in always else pytest.mark.weekly
+
+
+def broken(tmp_path, name, changes=()):
+    """Write the script that a pitfall breaks."""
+    return write(tmp_path / f"{name}.py", text_of(f"pitfalls/{name}"), changes)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name, QUICK)) for name in TOLD])
+def test_pitfall(tmp_path, monkeypatch, name):
+    """Exactly the rules that the pitfall breaks tell it; step 5 passes."""
+    assert told(named(judge(plan_of("05", tmp_path).undisturbed))) == {}
+    if name != "late_import":
+        fork_ranks(monkeypatch)
+    timeout = 40 if name in HANG else 200
+    run, verdicts = judged(broken(tmp_path, name), "2", *SMALL, timeout=timeout)
+    if name in MAY_FAIL:
+        verdicts.pop("it_ends")
+    severity = SEVERITY.get(name, WRONG)
+    assert told(verdicts) == dict.fromkeys(TOLD[name], severity), run.output
+    for rule, said in TOLD[name].items():
+        assert re.search(said, verdicts[rule].text)
+    if f"`test_pitfall[{name}]`" in page(f"pitfalls/{name}"):  # without a test of its own
+        assert all(text in run.output for text in on_screen(f"pitfalls/{name}")), run.output
+    links = [verdict.pitfall for verdict in verdicts.values() if verdict.pitfall]
+    assert all((PITFALLS / f"{link}.md").exists() for link in links)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name, ())) for name in REMEDIES])
+def test_remedy(tmp_path, monkeypatch, name):
+    fork_ranks(monkeypatch)
+    run, verdicts = judged(broken(tmp_path, name, [REMEDIES[name]]), "2", *SMALL)
+    assert failed(verdicts) == [], run.output
+    assert name != "same_augmentation" or verdicts["randomness"].status == PASS
+    assert on_screen("pitfalls/find_unused_without_need")[0] not in run.output
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize(("name", "drill"), DRILLED.items())
+def test_a_pitfall_fails_its_drill(tmp_path, name, drill):
+    """One process is enough to show these pitfalls."""
+    with planned(broken(tmp_path, name), LONG, nproc=1) as plan:
+        # Without an interruption, these pitfalls have no effect.
+        plan.undisturbed = plan_of("05", tmp_path, nproc=1).undisturbed
+        verdicts = perform(drill, plan)
+    severity = SEVERITY.get(name, WRONG)
+    assert severity in {verdict.status for _, verdict in verdicts}, verdicts
+    assert ("do not rely on it" in conclude(drill, verdicts)) == (severity == WRONG)
+
+
+def table():
+    """Return the Markdown table of the pitfalls and the rules or drills that tell them."""
+    titles = {rule.__name__: rule.__doc__ for rule in RULES}
+    lines = ["| pitfall | it is | rule or drill |", "|---|---|---|"]
+    found = {name: "; ".join(titles[rule] for rule in rules) for name, rules in TOLD.items()}
+    found |= {name: f"`--drill {drill}`" for name, drill in DRILLED.items()}
+    for name, tell in sorted(found.items()):
+        severity = SEVERITY.get(name, WRONG)
+        lines.append(f"| [{name}](../pitfalls/{name}.md) | {severity} | {tell} |")
+    every = {path.stem for path in PITFALLS.glob("*.md")} - {"README"}
+    unseen = ", ".join(sorted(every - found.keys()))
+    return "\n".join([*lines, "", f"Not seen: {unseen}."])
+
+
+def test_the_table_is_on_the_page():
+    """To update the page, print what `table` returns."""
+    assert table() in (ROOT / "checker" / "README.md").read_text(encoding="utf-8")

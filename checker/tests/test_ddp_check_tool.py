@@ -1,0 +1,330 @@
+"""The checker as a tool: its options, what its report says, and that it leaves nothing behind."""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+from checking import failed, judged, named, plan_of
+from support.jobs import Job, finished, free_port, run
+from support.scripts import ROOT
+
+from ddp_check.__main__ import parse_args, variable
+from ddp_check.report import annotation, annotations, json_of, judge, planned, text_of
+from ddp_check.rules import PASS, RULES, UNSURE, WRONG, Verdict
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+SLOW = pytest.mark.slow
+PAGE = (ROOT / "checker" / "README.md").read_text(encoding="utf-8")
+HERE = {"PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Return a function that writes a script and returns its name."""
+
+    def write(text, name="train.py"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return name
+
+    return write
+
+
+def ran(script, *arguments, launcher="python", **options):
+    """Run a script without judging it."""
+    with planned(script, arguments, launcher=launcher, **options) as plan:
+        return plan.undisturbed
+
+
+# ---------------------------------------------------------------- how a script is run
+
+SAYS = "import os, sys\nprint(os.environ.get('FRUIT'), __name__, sys.argv[1:])\n"
+
+
+def test_variables_and_modules(script):
+    """A module is found in its package, and an option of the script is not one of the checker."""
+    name = script(SAYS)
+    assert ran(name, "-m", "x", env={"FRUIT": "fig"}).output == "fig __main__ ['-m', 'x']\n"
+    script("WORD = 'plum'\n", "package/words.py")
+    script(f"from package import words\n{SAYS}print(words.WORD)\n", "package/train.py")
+    for launcher in ("python", "srun"):
+        run = ran("package.train", "1", module=True, launcher=launcher, nproc=1)
+        assert run.output == "None __main__ ['1']\nplum\n"
+
+
+@pytest.mark.parametrize("value", ["--resume", "--resume b"])
+def test_the_arguments_of_a_restart_begin_with_a_hyphen(script, monkeypatch, value):
+    name = str(script("pass"))
+    monkeypatch.setattr(sys, "argv", ["ddp-check", "--restart-args", value, name, "--epochs"])
+    args = parse_args()
+    assert args.restart_args == value.split()
+    assert (args.script, args.arguments) == (name, ["--epochs"])
+
+
+def test_what_a_restart_gets(script):
+    """Its arguments follow those of the first run, in the same folder."""
+    name = script(f"{SAYS}print(os.path.exists('state'))\nopen('state', 'w').close()\n")
+    with planned(name, ["a"], launcher="python", restart_arguments=["--resume", "b"]) as plan:
+        again = plan.again(plan.undisturbed)
+    assert again.output == "None __main__ ['a', '--resume', 'b']\nTrue\n"
+    assert plan.undisturbed.output.endswith("['a']\nFalse\n")
+
+
+SLURM = """import os
+from socket import gethostbyname
+N = int(os.environ["WORLD_SIZE"])
+assert N == int(os.environ["SLURM_NTASKS"]) == int(os.environ["SLURM_GPUS_ON_NODE"]) == 2
+assert 0 <= int(os.environ["SLURM_PROCID"]) == int(os.environ["SLURM_LOCALID"]) < N
+assert gethostbyname(os.environ["SLURM_LAUNCH_NODE_IPADDR"]) == "127.0.0.1"
+assert os.environ["SLURM_JOB_ID"] == "7", "given by --env"
+assert os.environ["SLURM_JOB_NAME"] and os.environ["MASTER_PORT"]
+"""
+
+
+def test_what_srun_sets(script, monkeypatch):
+    """The job that the checker itself runs in is not seen."""
+    monkeypatch.setenv("SLURM_NTASKS", "64")
+    monkeypatch.setenv("WORLD_SIZE", "64")
+    run = ran(script(SLURM), launcher="srun", env={"SLURM_JOB_ID": "7"})
+    assert run.returncode == 0, run.output
+
+
+def test_an_option_that_makes_no_sense():
+    assert variable("A=b=c") == ("A", "b=c")
+    with pytest.raises(argparse.ArgumentTypeError, match="A is not NAME=VALUE"):
+        variable("A")
+
+
+# ---------------------------------------------------------------- GPU calls
+
+INSISTS = "cuda_is_available = False\nassert cuda_is_available\n"  # raises without a message
+
+
+@pytest.mark.parametrize(
+    ("translate", "ran_translated"), [("auto", True), ("yes", True), ("no", False)]
+)
+def test_who_decides_about_translation(script, translate, ran_translated):
+    with planned(script(INSISTS), launcher="python", translate=translate) as plan:
+        assert plan.undisturbed.translate == ran_translated
+        assert plan.lacking == ("AssertionError" if translate == "auto" else "")
+
+
+# ---------------------------------------------------------------- how a script ended
+
+CRASH = """import sys
+def load():
+    raise ValueError("no data")
+print("before")
+sys.stdout.flush()
+load()
+"""
+ENDINGS = {  # script: how the verdict on its end ends, and where
+    CRASH: ("ValueError: no data", "train.py:3"),
+    "import sys\nsys.exit('no config.yaml')": ("exits with code 1: no config.yaml", ""),
+    "import sys\nsys.exit(3)": ("exits with code 3: nothing is printed", ""),
+    "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)": ("is killed by SIGKILL", ""),
+    "def f(:\n    pass": ("SyntaxError: invalid syntax", "train.py:1"),
+    "open('data.pt')": (
+        "; data.pt could be a checkpoint and was left out: give its absolute path",
+        "train.py:1",
+    ),
+    "import argparse\np = argparse.ArgumentParser()\np.add_argument('data')\np.parse_args()": (
+        "the following arguments are required: data; usage: train.py [-h] data",
+        "",
+    ),
+}
+LAUNCHED = [("python", text) for text in ENDINGS] + [("srun", text) for text in ENDINGS]
+BY_TORCHRUN = [CRASH, "import sys\nsys.exit(3)"]
+SLOW = [pytest.param("torchrun", text, marks=pytest.mark.weekly) for text in BY_TORCHRUN]
+
+
+@pytest.mark.parametrize(("launcher", "text"), [*LAUNCHED, *SLOW])
+def test_what_ended_the_script(tmp_path, script, launcher, text):
+    """The exit code is the script's, not the launcher's."""
+    (tmp_path / "data.pt").touch()
+    _, verdicts = judged(script(text), launcher=launcher)
+    ending, where = ENDINGS[text]
+    assert verdicts["it_ends"].text.endswith(ending)
+    assert verdicts["it_ends"].where == where
+    assert failed(verdicts) == ["it_ends"]
+
+
+OFFLINE = {
+    "import urllib.request as r\nr.urlopen('http://localhost:PORT')": "URLError",
+    "open('https://example.org/data.csv')": "FileNotFoundError",
+    "raise OSError(\"We couldn't connect to 'https://huggingface.co'\")": "OSError",
+}
+
+
+@pytest.mark.parametrize("text", OFFLINE)
+def test_a_script_that_needs_the_network(script, text):
+    """That is not the script's fault, and nothing was shown: the exit code says so."""
+    name = script(text.replace("PORT", free_port()))
+    _, verdicts = judged(name, launcher="python")
+    assert OFFLINE[text] in verdicts["it_ends"].text
+    assert "it needs the network: download the data first" in verdicts["it_ends"].text
+    assert (failed(verdicts), verdicts["it_ends"].status) == ([], UNSURE)
+
+
+# ---------------------------------------------------------------- the report
+
+
+def test_the_verdict_comes_first(script):
+    """Then what failed, with the end of its traceback; what was not seen is one line."""
+    name = script(CRASH)
+    with planned(name, launcher="python") as plan:
+        verdicts = judge(plan.undisturbed)
+        lines = text_of(plan, verdicts).splitlines()
+        more = text_of(plan, verdicts, everything=True).splitlines()
+    assert lines[0].startswith("train.py: wrong: 1 wrong, ")
+    assert lines[1] == "first: the script ends: ValueError: no data (train.py:3)"
+    assert re.fullmatch(r"ran: 2 processes under python, on the CPU, \d+ s", lines[2])
+    assert lines[4] == "FAIL     the script ends: ValueError: no data (train.py:3)"
+    assert lines[-2] == "         | ValueError: no data"
+    assert '         |   File "train.py", line 6, in <module>' in lines
+    assert lines[-1].startswith("not seen: ") and lines[-1].endswith("(--all says why)")
+    assert len([line for line in more if line.startswith(("not seen ", "n/a "))]) == len(RULES) - 1
+    assert not any(line.startswith("not seen: ") for line in more)
+
+
+def test_a_report_for_programs(tmp_path, monkeypatch):
+    """JSON has every verdict with its file and line; GitHub shows what is not right."""
+    plan = plan_of("05", tmp_path)
+    verdicts = judge(plan.undisturbed)
+    report = json.loads(json_of(plan, verdicts))
+    assert (report["verdict"], report["exit_code"]) == ("nothing wrong", 0)
+    results = {result["check"]: result for result in report["results"]}
+    assert [*results] == [*named(verdicts)]
+    source = Path(results["mean_gradients"]["file"]).read_text(encoding="utf-8").splitlines()
+    assert "optimizer.step()" in source[results["mean_gradients"]["line"] - 1]
+    shown = [verdict for _, verdict in verdicts if verdict.status not in ("pass", "not seen")]
+    shown = [verdict for verdict in shown if verdict.status != "not applicable"]
+    assert len(annotations(plan, verdicts).splitlines()) == len(shown)
+    bad = Verdict(WRONG, "100 %:\nall", "package/train.py:31")
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path.parent))
+    assert annotation("train.py", "a, b", bad) == (
+        f"::error file={tmp_path.name}/package/train.py,line=31,title=a%2C b::100 %25:%0Aall"
+    )
+
+
+def test_an_unsure_verdict_is_not_folded(tmp_path):
+    plan = plan_of("05", tmp_path)
+    verdicts = [("a", Verdict(PASS, "good")), ("b", Verdict(UNSURE, "look at it", "x/train.py:7"))]
+    text = text_of(plan, verdicts)
+    assert ": nothing wrong: 1 unsure, 1 pass\nfirst: b: look at it (train.py:7)\n" in text
+    assert "\nunsure   b: look at it (train.py:7)\npass     a: good" in text
+
+
+# ---------------------------------------------------------------- the command
+
+
+def command(*words):
+    return [sys.executable, "-m", "ddp_check", *words]
+
+
+def ended(code, *job):
+    """Run a command that ends with this exit code, and return the result."""
+    result = run(*job)
+    assert result.returncode == code, result
+    return result
+
+
+def test_what_the_command_says(tmp_path, script):
+    """All that the script printed, if asked for."""
+    name = script(CRASH)
+    result = ended(1, command("--output", "--launcher", "python", name), tmp_path, HERE)
+    _, _, printed = result.stdout.partition("\nThe script printed:\n")
+    assert printed.startswith("before\nTraceback ")
+
+
+def test_no_script(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ddp-check", "-m", "nowhere.train"])
+    with pytest.raises(SystemExit, match="2"):
+        parse_args()
+    assert capsys.readouterr().err.endswith("ddp-check: error: there is no nowhere/train.py\n")
+
+
+# Has a child, as torchrun has, and leaves a temporary folder behind.
+STAYS = """import subprocess, sys, tempfile, time
+waits = [sys.executable, "-c", "import time; time.sleep(600)"]
+subprocess.Popen(waits, start_new_session=True)
+open("ready", "w").close()
+tempfile.mkdtemp()
+time.sleep(600)
+"""
+SIGNALS = [
+    pytest.param(signal.SIGTERM, "python"),  # a timeout of CI, or `timeout 60 ddp-check …`
+    pytest.param(signal.SIGINT, "srun", marks=SLOW),  # Ctrl-C
+    pytest.param(signal.SIGKILL, "torchrun", marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("number", "launcher"), SIGNALS)
+def test_nothing_is_left_behind(tmp_path, script, number, launcher):
+    """Neither a process nor a folder."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    env = {**HERE, "TMPDIR": str(folder)}
+    with Job(command("--launcher", launcher, script(STAYS)), tmp_path, env) as job:
+        job.wait_for(lambda: [*folder.glob("ddp_check-*/undisturbed/ready")])
+        assert len(job.processes()) > 3
+        os.kill(job.process.pid, number)
+        assert job.process.wait(timeout=60) == -number
+        end = time.monotonic() + 60
+        while job.processes() or [*folder.iterdir()]:
+            assert time.monotonic() < end, job.processes()
+            time.sleep(0.05)
+
+
+# ---------------------------------------------------------------- installed
+
+USES = f"""def test_passes(ddp_check):
+    verdicts = ddp_check({str(ROOT / "checker" / "tests" / "styles" / "spawned.py")!r})
+    assert verdicts["the script ends"] == "pass"
+
+def test_fails(ddp_check):
+    ddp_check("train.py", "--epochs", 2, launcher="python")
+"""
+
+
+@SLOW
+def test_installed_as_its_page_says(tmp_path, script):
+    """The commands of the workflow, and the fixture in a test, in a new environment."""
+    *installs, check = re.findall(r"^ +- run: (.+)$", PAGE, re.M)
+    assert [line for line in installs if "torch" in line] == installs[:1]  # it is here already
+    clone = tmp_path / "ddp-ladder"
+    clone.mkdir()
+    for name in ("ddp_check", "pyproject.toml", "LICENSE"):
+        path = ROOT / name
+        ignored = shutil.ignore_patterns("__pycache__")
+        (
+            shutil.copytree(path, clone / name, ignore=ignored)
+            if path.is_dir()
+            else shutil.copy(path, clone)
+        )
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    (packages,) = (tmp_path / "venv").glob("lib/python3*/site-packages")
+    (packages / "torch.pth").write_text(f"{sysconfig.get_path('purelib')}\n", encoding="utf-8")
+    path = {"PATH": f"{tmp_path}/venv/bin{os.pathsep}{os.environ['PATH']}"}
+    for line in installs[1:]:
+        finished(["bash", "-c", line], tmp_path, path)
+    assert not [*clone.glob("build"), *clone.glob("*.egg-info")]
+
+    script(CRASH)
+    result = ended(1, ["bash", "-c", f"{check} --nobody"], tmp_path, path)
+    assert result.stdout.splitlines()[-1].startswith("::error file=train.py,line=3,title=")
+    script(USES, "test_train.py")
+    pytest_ = ["python", "-m", "pytest", "-p", "no:cacheprovider", "test_train.py"]
+    result = ended(1, ["bash", "-c", " ".join(pytest_)], tmp_path, path)
+    assert "1 failed, 1 passed" in result.stdout, result.stdout
+    assert "first: the script ends: ValueError: no data (train.py:3)" in result.stdout

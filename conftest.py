@@ -1,0 +1,97 @@
+"""What the tests of all rooms share: which of them run, and the fixtures that train a step."""
+
+import os
+import signal
+import tempfile
+
+import pytest
+import torch.distributed as dist
+from support.jobs import finished
+from support.once import FOLDER, once
+from support.scripts import SCRIPT, command, edited, forked
+
+# Parts of the ids of tests that .ci/run may skip: they need GPUs, or cgroups v1.
+EXPECTED_SKIPS = ("[nccl-", "test_out_of_memory")
+
+# ---------------------------------------------------------------- what runs
+
+
+def pytest_configure(config):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
+    os.environ.pop("PYTHONUNBUFFERED", None)  # would divide the lines that ranks print
+    if FOLDER not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="trained-")
+        config.add_cleanup(folder.cleanup)
+        os.chmod(folder.name, 0o1777)  # as /tmp is
+        os.environ[FOLDER] = os.environ["TMPDIR"] = folder.name  # torchrun leaves a folder there
+
+
+def pytest_deselected(items):
+    if items:
+        config = items[0].config
+        config.stash[LEFT_OUT] = config.stash.get(LEFT_OUT, 0) + len(items)
+
+
+LEFT_OUT = pytest.StashKey()  # how many tests the marks leave out
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if count := config.stash.get(LEFT_OUT, 0):
+        words = " ".join(config.args)
+        terminalreporter.write_line(f"{count} slower tests did not run: pytest -m '' {words}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """Turn an unexpected skip into a failure where CI has installed everything."""
+    report = yield
+    expected = any(part in item.nodeid for part in EXPECTED_SKIPS)
+    if report.skipped and not hasattr(report, "wasxfail") and not expected and "CI" in os.environ:
+        report.outcome = "failed"
+        report.longrepr = f"skipped in CI: {report.longrepr}"
+    return report
+
+
+# ---------------------------------------------------------------- training
+
+
+@pytest.fixture(scope="session")
+def launched():
+    """Run a step to completion with its own launcher, once for all tests."""
+
+    def train(step, *args, nprocs=2):
+        text = SCRIPT[step].read_text(encoding="utf-8")
+        start = command(step, *args, nprocs=nprocs)
+        return once(("launched", text, args, nprocs), lambda cwd: finished(start, cwd))
+
+    return train
+
+
+@pytest.fixture(scope="session")
+def trained_with():
+    """Run an edited step to completion on forked ranks, once for all tests."""
+
+    def train(step, changes, args, nprocs=2):
+        def make(cwd):
+            (cwd / ".script").mkdir()
+            script = edited(cwd / ".script", step, *changes)
+            return finished(forked(script, *args, nprocs=nprocs), cwd)
+
+        text = SCRIPT[step].read_text(encoding="utf-8")
+        return once(("forked", text, changes, args, nprocs), make)
+
+    return train
+
+
+@pytest.fixture(scope="session")
+def trained(trained_with):
+    """Run a step to completion on forked ranks, once for all tests."""
+    return lambda step, *args, **options: trained_with(step, (), args, **options)
+
+
+@pytest.fixture
+def process_group():
+    """Join a process group of which this process is the only member."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -1,0 +1,121 @@
+"""The notebook of the walk-through is valid, runs, and shows what it printed."""
+
+import json
+import re
+
+import hunks
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from generating import generate
+from support.gpus import SHIM
+from support.jobs import environment
+from support.scripts import ROOT, SCRIPTS
+
+RUNS = ["run-01", "run-02", "run-03", "run-03-again", "run-04", "run-05"]
+
+
+@pytest.fixture
+def book():
+    return nbformat.read(ROOT / "diffs" / "walkthrough.ipynb", 4)
+
+
+def outputs(book):
+    """Return what each cell has printed on stdout, by its id. There are no errors."""
+    code = [cell for cell in book.cells if cell.cell_type == "code"]
+    assert {o.output_type for cell in code for o in cell.outputs} == {"stream", "display_data"}
+    return {
+        cell.id: "".join(o.text for o in cell.outputs if o.get("name") == "stdout")
+        for cell in code
+        if cell.id == "setup" or cell.id.startswith("run-")
+    }
+
+
+def losses(text):
+    return [
+        float(loss) for loss in re.findall(r"^epoch \d  loss (\d\.\d{4})  ", text, re.MULTILINE)
+    ]
+
+
+def check_outputs(printed):
+    """Every script has learned something."""
+    assert [*printed] == ["setup", *RUNS]
+    for name in RUNS:
+        text = printed[name]
+        line = r"^epoch \d  loss \d\.\d{4}  [\d,]+ samples/s$"
+        assert re.search(line, text, re.MULTILINE), (name, text)
+        percent = float(re.search(r"^accuracy (\d+\.\d\d)% \(\d+/359\)$", text, re.MULTILINE)[1])
+        assert percent > 95, (name, text)
+        assert "Error" not in text, text
+    resumed = "resuming from 03.pt after epoch 2\nepoch 3 "
+    assert printed["run-03-again"].startswith(resumed)
+    assert "macro avg" in printed["run-05"]
+
+
+def test_the_notebook_is_valid_and_has_outputs(book):
+    nbformat.validate(book)
+    check_outputs(outputs(book))
+    text = json.dumps(book)
+    assert str(ROOT) not in text
+    assert "/tmp/" not in text
+    assert text.count("```diff") == sum(len(diff.hunks) for diff in hunks.explained(ROOT))
+
+
+@pytest.mark.slow
+def test_outputs_of_unchanged_cells_are_kept(copy):
+    path = copy / "diffs" / "walkthrough.ipynb"
+    before = nbformat.read(path, 4)
+    for cell in before.cells:
+        cell.source += "\n# as it was before" if cell.id == "run-02" else ""
+    nbformat.write(before, path)
+    assert generate(copy).returncode == 0
+    outputs = {c.id: c.outputs for c in nbformat.read(path, 4).cells if c.cell_type == "code"}
+    assert outputs["run-02"] == []
+    assert outputs["run-03"] == next(cell for cell in before.cells if cell.id == "run-03").outputs
+
+
+def test_the_notebook_needs_no_other_file(book):
+    """It carries the scripts and the pictures, in folded cells."""
+    carried = {
+        cell.id: cell for cell in book.cells if cell.source.startswith(("%%writefile", "%%svg"))
+    }
+    for path in SCRIPTS:
+        cell = carried.pop(f"script-{path.name[:2]}")
+        assert cell.source + "\n" == f"%%writefile {path.name}\n{path.read_text(encoding='utf-8')}"
+        assert cell.metadata == {"jupyter": {"source_hidden": True}, "cellView": "form"}
+    notes = (ROOT / "diffs" / "notes.md").read_text(encoding="utf-8")
+    for path in (ROOT / "diffs" / "pictures").glob("*.svg"):
+        if f"(pictures/{path.name})" not in notes:
+            continue
+        (shown,) = carried.pop(f"picture-{path.stem}").outputs
+        assert shown.data["image/svg+xml"].startswith("<svg ")
+    assert not carried
+    for cell in book.cells:
+        assert "](pictures/" not in cell.source
+        assert "](../" not in cell.source
+
+
+@pytest.mark.weekly  # of the README's commands
+@pytest.mark.parametrize(
+    ("gpus", "until"), [("", RUNS[-1]), ("0", "run-02"), ("0,1", RUNS[-1])], ids=["0", "1", "2"]
+)
+def test_the_notebook_runs_on_any_machine(book, tmp_path, gpus, until):
+    """Without the clone, with as many GPUs of the stand-in: always with two ranks."""
+    stored = outputs(book)
+    del book.cells[[cell.id for cell in book.cells].index(until) + 1 :]
+    calls = tmp_path / ".calls"
+    machine = SHIM | {"CUDA_VISIBLE_DEVICES": gpus, "GPU_SHIM_RECORD": str(calls)}
+    client = NotebookClient(book, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute(env=environment(**machine))
+    printed = outputs(book)
+    assert f"GPUs: {len(gpus.split(',')) if gpus else 0}\n" in printed["setup"]
+    where = "two GPUs" if gpus == "0,1" else "the CPU"
+    assert printed["setup"].endswith(f"Two ranks will train on {where}\n")
+    for name in printed:  # the loss of one rank, or of a second run, would be another one
+        assert losses(printed[name]) == pytest.approx(losses(stored[name]), rel=0.03), name
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in calls.glob("*")]
+    joined = [record[0][1:] for record in records if record[0][0] == "set_device"]
+    alone = [[0, "0"], [0, "1"]]  # the two agents of step 4 have one GPU each
+    wanted = (len(RUNS) - 2) * [[0, "0"], [1, "1"]] + alone if gpus == "0,1" else []
+    assert sorted(joined) == sorted(wanted)
+    assert [*tmp_path.iterdir()] == ([calls] if joined else [])

@@ -1,0 +1,3 @@
+"""The page in a browser."""
+
+from browser import browser, visit  # noqa: F401

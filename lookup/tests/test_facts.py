@@ -1,0 +1,190 @@
+"""What the tutorial says about PyTorch, shown without the scripts."""
+
+import re
+import sys
+import zipfile
+
+import pytest
+import torch
+from support.jobs import finished, free_port, run
+from support.scripts import TORCHRUN, forked
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+from torch.utils.data.distributed import DistributedSampler
+
+
+def shards(world_size, epoch, length=12_942, **options):
+    """Return the indices that DistributedSampler gives each rank, as lists."""
+    samplers = [
+        DistributedSampler(range(length), world_size, rank, **options) for rank in range(world_size)
+    ]
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+    return [list(sampler) for sampler in samplers]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8, 16, 4096])
+def test_shards_are_disjoint_and_cover_the_data(world_size):
+    dealt = [index for shard in shards(world_size, 1) for index in shard]
+    padding = -12_942 % world_size
+    assert len(dealt) == 12_942 + padding
+    assert set(dealt) == set(range(12_942))
+    once = dealt if padding == 0 else set(dealt)
+    assert len(once) == 12_942
+
+
+def test_a_new_order_each_epoch_thanks_to_set_epoch():
+    assert shards(2, 1) != shards(2, 2)
+    sampler = DistributedSampler(range(100), 2, 0)
+    assert list(sampler) == list(sampler)
+
+
+def test_the_padding_is_the_first_samples_again():
+    assert shards(3, 0, 10, shuffle=False) == [[0, 3, 6, 9], [1, 4, 7, 0], [2, 5, 8, 1]]
+    dropped = shards(3, 0, 10, shuffle=False, drop_last=True)
+    assert dropped == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
+
+
+def test_batches_of_all_ranks_together_are_those_of_one_process():
+    one = shards(1, 3)[0]
+    for world_size in (2, 3, 6):
+        together = [index for step in zip(*shards(world_size, 3), strict=True) for index in step]
+        assert together == one
+
+
+def test_without_the_sampler_every_rank_sees_all_data():
+    loaders = [torch.utils.data.DataLoader(range(100), 10) for _ in range(2)]
+    for loader in loaders:
+        assert sorted(index for batch in loader for index in batch.tolist()) == list(range(100))
+
+
+def test_a_prefix_is_removed_safely_and_not_by_a_regular_expression():
+    class Inner(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = torch.nn.Linear(1, 1)  # a submodule named "module"
+
+    names = Inner().state_dict().keys()
+    wrapped = {f"module.{name}": 0 for name in names}
+    consume_prefix_in_state_dict_if_present(wrapped, "module.")
+    assert wrapped.keys() == names
+    assert {re.sub("module.", "", f"module.{name}") for name in names} != names
+
+
+def test_a_flipped_byte_is_found_by_testzip_and_not_by_torch_load(tmp_path):
+    path, tensor = tmp_path / "tensor.pt", torch.arange(100.0)
+    torch.save({"tensor": tensor}, path)
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+    whole = bytearray(path.read_bytes())
+    whole[whole.index(tensor.numpy().tobytes())] ^= 1
+    path.write_bytes(whole)
+    assert not torch.equal(torch.load(path, weights_only=True)["tensor"], tensor)
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() == "tensor/data/0"
+
+
+LEFT = """
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+BEFORE
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+AFTER
+dist.destroy_process_group()
+time.sleep(1)  # Linux lists a thread for a moment after it has ended
+tasks = [f"/proc/self/task/{task}/comm" for task in os.listdir("/proc/self/task")]
+print(sum("gloo" in open(task).read() for task in tasks) > 0)
+"""
+IMPORT = "import torch.distributed.nn"
+WRAP = "DDP(torch.nn.Linear(1, 1))"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "alive"),
+    [("", "", False), ("", IMPORT, True), ("", WRAP, True), (IMPORT, WRAP, False)],
+)
+def test_a_late_import_keeps_the_process_group_alive(tmp_path, before, after, alive):
+    """torch.distributed.nn has the group as a default argument, and the first DDP() imports it."""
+    if alive and torch.__version__ < "2.9":
+        pytest.skip("PyTorch 2.8 does not name the threads of gloo")
+    program = LEFT.replace("BEFORE", before).replace("AFTER", after)
+    assert finished([sys.executable, "-c", program], tmp_path).stdout == f"{alive}\n"
+
+
+BEGIN = """
+import os, sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo", timeout=timedelta(seconds=15))
+rank = dist.get_rank()
+"""
+END = """
+dist.barrier()
+model = None  # DDP freed after its group can hang
+dist.destroy_process_group()
+"""
+BUFFERS = """
+from torch.nn.parallel import DistributedDataParallel as DDP
+model = DDP(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)))
+model(torch.ones(4, 2)).sum().backward()
+model.eval()
+if rank == 0:
+    with torch.no_grad():
+        EVALUATED(torch.ones(4, 2))
+"""
+WRITTEN = """
+if rank == 1:
+    BEFORE_READING
+    print("found" if os.path.exists("file") else "not there")
+    dist.send(torch.zeros(1), 0)
+if rank == 0:
+    BEFORE_WRITING
+    open("file", "w").close()
+    AFTER_WRITING
+"""
+
+
+def two_ranks(tmp_path, body, *changes):
+    """Run a short program on two ranks; return the Result."""
+    for old, new in changes:
+        body = body.replace(old, new)
+    (tmp_path / "program.py").write_text(BEGIN + body + END, encoding="utf-8")
+    return run(forked(tmp_path / "program.py"), tmp_path)
+
+
+@pytest.mark.slow
+def test_evaluating_the_wrapper_on_one_rank_can_hang(tmp_path):
+    job = two_ranks(tmp_path, BUFFERS, ("EVALUATED", "model"))
+    assert job.returncode == 1
+    assert "Timed out" in job.stderr
+    assert two_ranks(tmp_path, BUFFERS, ("EVALUATED", "model.module")).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_barrier_is_needed_where_one_rank_reads_what_another_writes(tmp_path):
+    late = ("BEFORE_WRITING", "dist.recv(torch.zeros(1), 1)")  # rank 1 has already looked
+    job = two_ranks(tmp_path, WRITTEN, late, ("BEFORE_READING", ""), ("AFTER_WRITING", ""))
+    assert job.stdout == "not there\n"
+    (tmp_path / "file").unlink()
+    after = ("AFTER_WRITING", "dist.barrier(); dist.recv(torch.zeros(1), 1)")
+    job = two_ranks(
+        tmp_path, WRITTEN, ("BEFORE_WRITING", ""), ("BEFORE_READING", "dist.barrier()"), after
+    )
+    assert job.stdout == "found\n"
+
+
+@pytest.mark.slow
+def test_one_agent_of_two_waits_for_the_other(tmp_path):
+    endpoint = f"--rdzv-endpoint=localhost:{free_port()}"
+    waits = ["--nnodes=2", "--rdzv-backend=c10d", endpoint, "--rdzv-conf=join_timeout=2"]
+    (tmp_path / "program.py").write_text("print('started')", encoding="utf-8")
+    job = run([TORCHRUN, *waits, "program.py"], tmp_path)
+    assert job.returncode == 1
+    assert "RendezvousTimeoutError" in job.stderr
+    assert "started" not in job.stdout
+    alone = [TORCHRUN, "--nnodes=1", *waits[1:], "program.py"]
+    assert finished(alone, tmp_path).stdout == "started\n"

@@ -1,0 +1,95 @@
+"""The calculator on the page computes what benchmarks/which.py does."""
+
+import importlib
+import random
+
+import pytest
+from playwright.sync_api import expect
+from browser import NEEDS_BROWSER, check_figure
+from support.scripts import ROOT, page
+
+FIGURE = "#fig-which-one"
+COMPUTED = (
+    """every => every.map(({ limit, ...job }) => figures["which-one"].computed(job, limit))"""
+)
+pytestmark = NEEDS_BROWSER
+
+
+@pytest.fixture
+def which(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("which")
+
+
+@pytest.fixture
+def figure(visit):
+    return visit("#recipes").locator(FIGURE)
+
+
+def shown(figure):
+    """Return the cells of the table."""
+    rows = figure.locator("tbody tr").all()
+    return [row.locator("th, td").all_text_contents() for row in rows]
+
+
+def test_it_computes_what_python_does(figure, which):
+    draw = random.Random(0)
+    every = [
+        {
+            "parameters": 10 ** draw.uniform(7, 12),
+            "nodes": draw.choice([1, 2, 3, 16, 500]),
+            "gpus": draw.choice([1, 2, 4, 8]),
+            "tokens": draw.choice([128, 4096, 100_000]),
+            "mixed": draw.random() < 0.5,
+            "checkpointed": draw.random() < 0.5,
+            "limit": draw.choice([16e9, 40e9, 80e9, 141e9]),
+        }
+        for _ in range(300)
+    ]
+    chosen = set()
+    for settings, found in zip(every, figure.page.evaluate(COMPUTED, every), strict=True):
+        limit = settings.pop("limit")
+        layers, width = which.shape(settings["parameters"])
+        job = which.Job(layers=layers, width=width, **settings)
+        for way, memory, sent, fits in found["ways"]:
+            assert memory == pytest.approx(which.memory(way, job)), (way, settings)
+            assert sent == pytest.approx(which.sent(way, job)), (way, settings)
+            assert fits == which.fits(way, job, limit)
+        assert [way for way, *_ in found["ways"]] == list(which.WAYS)
+        assert found["recommended"] == which.recommended(job, limit)
+        chosen.add(found["recommended"])
+    assert len(chosen) > 5
+
+
+def test_it_opens_with_the_worked_example_and_obeys_the_keyboard(figure):
+    for row in shown(figure):
+        assert f"| {' | '.join(row)} |" in page("recipes/which")
+    said = figure.locator(".said")
+    expect(said).to_contain_text("fits into 40.0 GB per GPU: hybrid (recipes/hybrid_sharding.md)")
+    expect(said).to_contain_text("FSDP2 fits, too, but a node then sends 21.0 GB instead of 12")
+    expect(figure.locator(".chosen th")).to_have_text("hybrid")
+    nodes = figure.get_by_label("Nodes")
+    nodes.focus()
+    nodes.press("ArrowDown")
+    expect(said).to_contain_text("FSDP2 (recipes/fsdp2_gpt.md)")
+    nodes.fill("")
+    expect(said).to_contain_text("Nodes: type a whole number that is in range, from 1 to 10000.")
+    nodes.fill("2")
+    figure.get_by_label("Tokens").fill("16384")
+    expect(said).to_contain_text("With activation checkpointing: hybrid.")
+    figure.get_by_label("Activation checkpointing").press("Space")
+    expect(said).to_contain_text("hybrid (recipes/")
+    nodes.fill("16")
+    pipeline = figure.locator('[data-way="pipeline"] .together')
+    expect(pipeline).to_contain_text("more ranks than layers")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scheme", "size"),
+    [("dark", "phone"), pytest.param("light", "wide", marks=pytest.mark.weekly)],
+)
+def test_it_is_accessible_and_fits(visit, scheme, size):
+    shown = visit("#recipes", size, color_scheme=scheme)
+    expect(shown.locator(f"{FIGURE} tbody tr")).to_have_count(7)
+    check_figure(shown, FIGURE)

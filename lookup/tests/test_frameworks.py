@@ -1,0 +1,263 @@
+"""The programs in frameworks/README.md, and what the page says about the frameworks."""
+
+import importlib.metadata
+import importlib.util
+import re
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.jobs import Job, finished
+from support.results import said, same_bits
+from support.scripts import ROOT, SMALL, edited, forked, load, patched, write
+
+PAGE = (ROOT / "frameworks" / "README.md").read_text(encoding="utf-8")
+REQUIREMENTS = ROOT / "frameworks" / "requirements.txt"
+PINNED = dict(re.findall(r"^([\w-]+)==(.+)$", REQUIREMENTS.read_text(encoding="utf-8"), re.M))
+ONE = ("1", *SMALL)
+BARRIER = "dist.barrier()\n"
+SAY = """\
+from os import environ
+
+def say(*what):
+    print(f"rank {environ['RANK']}: {' '.join(map(str, what))}\\n", end="", flush=True)
+
+"""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not all(importlib.util.find_spec(name.replace("-", "_")) for name in PINNED),
+        reason="needs: pip install -r frameworks/requirements.txt",
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+
+
+def program(folder, imported, line, more, *changes):
+    """Write a program of the page beside step 5, with more lines before this one."""
+    edited(folder, "05")
+    programs = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    [text] = [text for text in programs if f"from {imported} import" in text]
+    return write(folder / "program.py", SAY + text, [(line, more + line), *changes])
+
+
+def both_said(job):
+    """Return what ranks 0 and 1 said, as two lists of lines."""
+    return said(job, 0), said(job, 1)
+
+
+def score(job):
+    """Return (correct, total) of the line with the accuracy."""
+    [found] = re.findall(r"^accuracy [\d.]+% \((\d+)/(\d+)\)$", job.stdout, re.MULTILINE)
+    return tuple(map(int, found))
+
+
+def test_the_versions_are_the_pinned_ones():
+    assert {name: importlib.metadata.version(name) for name in PINNED} == PINNED
+
+
+# ---------------------------------------------------------------- Accelerate
+
+ACCELERATE = """
+from accelerate import skip_first_batches
+from accelerate.utils import set_seed
+from torch.utils.data.distributed import DistributedSampler
+
+def seen(loader):
+    return [batch.tolist() for batch in loader]
+
+say("ranks", accelerator.num_processes, type(model).__name__)
+say("gathered", sum(len(accelerator.gather(targets)) for _, targets in test_loader))
+say("kept", sum(len(accelerator.gather_for_metrics(targets)) for _, targets in test_loader))
+plain = accelerator.prepare(DataLoader(range(8), 2))
+say("dealt", seen(plain), seen(skip_first_batches(plain, 1)))
+sampler = DistributedSampler(range(16), shuffle=False)
+say("dealt again", seen(accelerator.prepare(DataLoader(range(16), 2, sampler=sampler))))
+shuffled = accelerator.prepare(DataLoader(range(1000), 100, shuffle=True))
+accelerator.load_state(f"{args.checkpoint_path}.state")
+say("sum", accelerator.reduce(torch.tensor(accelerator.process_index + 1), "sum").item())
+say("new order", seen(shuffled) != seen(shuffled))
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1)
+scheduler = accelerator.prepare(scheduler)
+for _ in range(3):
+    optimizer.step()
+    scheduler.step()
+say("scheduler", scheduler.scheduler.last_epoch)
+set_seed(0)
+say("same", torch.rand(()).item())
+set_seed(0, device_specific=True)
+say("own", torch.rand(()).item())
+"""
+
+
+def test_accelerate(tmp_path, trained):
+    path = program(tmp_path, "accelerate", "accelerator.end_training()\n", ACCELERATE)
+    job = finished(forked(path, *ONE), tmp_path)
+    one, two = both_said(job)
+    assert one[:3] == two[:3] == ["ranks 2 DistributedDataParallel", "gathered 384", "kept 359"]
+    assert one[3] == "dealt [[0, 1], [4, 5]] [[4, 5]]"
+    assert two[3] == "dealt [[2, 3], [6, 7]] [[6, 7]]"
+    assert one[4] == "dealt again [[0, 2], [8, 10]]"
+    assert two[4] == "dealt again [[5, 7], [13, 15]]"
+    assert one[5:8] == two[5:8] == ["sum 3", "new order True", "scheduler 6"]
+    assert one[8] == two[8]
+    assert one[9] != two[9]
+    state = tmp_path / "checkpoint.pt.state"
+    files = ["model.safetensors", "optimizer.bin", "random_states_0.pkl", "random_states_1.pkl"]
+    assert sorted(path.name for path in state.iterdir()) == files  # and no epoch
+    step_5 = trained("05", *ONE)
+    assert score(job) == score(step_5)
+    torch.save({"MODEL_STATE": load_file(state / "model.safetensors")}, tmp_path / "accelerate.pt")
+    assert same_bits(tmp_path / "accelerate.pt", step_5)
+
+
+def test_accelerate_without_a_gpu(tmp_path):
+    """Both ranks believe that they are alone, and do not notice it."""
+    path = tmp_path / "alone.py"
+    lines = ["from accelerate import Accelerator", "a = Accelerator()"]
+    end = "say(a.process_index, a.num_processes, a.is_main_process, a.distributed_type.value)"
+    path.write_text(SAY + "\n".join([*lines, end, ""]), encoding="utf-8")
+    one, two = both_said(finished(forked(path), tmp_path))
+    assert one == two == ["0 1 True NO"]
+
+
+# ---------------------------------------------------------------- Fabric
+
+FABRIC = """
+test_loader = fabric.setup_dataloaders(DataLoader(test_set, args.batch_size))
+samples = torch.tensor(sum(len(targets) for _, targets in test_loader))
+say("evaluated", fabric.all_reduce(samples, reduce_op="sum").item())
+own = step5.prepare_dataloader(train_set, args)
+prepared = fabric.setup_dataloaders(own)
+own.sampler.set_epoch(7)
+next(iter(prepared))
+say("epoch", own.sampler.epoch)
+state = {"MODEL_STATE": model, "OPTIMIZER_STATE": optimizer, "EPOCHS_RUN": 0}
+fabric.load(args.checkpoint_path, state)
+say("loaded", state["EPOCHS_RUN"])
+fabric.seed_everything(args.seed)
+say("same", torch.rand(()).item())
+"""
+
+
+def test_fabric(tmp_path, trained):
+    two_epochs = ("2", *SMALL)
+    path = program(tmp_path, "lightning_fabric", BARRIER, FABRIC)
+    by_torchrun = {"TORCHELASTIC_RUN_ID": "none"}  # by which Fabric recognizes it
+    job = finished(forked(path, *two_epochs), tmp_path, by_torchrun)
+    one, two = both_said(job)
+    assert one[:3] == two[:3] == ["evaluated 360", "epoch 0", "loaded 2"]
+    assert one[3] == two[3]
+    step_5 = trained("05", *two_epochs)
+    assert same_bits(job, step_5)
+    assert score(job) == score(step_5)
+
+
+# ---------------------------------------------------------------- the Trainer
+
+TRAINER = """
+say("wrapped", type(trainer.model_wrapped).__name__, type(trainer.model).__name__)
+say("defaults", arguments.max_grad_norm, arguments.lr_scheduler_type.value, arguments.ddp_timeout)
+say("loss", metrics["eval_loss"])
+say("same", torch.rand(()).item())
+logged, summary = trainer.state.log_history[:2]
+say("all ranks", logged["loss"])
+again = Trainer(Digits(), arguments, data_collator=collate, train_dataset=train_set)
+again.train(resume_from_checkpoint=f"{arguments.output_dir}/checkpoint-51")  # mid-epoch
+pairs = zip(trainer.model.state_dict().values(), again.model.state_dict().values())
+say("summary", summary["train_loss"])
+say("resumed", all(torch.equal(a, b) for a, b in pairs), again.state.global_step)
+"""
+
+
+def test_trainer(tmp_path):
+    half = ('save_strategy="epoch"', 'save_strategy="steps", save_steps=51, logging_steps=60')
+    path = program(tmp_path, "transformers", BARRIER, TRAINER, half)
+    job = finished(forked(path, *ONE), tmp_path)
+    one, two = both_said(job)
+    assert one[-2] != two[-2]  # the summary has each rank's own loss since the last log
+    assert [line for line in one if line != one[-2]] == [line for line in two if line != two[-2]]
+    assert one[:2] == ["wrapped DistributedDataParallel Digits", "defaults 1.0 linear 1800"]
+    assert "find_unused_parameters=True was specified in DDP constructor" in job.stderr
+    assert one[-1] == "resumed True 102"
+    saved = tmp_path / "checkpoint.pt.trainer" / "checkpoint-102"
+    names = {path.name for path in saved.iterdir()}
+    assert {"model.safetensors", "optimizer.pt", "scheduler.pt"} < names
+    assert {"rng_state_0.pth", "rng_state_1.pth", "trainer_state.json"} < names
+    correct, losses = evaluated(saved / "model.safetensors")
+    assert score(job) == (correct, 359)
+    # gathered by whole batches, of which the last is filled up with the first samples
+    padded = torch.cat([losses, losses[: 6 * 64 - 359]]).view(6, 64).mean(dim=1)
+    mean_of_means = padded.repeat_interleave(64)[:359].mean().item()
+    assert float(one[2].split()[1]) == pytest.approx(mean_of_means, rel=1e-6)
+    state = torch.load(saved / "scheduler.pt", weights_only=True)
+    assert set(state["_last_lr"]) == {0}  # the learning rate has fallen to zero
+
+
+def evaluated(path):
+    """Return how many digits a saved model reads, and each one's loss, of one process."""
+    module = load("05")
+    model = module.build_model(width=4)
+    model.load_state_dict({key.removeprefix("layers."): t for key, t in load_file(path).items()})
+    images, labels = module.load_datasets()[1].tensors
+    with torch.inference_mode():
+        logits = model(images)
+    losses = torch.nn.functional.cross_entropy(
+        logits.double(), labels, label_smoothing=0.1, reduction="none"
+    )
+    return int((logits.argmax(dim=1) == labels).sum()), losses
+
+
+TOLD = """
+import signal
+from transformers import TrainerCallback
+
+class Told(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        say(state.global_step)
+        if environ["RANK"] == "1" and state.global_step == 5:
+            signal.raise_signal(signal.SIGTERM)
+
+trainer.add_callback(Told())
+"""
+
+
+@pytest.mark.weekly
+def test_the_trainer_told_to_stop_on_one_rank(tmp_path):
+    """Three seconds after the signal, rank 1 saves its part alone; then both ranks wait."""
+    asked = ('save_strategy="epoch"', 'save_strategy="no", enable_jit_checkpoint=True')
+    path = program(tmp_path, "transformers", "trainer.train()\n", TOLD, asked)
+    folder = tmp_path / "checkpoint.pt.trainer"
+    with Job(forked(path, "1000", *SMALL), tmp_path) as job:
+        [saved] = job.wait_for(lambda: list(folder.glob("checkpoint-*")))
+        time.sleep(5)
+        steps = both_said(job)
+        time.sleep(5)
+        assert both_said(job) == steps  # in five seconds, no step
+        assert job.process.poll() is None, job
+    assert not (saved / "model.safetensors").exists()  # which only rank 0 writes
+
+
+# ---------------------------------------------------------------- the recipe
+
+
+def test_huggingface(tmp_path):
+    """What `save_pretrained` wrote is loaded without DDP, and reads as many digits."""
+    job = finished(forked(patched(tmp_path, "recipes/huggingface"), *ONE), tmp_path)
+    transformers = importlib.import_module("transformers")  # slow, and not always there
+    model = transformers.AutoModelForImageClassification.from_pretrained(
+        tmp_path / "checkpoint.pt.hf"
+    )
+    torch.save({"MODEL_STATE": model.state_dict()}, tmp_path / "loaded.pt")
+    assert same_bits(tmp_path / "loaded.pt", job)
+    images, labels = load("05").load_datasets()[1].tensors
+    with torch.inference_mode():
+        predictions = model.eval()(images).logits.argmax(dim=1)
+    assert score(job) == (int((predictions == labels).sum()), 359)

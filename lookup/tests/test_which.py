@@ -1,0 +1,229 @@
+"""What recipes/which.md says is computed, and close to what is counted."""
+
+import importlib
+import json
+import re
+import statistics
+import sys
+from itertools import accumulate
+
+import pytest
+import torch
+from support.jobs import finished
+from support.scripts import ROOT, page
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import profile
+
+BENCHMARKS = ROOT / "benchmarks"
+SLOW = pytest.mark.slow
+PARAMETERS = 117_479  # of the exercise's GPT
+TOKENS = 32 * 64  # per rank and step: samples and characters
+LAYOUTS = {  # of the recipes' four ranks: (nodes, GPUs per node)
+    "zero_optimizer": (1, 4),
+    "fsdp2_gpt": (1, 4),
+    "hybrid_sharding": (2, 2),
+    "tensor_parallel": (1, 4),
+    "two_dimensional": (2, 2),
+    "pipeline": (1, 4),
+}
+
+
+@pytest.fixture
+def which(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("which")
+
+
+@pytest.fixture
+def collectives(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("collectives")
+
+
+def job_of(which, billions, nodes, gpus, tokens=4096, **options):
+    parameters = 1e9 * billions
+    return which.Job(parameters, *which.shape(parameters), nodes, gpus, tokens, **options)
+
+
+# ---------------------------------------------------------------- the page
+
+
+def test_the_worked_example_is_computed(which):
+    job = job_of(which, 3, nodes=2, gpus=4)
+    shared = importlib.import_module("shared")
+    assert shared.table(which.HEADING, *which.rows(job, 40e9)) in page("recipes/which")
+    assert which.recommended(job, 40e9) == "hybrid_sharding"
+
+
+def test_the_table_of_models_is_computed(which):
+    rows = re.findall(
+        r"^\| ([\d.]+) billion \| (\d+) GB \| (\d+) \S (\d+) \| (yes|no) \|(.*)\|$",
+        page("recipes/which"),
+        re.MULTILINE,
+    )
+    assert len(rows) == 9
+    for billions, limit, nodes, gpus, checkpointed, said in rows:
+        layout = int(nodes), int(gpus)
+        job = job_of(which, float(billions), *layout, checkpointed=checkpointed == "yes")
+        way = which.recommended(job, 1e9 * int(limit))
+        sizes = sum(which.memory(way, job)), job.gpus * which.sent(way, job)[1]
+        shown = (which.WAYS[way], *(f"{size / 1e9:.1f} GB" for size in sizes))
+        assert tuple(word.strip() for word in said.split("|")) == shown
+
+
+@pytest.mark.parametrize("name", [n for n in LAYOUTS if (ROOT / f"recipes/{n}.md").exists()])
+def test_the_formulae_are_close_to_what_the_recipe_counts(which, name):
+    """The numbers on the page are those that its test counts. Rows do not divide evenly."""
+    text = page(f"recipes/{name}")
+    counted = int(re.search(r"\(([\d,]+) parameters\)", text)[1].replace(",", ""))
+    layers = 2 if counted == PARAMETERS else 4
+    job = which.Job(counted, layers, 64, *LAYOUTS[name], TOKENS, mixed=False)
+    states, *_ = which.memory(name, job)
+    cells = re.findall(r"^\| (?:parameters|optimizer) .* per rank .*\|(.*)\|$", text, re.MULTILINE)
+    assert len(cells) == 2
+    found = [[int(n.replace(",", "")) for n in re.findall(r"\d[\d,]+", cell)] for cell in cells]
+    assert sum(map(statistics.mean, found)) == pytest.approx(states, rel=0.08)
+    (row,) = re.findall(r"^\| sent per step and rank.*\|(.*)\|$", text, re.MULTILINE)
+    found = int(re.search(r"[\d,]+", row)[0].replace(",", ""))
+    assert 0.74 * found < sum(which.sent(name, job)) < 1.08 * found
+
+
+# ---------------------------------------------------------------- the formulae
+
+
+def test_by_hand(which):
+    """One billion parameters in two layers, two nodes of two GPUs, one token per GPU."""
+    job = which.Job(1e9, 2, 1000, 2, 2, tokens=1)
+    states = {way: which.memory(way, job)[0] / 1e9 for way in which.WAYS}
+    assert states == {
+        "ddp": 16,
+        "zero_optimizer": 4 + 4 + 2,
+        "fsdp2_gpt": 4,
+        "hybrid_sharding": 8,
+        "tensor_parallel": 8,
+        "two_dimensional": 4,
+        "pipeline": 4,
+    }
+    assert which.memory("fsdp2_gpt", job)[1:] == (5e9, 2 * 16 * 1000 * 2 + 12 * 50_000)
+    assert which.memory("ddp", job)[1:] == (2e9, 2 * (14 * 2 + 2 * 4) * 1000 + 12 * 50_000)
+    activation = 2 * 1000 * 2 / 1e9  # of a node's two tokens, in bf16
+    assert {way: sum(which.sent(way, job)) / 1e9 for way in which.WAYS} == pytest.approx(
+        {
+            "ddp": 6,
+            "zero_optimizer": 9,
+            "fsdp2_gpt": 6,
+            "hybrid_sharding": 4 + 2,
+            "tensor_parallel": (4 + 4 * 2) * 2 * activation / 2 + 2,  # half of it in float32
+            "two_dimensional": 8 * 2 * activation / 2 + 2,
+            "pipeline": 2 * 2 * 2 * activation * 0.75,
+        }
+    )
+
+
+def test_the_loss_takes_12_bytes_per_token_and_word():
+    tokens, words = 256, 5000
+    source, weight = torch.rand(tokens, 8), torch.rand(words, 8, requires_grad=True)
+    targets = torch.zeros(tokens, dtype=torch.int64)
+    with profile(profile_memory=True) as recorded:
+        nn.functional.cross_entropy(source @ weight.T, targets).backward()
+    events = recorded.profiler.kineto_results.events()
+    sizes = accumulate(event.nbytes() for event in events if event.name() == "[memory]")
+    assert max(sizes) / tokens / words == pytest.approx(12, rel=0.02)
+
+
+@pytest.mark.parametrize(("mixed", "size"), [(False, 16 * 4), (True, 14 * 2 + 2 * 4)])
+def test_a_block_keeps_16_values(collectives, mixed, size):
+    """And the statistics of two norms, and a number per head. x lives until all is counted.
+
+    Under autocast, the two that pass the block by stay in float32.
+    """
+    model, names = collectives.gpt()
+    block, kept = model.blocks[0], {}
+    parameters = {p.untyped_storage().data_ptr() for p in block.parameters()}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        copied = mixed and tensor.shape[::-1] in shapes  # of a weight, in bf16
+        if storage.data_ptr() not in parameters and not copied:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    shapes = {p.shape for p in block.parameters()}
+    x = torch.zeros(2, names["context"], names["width"]).requires_grad_()
+    cast = torch.autocast("cpu", torch.bfloat16, enabled=mixed)
+    with cast, saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = block(x)
+    assert result.requires_grad
+    assert sum(kept.values()) / x[..., 0].numel() == pytest.approx(size * names["width"], rel=0.01)
+
+
+# ---------------------------------------------------------------- collectives
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory):
+    """What collectives.py counts: {way: {ranks: [[of what, collective, bytes], ...]}}."""
+    words = [sys.executable, BENCHMARKS / "collectives.py", "--json"]
+    found = json.loads(finished(words, tmp_path_factory.mktemp("counted")).stdout)
+    return {way: {int(n): calls for n, calls in by.items()} for way, by in found.items()}
+
+
+def of(calls, what, kind):
+    return [size for *call, size in calls if call == [what, kind]]
+
+
+def padded(module, ranks):
+    """Return the bytes of these parameters if each has a multiple of so many rows."""
+    return sum(4 * -(-len(p) // ranks) * ranks * p[0].numel() for p in module.parameters())
+
+
+@SLOW
+def test_the_collectives_on_the_page_are_counted(collectives, counted):
+    shared = importlib.import_module("shared")
+    assert shared.table(*collectives.rows(counted)) in page("benchmarks/README")
+
+
+@SLOW
+def test_what_is_sent_is_what_the_formulae_say(collectives, counted, which):
+    """Up to the embeddings and the head: gathered once by FSDP2, and not split by 2-D here."""
+    model, names = collectives.gpt()
+    size = padded(model, 1)
+    for ranks, calls in counted["DDP"].items():
+        assert sum(of(calls, "parameters", "all-reduce")) == size
+        assert sent(collectives, "DDP", ranks, calls) == pytest.approx(formula(which, "ddp", ranks))
+    for ranks, calls in counted["FSDP2"].items():
+        whole = padded(model, ranks)
+        assert sum(of(calls, "parameters", "reduce-scatter")) == whole
+        gathered = of(calls, "parameters", "all-gather")
+        assert sum(gathered) == whole + padded(model.blocks, ranks)
+        assert len(gathered) == 2 * names["layers"] + 1
+        if ranks < names["width"]:
+            assert (
+                0.97
+                < sent(collectives, "FSDP2", ranks, calls) / formula(which, "fsdp2_gpt", ranks)
+                < 1
+            )
+    activation = 4 * collectives.TOKENS * names["width"]
+    for ranks, calls in counted["2-D"].items():
+        for kind, each in (("all-gather", 4), ("reduce-scatter", 4)):
+            sizes = of(calls, "activations", kind)
+            assert {*sizes} == {activation}
+            assert each * names["layers"] < len(sizes) <= each * names["layers"] + 2
+        if ranks < 4096:
+            found = sent(collectives, "2-D", ranks, calls)
+            assert 1 < found / formula(which, "two_dimensional", ranks) < 1.15
+
+
+def sent(collectives, way, ranks, calls):
+    return sum(collectives.sent(calls, collectives.groups(way, ranks)).values())
+
+
+def formula(which, way, ranks):
+    """Return what the formulae say that a rank sends for the GPT of collectives.py, in float32."""
+    collectives = importlib.import_module("collectives")
+    model, names = collectives.gpt()
+    parameters = sum(p.numel() for p in model.parameters())
+    shape = names["layers"], names["width"]
+    job = which.Job(parameters, *shape, ranks // 8, 8, collectives.TOKENS // 8, mixed=False)
+    return sum(which.sent(way, job))

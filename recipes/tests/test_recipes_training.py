@@ -1,0 +1,425 @@
+"""Recipes that change how the model is trained: steps, precision, and what is saved."""
+
+import math
+import re
+from types import ModuleType
+
+import pytest
+import torch
+from support.gpus import GPUS, ON_GPUS
+from support.jobs import finished, run
+from support.positions import BATCH, TOLD, told
+from support.results import error_lines, resumed, said, same_bits, weights
+from support.scripts import (
+    DOUBLE,
+    END,
+    SMALL,
+    arguments,
+    build_trainer,
+    command,
+    digest,
+    edited,
+    exact,
+    forked,
+    load,
+    on_each_rank,
+    on_screen,
+    patched,
+    text_of,
+)
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint_sequential
+
+SLOW = pytest.mark.slow
+STEPS = 102  # per epoch, with two ranks and SMALL
+STEP = "        self.optimizer.step()\n"
+WEIGHTS = (END, f"    {on_each_rank(digest('model.parameters()'))}{END}")
+
+
+def with_and_without_a_stop(tmp_path, name, *changes):
+    """Run a recipe twice, once with a stop mid-epoch; check that the weights are identical."""
+    jobs = []
+    for kind, stop in (("stopped", [told(1, how=TOLD)]), ("undisturbed", [])):
+        folder = tmp_path / kind
+        folder.mkdir()
+        path = patched(folder, f"recipes/{name}", *changes, *stop)
+        start = forked(path, "2", *SMALL, restarts=len(stop))
+        jobs.append(finished(start, folder))
+    assert "interrupted after 3,840 samples" in jobs[0].stdout, jobs[0]
+    assert [resumed(job) for job in jobs] == [[1], []]
+    assert same_bits(*jobs)
+    return jobs
+
+
+def saved(job, name):
+    """Return an entry of a job's checkpoint."""
+    return torch.load(job.cwd / "checkpoint.pt", weights_only=True)[name]
+
+
+def module(name):
+    """Return a recipe as a module."""
+    recipe = ModuleType(name)
+    exec(text_of(f"recipes/{name}"), recipe.__dict__)
+    return recipe
+
+
+# ---------------------------------------------------------------- batch and learning rate
+
+
+def test_accumulation(tmp_path):
+    """A group of four batches acts as one large batch, and all-reduces once; so does a shorter one.
+
+    A rank has 6471 samples: 32 full groups of 4 x 50, and a last one of 50 and 21.
+    """
+    counted = (
+        "    trainer.train(",
+        "    reduced = []\n"
+        "    counting = default_hooks.allreduce_hook\n"
+        "    trainer.model.register_comm_hook(\n"
+        "        None, lambda state, bucket: reduced.append(1) or counting(None, bucket)\n"
+        "    )\n"
+        "    trainer.train(",
+    )
+    hooks = "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks\n"
+    imported = ("from torch import nn\n", f"from torch import nn\n{hooks}")
+    said = ("    dist.barrier()", '    log(f"{len(reduced)} all-reduces")\n    dist.barrier()')
+    changes = (*DOUBLE, imported, counted, said)
+    parts, whole = tmp_path / "parts", tmp_path / "whole"
+    parts.mkdir()
+    whole.mkdir()
+    recipe = patched(parts, "recipes/accumulation", *changes)
+    step_5 = edited(whole, "05", *changes)
+    jobs = [
+        finished(forked(recipe, "1", "--batch-size=50", "--width=2"), parts),
+        finished(forked(step_5, "1", "--batch-size=200", "--width=2"), whole),
+    ]
+    counts = [re.findall(r"^(\d+) all-reduces$", job.stdout, re.MULTILINE) for job in jobs]
+    assert counts == [["33"], ["33"]]
+    one, other = (weights(job) for job in jobs)
+    assert max((one[name] - other[name]).abs().max() for name in one) < 1e-9
+
+
+@SLOW
+def test_learning_rate(tmp_path):
+    """The batch is half the one for which --lr was chosen."""
+    rate = "        log(f'rate {self.optimizer.param_groups[0][\"lr\"]!r}')\n"
+    jobs = with_and_without_a_stop(tmp_path, "learning_rate", (STEP, rate + STEP))
+    wanted = [
+        4e-3 * 0.5**0.5 * min(1, (n + 1) / 20) * (1 + math.cos(math.pi * n / (2 * STEPS))) / 2
+        for n in range(2 * STEPS)
+    ]
+    for job in jobs:
+        rates = [float(rate) for rate in re.findall(r"^rate (.+)$", job.stdout, re.MULTILINE)]
+        assert rates == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+
+
+# ---------------------------------------------------------------- precision
+
+
+@SLOW
+def test_bf16(tmp_path):
+    """All ranks compute the same norm, clip to the same gradient, and end with the same weights."""
+    clip = "        nn.utils.clip_grad_norm_("
+    gradients = "[p.grad for p in self.model.parameters()]"
+    clipped = f"nn.utils.get_total_norm({gradients}).item()"
+    show = on_each_rank(f"logits.dtype, norm.item(), {clipped}, {digest(gradients)}")
+    changes = (
+        ("MAX_NORM = 1.0", "MAX_NORM = 0.1"),
+        (clip, clip.replace("nn", "norm = nn", 1)),
+        (STEP, f"        if self.samples_run == 0:\n            {show}{STEP}"),
+        WEIGHTS,
+    )
+    job = finished(forked(patched(tmp_path, "recipes/bf16", *changes), "1", *SMALL), tmp_path)
+    assert len(said(job, 0)) == 2
+    assert said(job, 0) == said(job, 1)
+    dtype, norm, clipped, _ = said(job, 0)[0].strip("()").split(", ")
+    assert dtype == "torch.bfloat16"
+    assert float(norm) > 0.15
+    assert float(clipped) == pytest.approx(0.1, rel=1e-4)
+    assert {weight.dtype for weight in weights(job).values()} == {torch.float32}
+
+
+@SLOW
+def test_fp16_scaler(tmp_path):
+    """The gradient overflows once, on the last rank: all ranks skip only that step."""
+    scale = "        self.scaler.scale(loss)"
+    infinite = "(self.epochs_run, self.samples_run, dist.get_rank()) == (0, 1280, 1)"
+    steps = "optimizer.state_dict()['state'][0]['step'].item()"
+    changes = (
+        (scale, f"        loss = loss * (float('inf') if {infinite} else 1)\n{scale}"),
+        (
+            "GradScaler(device.type)",
+            "GradScaler(device.type, init_scale=1024.0)",
+        ),  # small enough never to overflow
+        ("            logits =", "            logits = self.logits ="),
+        (END, f"    {on_each_rank(f'trainer.logits.dtype, {steps}')}    {WEIGHTS[1].lstrip()}"),
+    )
+    for job in with_and_without_a_stop(tmp_path, "fp16_scaler", *changes):
+        assert said(job, 0) == said(job, 1)
+        assert said(job, 0)[-2] == f"(torch.float16, {2 * STEPS - 1:.1f})"
+        state = saved(job, "SCALER_STATE")
+        assert state["scale"] == 512
+        assert state["_growth_tracker"] == 2 * STEPS - 11  # steps since the scale was halved
+
+
+# ---------------------------------------------------------------- random numbers
+
+NOISY = """class Noisy(TensorDataset):
+    def __getitem__(self, index):
+        scan, label = super().__getitem__(index)
+        return scan + 0.1 * torch.randn_like(scan), label
+
+
+def load_datasets():
+"""
+# At the first step of an epoch or after a resume, each rank prints its generator's state.
+SHOW_STATE = on_each_rank(digest("[torch.get_rng_state()]"))
+RANDOM = (
+    ("def load_datasets():\n", NOISY),
+    ("return TensorDataset(shifted", "return Noisy(shifted"),
+    ("nn.Flatten()]", "nn.Flatten(), nn.Dropout(0.2)]"),
+    (BATCH, f"            if step == 0:\n                {SHOW_STATE}{BATCH}"),
+)
+
+
+@SLOW
+def test_bitwise_resume(trained_with, tmp_path):
+    """Four ranks, started again after an epoch; without the recipe the bits differ."""
+    assert text_of("recipes/bitwise_resume") == edited(tmp_path, "05", *exact(4)).read_text("utf-8")
+    for changes in (exact(4), ()):
+        folder = tmp_path / f"{len(changes)}"
+        folder.mkdir()
+        for total in ("1", "2"):
+            job = finished(forked(edited(folder, "05", *changes), total, *SMALL, nprocs=4), folder)
+        assert resumed(job) == [1]
+        undisturbed = trained_with("05", changes, ("2", *SMALL), nprocs=4)
+        assert same_bits(job, undisturbed) == bool(changes)
+
+
+@SLOW
+def test_randomness(tmp_path):
+    """With dropout, and with augmentation in the training process."""
+    stopped, undisturbed = with_and_without_a_stop(tmp_path, "randomness", *RANDOM)
+    assert len({*said(undisturbed, 0), *said(undisturbed, 1)}) == 4
+    assert said(stopped, 0)[:2] == said(undisturbed, 0)
+    assert len({*said(stopped, 0), *said(stopped, 1)}) == 6
+
+
+# ---------------------------------------------------------------- averaged weights
+
+
+@SLOW
+def test_ema(tmp_path):
+    """The evaluated average is the same on all ranks and in the checkpoint."""
+    start = "    model.eval()\n    for buffer"
+    total = "sum(p.double().sum().item() for p in model.parameters())"
+    show = on_each_rank(f"{digest('model.parameters()')}, {total}")
+    jobs = with_and_without_a_stop(tmp_path, "ema", (start, f"    {show}{start}"))
+    one, other = averages = [saved(job, "AVERAGE_STATE") for job in jobs]
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert all(state.pop("n_averaged") == 2 * STEPS for state in averages)
+    (evaluated,) = {line for job in jobs for rank in (0, 1) for line in said(job, rank)}
+    total = sum(tensor.double().sum().item() for tensor in one.values())
+    assert float(evaluated.strip("()").split(", ")[1]) == total
+
+
+def test_ema_averages_with_its_decay(tmp_path, process_group):
+    trainer = build_trainer(module("ema"), arguments(tmp_path / "none.pt"))
+    batches = iter(trainer.train_loader)
+    wanted = None
+    for _ in range(3):
+        trainer._run_batch(*next(batches))
+        new = [p.detach().clone() for p in trainer.model.parameters()]
+        wanted = [0.99 * w + 0.01 * n for w, n in zip(wanted, new)] if wanted else new
+    found = list(trainer.average.parameters())
+    assert not torch.equal(found[0], new[0])
+    for average, by_hand in zip(found, wanted):
+        torch.testing.assert_close(average.detach(), by_hand)
+
+
+# ---------------------------------------------------------------- BatchNorm
+
+
+@SLOW
+def test_batchnorm_without_sync(tmp_path):
+    """On a CPU, each forward pass starts with rank 0's statistics; each rank updates its own."""
+    wrapped = "        self.model = DDP(model)"
+    means = """        self.before, self.after = [], []
+        norm = model[1]
+        norm.register_forward_pre_hook(lambda *_: self.before.append(norm.running_mean.tolist()))
+        norm.register_forward_hook(lambda *_: self.after.append(norm.running_mean.tolist()))
+"""
+    path = patched(
+        tmp_path,
+        "recipes/sync_batchnorm",
+        (wrapped, means + wrapped),
+        (
+            "    trainer.train(",
+            "    trainer.before.clear()\n    trainer.after.clear()\n    trainer.train(",
+        ),
+        (
+            "    if not trainer.interrupted:\n",
+            f"    {on_each_rank('trainer.before')}    {on_each_rank('trainer.after')}"
+            "    if not trainer.interrupted:\n",
+        ),
+    )
+    job = finished(forked(path, "1", *SMALL), tmp_path)
+    (before, after), (also_before, others) = ([eval(x) for x in said(job, n)] for n in (0, 1))
+    assert len(before) == STEPS
+    assert before == also_before
+    assert before[1:] == after[:-1]
+    assert all(mean != other for mean, other in zip(after, others))
+    assert weights(job)["1.running_mean"].tolist() == after[-1]
+
+
+@SLOW
+def test_sync_batchnorm_on_a_cpu(tmp_path):
+    always = ('if device.type == "cuda":', "if True:")
+    path = patched(tmp_path, "recipes/sync_batchnorm", always)
+    job = run(forked(path, "1", *SMALL), tmp_path)
+    (error,) = error_lines(job)
+    assert error == on_screen("recipes/sync_batchnorm")[0]
+
+
+def test_converted_batchnorm_on_a_cpu(process_group):
+    """It keeps its names and weights, evaluates to the same result, and cannot train."""
+    plain = module("sync_batchnorm").build_model(4)
+    plain(torch.rand(16, 1, 8, 8))  # moves the statistics away from 0 and 1
+    state = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    expected = plain.eval()(torch.ones(1, 1, 8, 8))
+    converted = nn.SyncBatchNorm.convert_sync_batchnorm(plain)
+    assert isinstance(converted[1], nn.SyncBatchNorm)
+    found = converted.state_dict()
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+    assert torch.equal(converted(torch.ones(1, 1, 8, 8)), expected)
+    with pytest.raises(ValueError, match=on_screen("recipes/sync_batchnorm")[1]):
+        converted.train()(torch.ones(2, 1, 8, 8))
+
+
+@pytest.mark.parametrize("nprocs", [pytest.param(2, id="nccl-2")])
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+def test_sync_batchnorm_on_gpus(tmp_path, nprocs):
+    """Each rank updates its statistics from the batches of all ranks."""
+    mean = on_each_rank("trainer.model.module[1].running_mean.tolist()")
+    evaluated = "    if not trainer.interrupted:\n"
+    path = patched(tmp_path, "recipes/sync_batchnorm", (evaluated, f"    {mean}{evaluated}"))
+    job = finished(command(path, "1", *SMALL, nprocs=nprocs), tmp_path, ON_GPUS)
+    assert len(said(job, 0)) == 1
+    assert said(job, 0) == said(job, 1)
+
+
+# ---------------------------------------------------------------- torch.compile
+
+
+@SLOW
+def test_compile(trained, tmp_path):
+    """One graph for each of the two batch sizes; the weights are those of step 5."""
+    graphs = "torch._dynamo.utils.counters['stats']['unique_graphs']"
+    changes = (
+        ("dynamic=False)", 'dynamic=False, backend="aot_eager")'),
+        (END, f"    {on_each_rank(graphs)}{END}"),
+    )
+    path = patched(tmp_path, "recipes/compile", *changes)
+    job = finished(forked(path, "2", *SMALL), tmp_path)
+    assert [said(job, rank) for rank in (0, 1)] == [["2"], ["2"]]
+    assert same_bits(job, trained("05", "2", *SMALL))
+
+
+def test_a_checkpoint_of_the_compiled_model():
+    model = load("05").build_model(1)
+    state = torch.compile(model).state_dict()
+    with pytest.raises(RuntimeError) as error:
+        model.load_state_dict(state)
+    (symptom,) = on_screen("recipes/compile")
+    assert symptom in str(error.value)
+
+
+class Own(nn.Sequential):
+    def forward(self, images):
+        for layer in self:
+            images = layer(images)
+        return images
+
+
+def test_what_compiles_a_sequential(process_group):
+    """Count the parts that a model is compiled in. Its gradients fill three of DDP's buckets."""
+    parts = []
+
+    def backend(graph, _):
+        parts.append(graph)
+        return graph
+
+    def compiled_parts(model):
+        torch.compiler.reset()
+        parts.clear()
+        model(torch.ones(2, 1, 8, 8))
+        return len(parts)
+
+    def in_place(model):
+        model.compile(backend=backend)
+        return model
+
+    def wrapped(model):
+        return DDP(model, bucket_cap_mb=2)
+
+    def compiled(model):
+        return torch.compile(model, backend=backend)
+
+    layers = load("05").build_model(256)
+    found = {
+        kind: [
+            compiled_parts(wrapped(compiled(kind(*layers)))),
+            compiled_parts(compiled(wrapped(kind(*layers)))),
+            compiled_parts(wrapped(in_place(kind(*layers)))),
+        ]
+        for kind in (nn.Sequential, Own)
+    }
+    since_2_14 = 3 if torch.__version__ >= "2.14" else 0
+    assert found == {nn.Sequential: [3, 0, since_2_14], Own: [3, 3, 3]}
+
+
+# ---------------------------------------------------------------- activation checkpointing
+
+
+@SLOW
+def test_activation_checkpointing(trained, tmp_path):
+    path = patched(tmp_path, "recipes/activation_checkpointing")
+    job = finished(forked(path, "2", *SMALL), tmp_path)
+    assert same_bits(job, trained("05", "2", *SMALL))
+
+
+def kept(model):
+    """Return how many bytes forward() keeps for backward()."""
+    sizes = []
+
+    def pack(tensor):
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(torch.ones(16, 1, 8, 8))
+    return sum(sizes)
+
+
+def test_activation_checkpointing_keeps_less():
+    found = [
+        kept(recipe.build_model(32)) for recipe in (load("05"), module("activation_checkpointing"))
+    ]
+    assert found[1] < 0.5 * found[0]
+
+
+class Reentrant(nn.Sequential):
+    def forward(self, images):
+        return checkpoint_sequential(self, 3, images, use_reentrant=True)
+
+
+def test_reentrant_checkpointing(process_group):
+    warning, error = on_screen("recipes/activation_checkpointing")
+    model = DDP(Reentrant(*load("05").build_model(1)))
+    with pytest.warns(UserWarning, match=re.escape(warning)):
+        model(torch.ones(2, 1, 8, 8)).sum().backward()
+    with pytest.raises(RuntimeError, match=re.escape(error)):
+        model(torch.ones(2, 1, 8, 8))
