@@ -2,7 +2,7 @@
 
     python benchmarks/which.py 3e9 --nodes 2 --gpus 4 --memory 40
 
-These are the formulae of recipes/which.md, which says where they come from and what they leave out.
+These are the formulae of lookup/which.md, which says where they come from and what they leave out.
 The calculator on diffs/index.html computes the same. collectives.py counts what PyTorch really
 sends, and forecast.py tells how long a step takes.
 """

@@ -46,10 +46,10 @@ code --diff 02_multigpu_spawn.py 03_multigpu_torchrun.py
 ```
 """
 BESIDE = """\
-Does your model outgrow DDP? [Which one](which.md) says how to split it, by its size and your GPUs.
-Three more pages are no patches: [everyday questions](questions.md) has short answers on batch
+Does your model outgrow DDP? [Which one](../lookup/which.md) says how to split it, by its size and your GPUs.
+Three more pages are no patches: [everyday questions](../lookup/questions.md) has short answers on batch
 sizes, seeds, loader workers, metrics, inference, debuggers, profiles, sweeps, large data, CI, …;
-[frameworks](../frameworks/README.md) maps step 5 to Accelerate, Lightning Fabric, the Hugging Face
+[frameworks](../lookup/frameworks.md) maps step 5 to Accelerate, Lightning Fabric, the Hugging Face
 Trainer and DeepSpeed; [without Slurm](../without_slurm/README.md) is about ssh, Docker, Kubernetes,
 Kubeflow, SageMaker, Azure, Vertex AI, cloud machines and notebooks."""
 TESTS = """\
@@ -139,10 +139,10 @@ def generate(root=HERE.parent):
     files[folder / "README.md"] = walkthrough(diffs)
     files |= pictures(folder / "pictures")
     files[root / "exercise" / "README.md"] = exercise(root / "exercise")
-    looked_up = root / "troubleshooting.md"
-    messages = weave(looked_up.read_text(encoding="utf-8"), collections)
-    files[looked_up] = messages
-    files[folder / "index.html"] = render(root, diffs, collections, messages, sections(root))
+    messages = weave(root, collections)
+    files |= messages
+    looked_up = messages.values()
+    files[folder / "index.html"] = render(root, diffs, collections, looked_up, sections(root))
     book = folder / "walkthrough.ipynb"
     files[book] = write_book(book, diffs)
     for kind, members in collections.items():

@@ -1,4 +1,4 @@
-"""What a reader looks up: troubleshooting.md, and the sections of other pages."""
+"""What a reader looks up: the messages in lookup/, and the sections of other pages."""
 
 import re
 
@@ -6,10 +6,23 @@ from hunks import Problem
 from markdown_it import MarkdownIt
 from markupsafe import Markup
 
+GROUPS = (  # pages of messages, in the order of the index
+    "starting",
+    "hanging",
+    "crashing",
+    "wrong_results",
+    "slow",
+    "out_of_memory",
+    "saving",
+    "slurm",
+    "several_machines",
+    "notebooks_and_clouds",
+    "harmless_warnings",
+)
 ASKED = (  # pages whose sections the search finds
-    "recipes/questions.md",
-    "recipes/which.md",
-    "frameworks/README.md",
+    "lookup/questions.md",
+    "lookup/which.md",
+    "lookup/frameworks.md",
     "without_slurm/README.md",
     "slurm/README.md",
     "benchmarks/README.md",
@@ -30,22 +43,25 @@ ROLES = {  # a table that is shown as a list of cards is one only by its roles
 }
 
 
-def weave(text, collections):
-    """Return troubleshooting.md with the rows of the recipes and pitfalls written into it."""
+def weave(root, collections):
+    """Return the pages of messages with the rows of the recipes and pitfalls written into them."""
     pages = {page.name: page for kind in collections.values() for page in kind if page.rows}
-    named = [name for stretch in STRETCH.finditer(text) for name in stretch["names"].split()]
+    paths = [root / "lookup" / f"{name}.md" for name in GROUPS]
+    texts = {path: path.read_text(encoding="utf-8") for path in paths}
+    stretches = STRETCH.finditer("".join(texts.values()))
+    named = [name for stretch in stretches for name in stretch["names"].split()]
     if wrong := sorted({*named} ^ {*pages}):
-        raise Problem(f"troubleshooting.md: {wrong[0]}: in no group, or has no rows")
+        raise Problem(f"lookup/: {wrong[0]}: in no group, or has no rows")
 
     def written(stretch):
         rows = "".join(rows_of(pages[name]) for name in stretch["names"].split())
         return f"{stretch['begin']}\n{HEAD}{rows}\n{stretch['end']}"
 
-    return STRETCH.sub(written, text)
+    return {path: STRETCH.sub(written, text) for path, text in texts.items()}
 
 
 def rows_of(page):
-    link = f"→ [{page.name}]({page.path})"
+    link = f"→ [{page.name}](../{page.path})"
     return "".join(f"| {seen} | {why} | {remedy} {link} |\n" for seen, why, remedy in page.rows)
 
 
@@ -54,13 +70,13 @@ def slug(title):
     return re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-")
 
 
-def tables(text, anchors):
-    """Return troubleshooting.md as HTML; each row can be linked to.
+def tables(texts, anchors):
+    """Return the pages of messages as HTML; each row can be linked to.
 
     The anchors are those of pages that are part of this page: {link in Markdown: id}.
     """
     parser = MarkdownIt("commonmark", {"html": True}).enable("table")
-    tokens = parser.parse(text[text.index("\n") :])
+    tokens = parser.parse("\n".join(re.sub("^#", "##", text, flags=re.M) for text in texts))
     taken, table = set(), None
     for token, after, third in zip(tokens, [*tokens[1:], None], [*tokens[2:], None, None]):
         if token.type in ROLES:
@@ -92,12 +108,15 @@ def unique(name, taken):
 
 
 def moved(link, anchors):
-    """Return where a link of troubleshooting.md leads from the page."""
+    """Return where a link of a page in lookup/ leads from the page."""
     if link.startswith("#"):
         return f"#see-{link[1:]}"
-    if link in anchors:
-        return f"#{anchors[link]}"
-    return link if link.startswith("http") else f"../{link}"
+    if link.startswith("http"):
+        return link
+    name = link.removeprefix("../")
+    if name in anchors:
+        return f"#{anchors[name]}"
+    return f"../{name}" if name != link else f"../lookup/{link}"
 
 
 def sections(root):

@@ -334,7 +334,7 @@ def figures(kind):
 
 
 def anchors(diffs):
-    """Return the ids on the page of what troubleshooting.md links to: {link: id}."""
+    """Return the ids on the page of what the pages of messages link to: {link: id}."""
     ids = {f"{kind}/{name}.md": SLUGS[name] for kind in KINDS for name in names_of(kind)}
     for diff in diffs:
         ids |= {f"diffs/README.md#{h.note.slug}": f"{diff.slug}-{h.note.slug}" for h in diff.hunks}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from hunks import Diff, Problem, compare
 
-NOT_PATCHES = ("README", "questions", "which")  # pages of the same folders
+NOT_PATCHES = ("README",)
 
 
 @dataclass

@@ -18,11 +18,11 @@ def copy_to(folder):
     """Copy what the generator and the tests of the scripts read; return the folder."""
     names = (
         "benchmarks",
-        "frameworks",
         "without_slurm",
         "ddp_check",
         "diffs",
         "exercise",
+        "lookup",
         "pitfalls",
         "recipes",
         "slurm",
@@ -30,7 +30,7 @@ def copy_to(folder):
     )
     for name in names:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for path in (*SCRIPTS, ROOT / "pyproject.toml", ROOT / "troubleshooting.md"):
+    for path in (*SCRIPTS, ROOT / "pyproject.toml"):
         shutil.copy(path, folder)
     return folder
 

@@ -9,8 +9,9 @@ from support.results import shape
 from support.scripts import ON_PATH, ROOT, SCRIPT, SCRIPTS
 
 MARKS = (("-", "01"), ("+", "03"))
-PAGES = [ROOT / "README.md", ROOT / "troubleshooting.md", *sorted(ROOT.glob("[!.]*/README.md"))]
-PAGES += sorted({*ROOT.glob("recipes/*.md"), *ROOT.glob("pitfalls/*.md")} - {*PAGES})
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("[!.]*/README.md"))]
+ROOMS = ("lookup", "recipes", "pitfalls")
+PAGES += sorted({path for room in ROOMS for path in ROOT.glob(f"{room}/*.md")} - {*PAGES})
 README = PAGES[0].read_text(encoding="utf-8")
 SHOWN = re.findall(r"^```console\n\$ (.+)\n((?:.*\n)*?)```$", README, re.MULTILINE)
 

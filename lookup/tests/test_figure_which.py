@@ -63,7 +63,7 @@ def test_it_computes_what_python_does(figure, which):
 
 def test_it_opens_with_the_worked_example_and_obeys_the_keyboard(figure):
     for row in shown(figure):
-        assert f"| {' | '.join(row)} |" in page("recipes/which")
+        assert f"| {' | '.join(row)} |" in page("lookup/which")
     said = figure.locator(".said")
     expect(said).to_contain_text("fits into 40.0 GB per GPU: hybrid (recipes/hybrid_sharding.md)")
     expect(said).to_contain_text("FSDP2 fits, too, but a node then sends 21.0 GB instead of 12")

@@ -1,4 +1,4 @@
-"""The answers in recipes/questions.md work as they are printed."""
+"""The answers in lookup/questions.md work as they are printed."""
 
 import importlib
 import io
@@ -45,7 +45,7 @@ WITHOUT_TORCH = 'import os\n\nprint("rank " + os.environ["RANK"] + "\\n", end=""
 def blocks(question, language):
     """Return the blocks of code in the answer to a question, which may be cut short."""
     (answer,) = re.findall(
-        rf"^## {re.escape(question)}.*\n((?:(?!## ).*\n)*)", page("recipes/questions"), re.M
+        rf"^## {re.escape(question)}.*\n((?:(?!## ).*\n)*)", page("lookup/questions"), re.M
     )
     return re.findall(rf"^```{language}\n(.*?)^```$", answer, re.M | re.S)
 
@@ -438,7 +438,7 @@ def write_formats(folder, images, labels):
 def formats(tmp_path, monkeypatch):
     """The module that the answer's blocks make."""
     for name in ("h5py", "pyarrow"):
-        pytest.importorskip(name, reason="pip install -r requirements-dev.txt")
+        pytest.importorskip(name, reason="pip install -r lookup/requirements.txt")
     *code, _, _ = blocks("My data does not fit", "python")
     (tmp_path / "formats.py").write_text("\n\n".join(code), encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
@@ -494,7 +494,7 @@ def test_data_formats_in_spawned_workers(formats, tmp_path):
 @SLOW
 def test_webdataset(tmp_path, monkeypatch):
     """Each rank gets as many batches as it asks for, and its own samples."""
-    wds = pytest.importorskip("webdataset", reason="pip install -r requirements-dev.txt")
+    wds = pytest.importorskip("webdataset", reason="pip install -r lookup/requirements.txt")
     for number in range(4):
         with wds.TarWriter(str(tmp_path / f"{number:04}.tar")) as shard:
             for index in range(50):
@@ -516,7 +516,7 @@ def test_webdataset(tmp_path, monkeypatch):
 @SLOW
 def test_hugging_face_datasets(tmp_path):
     """Each sample goes to one rank, and is read by one of its loader workers."""
-    datasets = pytest.importorskip("datasets", reason="pip install -r frameworks/requirements.txt")
+    datasets = pytest.importorskip("datasets", reason="pip install -r lookup/requirements.txt")
     space = {"load_dataset": datasets.load_dataset}
     space["split_dataset_by_node"] = importlib.import_module(
         "datasets.distributed"
@@ -787,7 +787,7 @@ dist.destroy_process_group()
 
 @SLOW
 def test_lora(tmp_path):
-    pytest.importorskip("peft", reason="pip install -r frameworks/requirements.txt")
+    pytest.importorskip("peft", reason="pip install -r lookup/requirements.txt")
     wrap, save = blocks("How do I train LoRA adapters", "python")
     imports = "from peft import LoraConfig, PeftModel, get_peft_model\n"
     said = on_two_ranks(f"{imports}{LLAMA}{wrap}{LORA}{save}{LOADED}", tmp_path)
@@ -798,7 +798,7 @@ def test_lora(tmp_path):
 @SLOW
 def test_a_sharded_hugging_face_model(tmp_path):
     """In bfloat16, a step ends near to the one in float32."""
-    pytest.importorskip("transformers", reason="pip install -r frameworks/requirements.txt")
+    pytest.importorskip("transformers", reason="pip install -r lookup/requirements.txt")
     shard, save = blocks("How do I shard a Hugging Face model", "python")
     assert on_two_ranks(f"{LLAMA}{shard}\n\n{save}{SHARDED}", tmp_path) == [
         "as one True",

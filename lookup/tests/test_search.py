@@ -1,6 +1,6 @@
 """The search of diffs/index.html: a pasted text brings the row that explains it.
 
-The texts in support/pasted.json are quoted from the threads beside them.
+The texts in pasted.json are quoted from the threads beside them.
 """
 
 import json
@@ -14,7 +14,7 @@ from support.scripts import ROOT
 
 BROWSER = shutil.which("chromium")
 PAGE = ROOT / "diffs" / "index.html"
-MESSAGES = (ROOT / "troubleshooting.md").read_text(encoding="utf-8")
+MESSAGES = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("lookup/*.md"))
 PASTED = json.loads((ROOT / "lookup" / "tests" / "pasted.json").read_text(encoding="utf-8"))
 ASKED = [  # typed in a few words, and a piece of one of the first three hits
     ("invalid device ordinal with one GPU", "invalid device ordinal"),

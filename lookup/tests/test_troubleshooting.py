@@ -1,4 +1,4 @@
-"""The messages of troubleshooting.md that have no source are those that PyTorch prints here."""
+"""The messages of lookup/ that have no source are those that PyTorch prints here."""
 
 import re
 import sys
@@ -9,7 +9,7 @@ from support import server
 from support.jobs import run
 from support.scripts import ROOT
 
-TEXT = (ROOT / "troubleshooting.md").read_text(encoding="utf-8")
+TEXT = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("lookup/*.md"))
 REFUSALS = Path(__file__).with_name("refusals.py")
 ROWS = re.findall(r"^\| (.+?) \| ", TEXT, re.MULTILINE)
 ALONE = [

@@ -1,4 +1,4 @@
-"""What recipes/which.md says is computed, and close to what is counted."""
+"""What lookup/which.md says is computed, and close to what is counted."""
 
 import importlib
 import json
@@ -52,14 +52,14 @@ def job_of(which, billions, nodes, gpus, tokens=4096, **options):
 def test_the_worked_example_is_computed(which):
     job = job_of(which, 3, nodes=2, gpus=4)
     shared = importlib.import_module("shared")
-    assert shared.table(which.HEADING, *which.rows(job, 40e9)) in page("recipes/which")
+    assert shared.table(which.HEADING, *which.rows(job, 40e9)) in page("lookup/which")
     assert which.recommended(job, 40e9) == "hybrid_sharding"
 
 
 def test_the_table_of_models_is_computed(which):
     rows = re.findall(
         r"^\| ([\d.]+) billion \| (\d+) GB \| (\d+) \S (\d+) \| (yes|no) \|(.*)\|$",
-        page("recipes/which"),
+        page("lookup/which"),
         re.MULTILINE,
     )
     assert len(rows) == 9
