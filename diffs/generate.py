@@ -13,10 +13,11 @@ sys.path.insert(0, str(HERE / "generator"))
 try:
     from holds import pictures
     from hunks import Problem, compare, explained, parse, tie
-    from lookup import sections, weave
     from notebook import run, write_book
     from page import PLACES, render
     from patches import KINDS, collect
+
+    from lookup import sections, weave
 except ModuleNotFoundError as error:
     sys.exit(f"generate.py: {error}: pip install -r requirements-dev.txt")
 
@@ -46,12 +47,12 @@ code --diff 02_multigpu_spawn.py 03_multigpu_torchrun.py
 ```
 """
 BESIDE = """\
-Does your model outgrow DDP? [Which one](../lookup/which.md) says how to split it, by its size and your GPUs.
-Three more pages are no patches: [everyday questions](../lookup/questions.md) has short answers on batch
-sizes, seeds, loader workers, metrics, inference, debuggers, profiles, sweeps, large data, CI, …;
-[frameworks](../lookup/frameworks.md) maps step 5 to Accelerate, Lightning Fabric, the Hugging Face
-Trainer and DeepSpeed; [without Slurm](../without_slurm/README.md) is about ssh, Docker, Kubernetes,
-Kubeflow, SageMaker, Azure, Vertex AI, cloud machines and notebooks."""
+Does your model outgrow DDP? [Which one](../lookup/which.md) says how to split it, by its size and
+your GPUs. Three more pages are no patches: [everyday questions](../lookup/questions.md) has short
+answers on batch sizes, seeds, loader workers, metrics, inference, debuggers, profiles, sweeps,
+large data, CI, …; [frameworks](../lookup/frameworks.md) maps step 5 to Accelerate, Lightning
+Fabric, the Hugging Face Trainer and DeepSpeed; [without Slurm](../without_slurm/README.md) is about
+ssh, Docker, Kubernetes, Kubeflow, SageMaker, Azure, Vertex AI, cloud machines and notebooks."""
 TESTS = """\
 ## The tests
 

@@ -9,12 +9,13 @@ from pathlib import Path
 from holds import pictures
 from hunks import compare, ladder
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from lookup import tables
 from markdown_it import MarkdownIt
 from markupsafe import Markup, escape
 from patches import KINDS
 from pygments.lexers import PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, Operator, String
+
+from lookup import tables
 
 HERE = Path(__file__).resolve().parent
 FIGURES = HERE.parent / "figures"  # per figure: its HTML, its script and its data, if it has any

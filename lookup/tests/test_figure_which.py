@@ -4,8 +4,8 @@ import importlib
 import random
 
 import pytest
-from playwright.sync_api import expect
 from browser import NEEDS_BROWSER, check_figure
+from playwright.sync_api import expect
 from support.scripts import ROOT, page
 
 FIGURE = "#fig-which-one"

@@ -8,8 +8,8 @@ import re
 import shutil
 
 import pytest
-from playwright.sync_api import expect, sync_playwright
 from browser import check
+from playwright.sync_api import expect, sync_playwright
 from support.scripts import ROOT
 
 BROWSER = shutil.which("chromium")
