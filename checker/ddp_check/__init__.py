@@ -1,5 +1,5 @@
 """Checks a distributed training script by running it under observation on this machine's CPUs.
 
-The command is `python -m ddp_check train.py`; `pytest -p ddp_check.plugin` provides the fixture.
-The manual is README.md in this folder.
+The command is `ddp-check train.py`; installing it also brings the pytest fixture `ddp_check`.
+The manual is README.md in the folder above.
 """

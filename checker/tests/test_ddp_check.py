@@ -13,7 +13,6 @@ from support.scripts import LONG
 from ddp_check.report import judge, perform
 
 pytestmark = pytest.mark.usefixtures("own_folder")
-SLOW = pytest.mark.slow
 UNSHOWN = {"equal_buffers", "safe_loads", "randomness", "own_gpu", "held_out", "beyond"}
 
 
@@ -23,7 +22,7 @@ def test_our_last_step_passes(tmp_path):
     assert verdicts.keys() - passed(verdicts) == UNSHOWN
 
 
-@pytest.mark.weekly
+@pytest.mark.weekly("step 5, which the other tests judge, has all their lines")
 @pytest.mark.parametrize("step", ["02", "03", "04"])
 def test_our_scripts_pass(step, tmp_path):
     run = plan_of(step, tmp_path).undisturbed
@@ -32,7 +31,7 @@ def test_our_scripts_pass(step, tmp_path):
     assert verdicts.keys() - passed(verdicts) - UNSHOWN <= {"evaluation"}
 
 
-@SLOW
+@pytest.mark.slow
 def test_observation_changes_no_bit(tmp_path, trained):
     """Nor does observation leave a file behind."""
     run = plan_of("05", tmp_path).undisturbed
@@ -60,18 +59,18 @@ def test_whatever_is_missing_each_rule_has_a_verdict(tmp_path):
 
 # ---------------------------------------------------------------- drills
 
-ALWAYS = [("05", "kill"), ("05", "world-size")]
-DRILLS = [  # those that apply: 02 and 03 do not handle SIGTERM
-    *[("05", "kill"), ("05", "sigterm"), ("05", "world-size")],
+DRILLS = [("05", "kill"), ("05", "sigterm"), ("05", "world-size")]
+OTHERS = [  # those that apply: 02 and 03 do not handle SIGTERM
     *[("04", "kill"), ("04", "sigterm"), ("04", "world-size")],
     *[("03", "kill"), ("03", "world-size"), ("02", "kill")],
 ]
+WEEKLY = pytest.mark.weekly("the drills of step 5 say the same of the lines that all steps share")
 
 
-@SLOW
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "name"),
-    [pytest.param(*one, marks=[] if one in ALWAYS else pytest.mark.weekly) for one in DRILLS],
+    [*DRILLS, *(pytest.param(*one, marks=WEEKLY) for one in OTHERS)],
 )
 def test_our_scripts_pass_the_drills(step, name, tmp_path, monkeypatch):
     plan = plan_of(step, tmp_path)
@@ -80,7 +79,7 @@ def test_our_scripts_pass_the_drills(step, name, tmp_path, monkeypatch):
     drill_passes(plan, name)
 
 
-@pytest.mark.weekly
+@pytest.mark.weekly("needs the run of step 2, which only the weekly tests make")
 def test_a_drill_that_does_not_apply(tmp_path):
     ((_, verdict),) = perform("sigterm", plan_of("02", tmp_path))
     assert re.fullmatch(r"nothing handles SIGTERM: \d+ steps are lost", verdict.text)

@@ -10,7 +10,6 @@ from ddp_check.report import conclude, judge, perform, planned
 from ddp_check.rules import FRAGILE, PASS, RULES, SLOW, UNSURE, WRONG
 
 pytestmark = pytest.mark.usefixtures("own_folder")
-SLOW = pytest.mark.slow
 PITFALLS = ROOT / "pitfalls"
 TOLD = {  # pitfall: the rules that tell it, and what they say
     "accumulation_undivided": {"mean_gradients": "4 backward passes all-reduce their gradients"},
@@ -75,17 +74,14 @@ REMEDIES = {  # pitfall: what makes its script right
 QUICK = ("no_sampler", "no_set_epoch")
 
 
-def marks(name, always):
-    """Return the marks of one test of many alike: a repetition, unless it always runs."""
-    return [] if name in always else pytest.mark.weekly
-
-
 def broken(tmp_path, name, changes=()):
     """Write the script that a pitfall breaks."""
     return write(tmp_path / f"{name}.py", text_of(f"pitfalls/{name}"), changes)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name, QUICK)) for name in TOLD])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in TOLD]
+)
 def test_pitfall(tmp_path, monkeypatch, name):
     """Exactly the rules that the pitfall breaks tell it; step 5 passes."""
     assert told(named(judge(plan_of("05", tmp_path).undisturbed))) == {}
@@ -105,7 +101,8 @@ def test_pitfall(tmp_path, monkeypatch, name):
     assert all((PITFALLS / f"{link}.md").exists() for link in links)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name, ())) for name in REMEDIES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REMEDIES)
 def test_remedy(tmp_path, monkeypatch, name):
     fork_ranks(monkeypatch)
     run, verdicts = judged(broken(tmp_path, name, [REMEDIES[name]]), "2", *SMALL)
@@ -114,7 +111,7 @@ def test_remedy(tmp_path, monkeypatch, name):
     assert on_screen("pitfalls/find_unused_without_need")[0] not in run.output
 
 
-@pytest.mark.weekly
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "drill"), DRILLED.items())
 def test_a_pitfall_fails_its_drill(tmp_path, name, drill):
     """One process is enough to show these pitfalls."""

@@ -14,8 +14,7 @@ from support.scripts import ROOT, write
 from ddp_check.report import perform, planned
 from ddp_check.rules import FRAGILE, NONE, PASS, SLOW, UNSEEN, UNSURE, WRONG
 
-pytestmark = pytest.mark.usefixtures("own_folder")
-SLOW = pytest.mark.slow
+pytestmark = [pytest.mark.usefixtures("own_folder"), pytest.mark.slow]
 STYLES_FOLDER = ROOT / "checker" / "tests" / "styles"
 
 # ---------------------------------------------------------------- scripts of other styles
@@ -73,7 +72,6 @@ TRANSLATED = {
 }
 
 
-@SLOW
 def test_a_script_for_gpus(tmp_path, monkeypatch):
     fork_ranks(monkeypatch)
     script = tmp_path / "train.py"
@@ -84,7 +82,6 @@ def test_a_script_for_gpus(tmp_path, monkeypatch):
     assert {event["call"] for event in run.all("translated")} >= TRANSLATED
 
 
-@SLOW
 def test_a_script_that_asks_for_gpus_and_insists(tmp_path):
     """It is run unchanged first, and then again with its calls translated."""
     ask = "import torch\nhas_gpus = torch.cuda.is_available()\n"
@@ -94,11 +91,6 @@ def test_a_script_that_asks_for_gpus_and_insists(tmp_path):
     assert result.returncode == 0, result.stdout
     assert re.search("(?im)^Without a GPU, the script ended with: .*(cuda|nvidia)", result.stdout)
     assert "Translated for the CPU: torch.cuda.is_available() (train.py:2), " in result.stdout
-
-
-def often(names, of):
-    """Return parameters for all of these tests, of which only those named run each time."""
-    return [pytest.param(n, marks=[] if n in names else pytest.mark.weekly) for n in of]
 
 
 RAN = {"it_ends", "one_group", "no_thread_left", "mean_gradients", "same_collectives"}
@@ -140,24 +132,7 @@ STYLES = {  # script: the rules that pass, and the others that the report shows
 }
 
 
-@SLOW
-@pytest.mark.parametrize(
-    "name",
-    often(
-        (
-            "accumulation",
-            "by_hand",
-            "forked",
-            "gan",
-            "plain",
-            "rest",
-            "sharded",
-            "synced",
-            "top_level",
-        ),
-        STYLES,
-    ),
-)
+@pytest.mark.parametrize("name", STYLES)
 def test_other_styles(monkeypatch, name):
     passes, others = STYLES[name]
     if torch.__version__ < "2.9":  # it does not name gloo's threads
@@ -177,8 +152,7 @@ FRAMEWORKS = {  # script: the package that it needs, and what the report shows b
 }
 
 
-@SLOW
-@pytest.mark.parametrize("name", often(("accelerated",), FRAMEWORKS))
+@pytest.mark.parametrize("name", FRAMEWORKS)
 def test_frameworks(name):
     package, others = FRAMEWORKS[name]
     pytest.importorskip(package, reason=f"{package} is not installed")
@@ -235,7 +209,6 @@ WRONG_BY_ONE_LINE = {  # what is wrong: script, changes, line, and what the repo
 }
 
 
-@SLOW
 @pytest.mark.parametrize("name", WRONG_BY_ONE_LINE)
 def test_wrong_by_one_line(tmp_path, monkeypatch, name):
     fork_ranks(monkeypatch)
@@ -246,7 +219,6 @@ def test_wrong_by_one_line(tmp_path, monkeypatch, name):
     assert line_of(verdicts[next(iter(says))]).startswith(line)
 
 
-@SLOW
 def test_nccl_may_be_named_in_another_file(tmp_path, monkeypatch):
     """gloo's threads are no fault of a script that is for NCCL."""
     fork_ranks(monkeypatch)
@@ -261,7 +233,6 @@ def test_nccl_may_be_named_in_another_file(tmp_path, monkeypatch):
     assert verdicts["no_thread_left"].status == NONE
 
 
-@SLOW
 def test_a_library_that_does_not_work_here(tmp_path):
     """That is no fault of the script."""
     libraries = tmp_path / "site-packages"
@@ -276,7 +247,6 @@ def test_a_library_that_does_not_work_here(tmp_path):
     assert "no operator; run the checker in the environment" in verdicts["it_ends"].text
 
 
-@SLOW
 def test_a_hang_after_the_group_is_destroyed_is_told_apart(tmp_path, monkeypatch):
     """gloo's threads can hang while Python frees the model: the script's collectives are right."""
     fork_ranks(monkeypatch)
@@ -289,10 +259,9 @@ def test_a_hang_after_the_group_is_destroyed_is_told_apart(tmp_path, monkeypatch
     assert "rank 0 has ended; rank 1 is at train.py:29, in main. " in verdicts["it_ends"].text
 
 
-@SLOW
 @pytest.mark.parametrize(
     ("option", "severity"),
-    [("local_rank", WRONG), pytest.param("local-rank", FRAGILE, marks=pytest.mark.weekly)],
+    [("local_rank", WRONG), ("local-rank", FRAGILE)],
 )
 def test_a_local_rank_from_the_command_line(tmp_path, option, severity):
     """As torch.distributed.launch passes it. Each rank evaluates all samples, in its own order."""
@@ -321,7 +290,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
 def test_a_variable_of_the_script_leaves_the_observer_in_place(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(JOINS, encoding="utf-8")
@@ -351,8 +319,7 @@ RESUMED = {  # changes, arguments of the restart, what a drill's verdict says
 }
 
 
-@SLOW
-@pytest.mark.parametrize("name", often(("dropout", "by argument", "by name"), RESUMED))
+@pytest.mark.parametrize("name", RESUMED)
 def test_kill(tmp_path, monkeypatch, name):
     fork_ranks(monkeypatch)
     changes, restart, status, text = RESUMED[name]
@@ -367,7 +334,6 @@ def test_kill(tmp_path, monkeypatch, name):
     assert re.search(text, found[0].text)
 
 
-@SLOW
 def test_world_size_without_a_seed(tmp_path, monkeypatch):
     """Both runs start from the same weights; the data is another matter."""
     fork_ranks(monkeypatch)
@@ -382,7 +348,6 @@ def test_world_size_without_a_seed(tmp_path, monkeypatch):
     assert (verdict.status, verdict.text) == (UNSEEN, "the data differs from run to run: seed it")
 
 
-@SLOW
 def test_world_size_with_sync_batchnorm(monkeypatch):
     """On the CPU, too, it takes the statistics of all ranks."""
     fork_ranks(monkeypatch)
@@ -395,11 +360,10 @@ def test_world_size_with_sync_batchnorm(monkeypatch):
 
 def report(*words):
     start = [sys.executable, "-m", "ddp_check", *words]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "checker")}
     return subprocess.run(start, capture_output=True, text=True, check=False, timeout=300, env=env)
 
 
-@SLOW
 def test_a_script_that_never_returns(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(
