@@ -13,8 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 def load_datasets():
     """Scikit-learn's 1797 scans: 1438 to train on, in nine one-pixel shifts, and 359 held out."""
-    scans, labels = map(torch.tensor, load_digits(return_X_y=True))
-    scans = scans.float().reshape(-1, 1, 8, 8) / 16
+    digits = load_digits()
+    scans = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16  # N x 1 x 8 x 8
+    labels = torch.tensor(digits.target)
+    # 359 is a prime: no number of processes divides it, so a sample counted twice shows.
     train, test = train_test_split(range(len(scans)), test_size=359, random_state=0)
     padded = nn.functional.pad(scans[train], (1, 1, 1, 1))
     shifted = torch.cat([padded[:, :, y : y + 8, x : x + 8] for y in range(3) for x in range(3)])
@@ -55,7 +57,7 @@ class Trainer:
         return loss.detach() * len(targets)
 
     def _run_epoch(self):
-        epoch_seed = self.config["seed"] + self.epochs_run  # a resumed run draws the same numbers
+        epoch_seed = self.config["seed"] + self.epochs_run  # so a resume between epochs is exact
         torch.manual_seed(epoch_seed)
         self.model.train()
         start = time.perf_counter()
@@ -63,7 +65,7 @@ class Trainer:
         for source, targets in self.train_loader:
             total[0] += self._run_batch(source, targets)
             total[1] += len(targets)
-        loss, samples = total.tolist()  # waits for the GPU, so read the clock after it
+        loss, samples = total.tolist()  # on a GPU, this waits for it: read the clock afterwards
         speed = samples / (time.perf_counter() - start)
         log(f"epoch {self.epochs_run + 1}  loss {loss / samples:.4f}  {speed:,.0f} samples/s")
 
@@ -74,8 +76,9 @@ class Trainer:
             "EPOCHS_RUN": self.epochs_run,
             "CONFIG": self.config,
         }
-        torch.save(checkpoint, f"{self.path}.new")  # a crash leaves the old file alone
-        with open(f"{self.path}.new", "rb") as file:
+        with open(f"{self.path}.new", "wb") as file:  # a crash leaves the old file alone
+            torch.save(checkpoint, file)
+            file.flush()
             os.fsync(file.fileno())
         os.replace(f"{self.path}.new", self.path)
 
@@ -114,22 +117,27 @@ def evaluate(model, test_set, device, args):
     log(f"accuracy {correct / len(test_set):.2%} ({correct}/{len(test_set)})")
 
 
-def positive_int(text):
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
+def train_and_evaluate(device, args):
+    train_set, test_set = load_datasets()
+    model = build_model(args.width).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    trainer = Trainer(model, prepare_dataloader(train_set, args), optimizer, device, args)
+    trainer.train(args.total_epochs, args.save_every)
+    evaluate(model, test_set, device, args)
 
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("total_epochs", nargs="?", type=positive_int, default=4)
-    parser.add_argument("save_every", nargs="?", type=positive_int, default=1, help="in epochs")
-    parser.add_argument("--batch-size", type=positive_int, default=128, help="per process")
+    parser.add_argument("total_epochs", nargs="?", type=int, default=4)
+    parser.add_argument("save_every", nargs="?", type=int, default=1, help="in epochs")
+    parser.add_argument("--batch-size", type=int, default=128, help="per process")
     parser.add_argument("--lr", type=float, default=4e-3)
-    parser.add_argument("--width", type=positive_int, default=32, help="256 keeps a GPU busy")
+    parser.add_argument("--width", type=int, default=32, help="256 keeps a GPU busy")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint-path", default="checkpoint.pt")
     args = parser.parse_args()
+    if min(args.total_epochs, args.save_every, args.batch_size, args.width) < 1:
+        parser.error("total_epochs, save_every, --batch-size and --width must be at least 1")
     if not os.access(os.path.dirname(args.checkpoint_path) or ".", os.W_OK):
         parser.error(f"cannot write to the folder of {args.checkpoint_path}")
     return args
@@ -138,12 +146,7 @@ def parse_args():
 def main(args):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(args.seed)
-    train_set, test_set = load_datasets()
-    model = build_model(args.width).to(device, memory_format=torch.channels_last)  # faster layout
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)  # fused: faster
-    trainer = Trainer(model, prepare_dataloader(train_set, args), optimizer, device, args)
-    trainer.train(args.total_epochs, args.save_every)
-    evaluate(model, test_set, device, args)
+    train_and_evaluate(device, args)
 
 
 if __name__ == "__main__":

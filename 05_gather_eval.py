@@ -5,14 +5,13 @@ import os
 import signal
 import time
 from datetime import timedelta
-from itertools import chain, islice
-from pathlib import Path
+from itertools import islice
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # skip at first reading: imported late, it can abort the exit
+import torch.distributed.nn  # now: imported later, by DDP, it would keep the process group alive
 from sklearn.datasets import load_digits
-from sklearn.metrics import classification_report, confusion_matrix
+from sklearn.metrics import classification_report
 from sklearn.model_selection import train_test_split
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -20,21 +19,25 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-told_to_stop = torch.zeros(1)  # 1 after SIGTERM; a tensor, so that all_reduce can sum it
+stop_signals = []  # that this process has received
 
 
 def ddp_setup():
     """Join the process group as the rank that torchrun has put into the environment."""
+    gpu = None
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # "cuda" is now this process's GPU
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"  # gloo for CPU tensors
-    dist.init_process_group(backend, timeout=timedelta(minutes=5))  # fail if a node is lost
+        gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(gpu)  # from now on, "cuda" is this process's GPU
+    backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"  # gloo sums the votes, which are on the CPU
+    dist.init_process_group(backend, device_id=gpu, timeout=timedelta(minutes=5))
 
 
 def load_datasets():
     """Scikit-learn's 1797 scans: 1438 to train on, in nine one-pixel shifts, and 359 held out."""
-    scans, labels = map(torch.tensor, load_digits(return_X_y=True))
-    scans = scans.float().reshape(-1, 1, 8, 8) / 16
+    digits = load_digits()
+    scans = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16  # N x 1 x 8 x 8
+    labels = torch.tensor(digits.target)
+    # 359 is a prime: no number of processes divides it, so a sample counted twice shows.
     train, test = train_test_split(range(len(scans)), test_size=359, random_state=0)
     padded = nn.functional.pad(scans[train], (1, 1, 1, 1))
     shifted = torch.cat([padded[:, :, y : y + 8, x : x + 8] for y in range(3) for x in range(3)])
@@ -58,6 +61,9 @@ class ResumableSampler(DistributedSampler):
     """A DistributedSampler that starts after the epoch's first `samples_run` samples."""
 
     samples_run = 0
+
+    def __len__(self):
+        return super().__len__() - self.samples_run // self.num_replicas
 
     def __iter__(self):
         return islice(super().__iter__(), self.samples_run // self.num_replicas, None)
@@ -89,15 +95,15 @@ class Trainer:
 
     def _stop_agreed(self):
         """Return whether any rank was told to stop. All ask at the same step, so all agree."""
-        votes = told_to_stop.clone()
+        votes = torch.tensor(len(stop_signals))
         dist.all_reduce(votes)
         return votes.item() > 0
 
     def _run_epoch(self):
-        epoch_seed = self.config["seed"] + self.epochs_run  # a resumed run draws the same numbers
-        torch.manual_seed(epoch_seed + 1000 * dist.get_rank())  # or all ranks use the same dropout
+        epoch_seed = self.config["seed"] + self.epochs_run  # so a resume between epochs is exact
+        torch.manual_seed(epoch_seed + 1000 * dist.get_rank())  # or all ranks have the same dropout
         self.train_loader.sampler.set_epoch(self.epochs_run)  # or every epoch has the same order
-        self.train_loader.sampler.samples_run = self.samples_run
+        self.train_loader.sampler.samples_run = self.samples_run  # the loss is then of the rest
         self.model.train()
         start = time.perf_counter()
         total = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss and samples
@@ -109,7 +115,7 @@ class Trainer:
             total[1] += len(targets)
             self.samples_run += len(targets) * dist.get_world_size()
         dist.all_reduce(total)  # the sum over all ranks
-        loss, samples = total.tolist()  # waits for the GPU, so read the clock after it
+        loss, samples = total.tolist()  # on a GPU, this waits for it: read the clock afterwards
         speed = samples / (time.perf_counter() - start)
         log(f"epoch {self.epochs_run + 1}  loss {loss / samples:.4f}  {speed:,.0f} samples/s")
 
@@ -123,12 +129,13 @@ class Trainer:
             "SAMPLES_RUN": self.samples_run,
             "CONFIG": self.config,
         }
-        torch.save(checkpoint, f"{self.path}.new")  # a crash leaves the old file alone
-        with open(f"{self.path}.new", "rb") as file:
+        with open(f"{self.path}.new", "wb") as file:  # a crash leaves the old file alone
+            torch.save(checkpoint, file)
+            file.flush()
             os.fsync(file.fileno())
         os.replace(f"{self.path}.new", self.path)
         if self.interrupted:
-            Path(f"{self.path}.interrupted").touch()  # tells the batch script to requeue the job
+            open(f"{self.path}.interrupted", "w").close()  # tells the batch script to requeue
 
     def _load_checkpoint(self):
         try:
@@ -141,7 +148,6 @@ class Trainer:
             self.samples_run = checkpoint.get("SAMPLES_RUN", 0)
         except Exception as error:
             raise RuntimeError(f"cannot load {self.path}, move it away: {error!r}") from error
-        Path(f"{self.path}.interrupted").unlink(missing_ok=True)
         log(f"resuming from {self.path} after epoch {self.epochs_run}")
 
     def train(self, total_epochs, save_every):
@@ -158,8 +164,8 @@ class Trainer:
 
 
 def outlive_sigterm(worker_id):
-    """Let a DataLoader worker outlive SIGTERM, which torchrun sends to it too, by five minutes."""
-    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(300))
+    """With num_workers > 0: torchrun signals workers, too, and they have to outlive the save."""
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(300))  # by five minutes
 
 
 def prepare_dataloader(dataset, args):
@@ -173,71 +179,64 @@ def prepare_dataloader(dataset, args):
 @torch.inference_mode()
 def evaluate(model, test_set, device, args):
     model.eval()
-    for buffer in model.buffers():  # BatchNorm's statistics differ from rank to rank
+    for buffer in model.buffers():  # with BatchNorm: its statistics differ from rank to rank
         dist.broadcast(buffer, 0)
     shard = range(dist.get_rank(), len(test_set), dist.get_world_size())  # no sample twice
     correct = torch.tensor(0)
-    results = []  # pairs of target and prediction
+    results = []  # a target and a prediction for each sample of the shard
     for source, targets in DataLoader(test_set, args.batch_size, sampler=shard):
         predictions = model(source.to(device)).argmax(dim=1).cpu()
         correct += (predictions == targets).sum()
-        results += zip(targets.tolist(), predictions.tolist())
-    dist.all_reduce(correct)  # numbers are reduced: every rank gets the sum
-    gathered = [None] * dist.get_world_size()  # room for the list of each rank
-    dist.gather_object(results, gathered if dist.get_rank() == 0 else None)  # objects are gathered
+        results.extend(zip(targets.tolist(), predictions.tolist()))
+    dist.all_reduce(correct)  # a number is summed: every rank now has the total
+    gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(results, gathered)  # an object is sent: rank 0 now has the list of each rank
     if dist.get_rank() == 0:
-        targets, predictions = zip(*chain.from_iterable(gathered))
+        pairs = [pair for results in gathered for pair in results]
+        targets = [target for target, _ in pairs]
+        predictions = [prediction for _, prediction in pairs]
         print(classification_report(targets, predictions, zero_division=0))
-        print(confusion_matrix(targets, predictions))
-        print(f"accuracy {correct / len(targets):.2%} ({correct}/{len(targets)})")
+    log(f"accuracy {correct / len(test_set):.2%} ({correct}/{len(test_set)})")
 
 
-def positive_int(text):
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
+def train_and_evaluate(device, args):
+    train_set, test_set = load_datasets()
+    model = build_model(args.width).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    trainer = Trainer(model, prepare_dataloader(train_set, args), optimizer, device, args)
+    trainer.train(args.total_epochs, args.save_every)
+    if not trainer.interrupted:
+        evaluate(model, test_set, device, args)
+    return trainer.interrupted
 
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("total_epochs", nargs="?", type=positive_int, default=4)
-    parser.add_argument("save_every", nargs="?", type=positive_int, default=1, help="in epochs")
-    parser.add_argument("--batch-size", type=positive_int, default=128, help="per process")
+    parser.add_argument("total_epochs", nargs="?", type=int, default=4)
+    parser.add_argument("save_every", nargs="?", type=int, default=1, help="in epochs")
+    parser.add_argument("--batch-size", type=int, default=128, help="per process")
     parser.add_argument("--lr", type=float, default=4e-3)
-    parser.add_argument("--width", type=positive_int, default=32, help="256 keeps a GPU busy")
+    parser.add_argument("--width", type=int, default=32, help="256 keeps a GPU busy")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint-path", default="checkpoint.pt")
     args = parser.parse_args()
+    if min(args.total_epochs, args.save_every, args.batch_size, args.width) < 1:
+        parser.error("total_epochs, save_every, --batch-size and --width must be at least 1")
     if not os.access(os.path.dirname(args.checkpoint_path) or ".", os.W_OK):
         parser.error(f"cannot write to the folder of {args.checkpoint_path}")
     return args
 
 
-def check_restarts():
-    """Refuse restarts that would connect to dead ranks (pytorch#135712); delete this once fixed."""
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        raise RuntimeError("--max-restarts needs: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
-
-
 @record  # lets torchrun report the traceback of the rank that failed first
 def main(args):
-    signal.signal(signal.SIGTERM, lambda *_: told_to_stop.fill_(1))
-    check_restarts()
+    signal.signal(signal.SIGTERM, lambda number, frame: stop_signals.append(number))
     ddp_setup()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(args.seed)
-    train_set, test_set = load_datasets()
-    model = build_model(args.width).to(device, memory_format=torch.channels_last)  # faster layout
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)  # fused: faster
-    trainer = Trainer(model, prepare_dataloader(train_set, args), optimizer, device, args)
-    trainer.train(args.total_epochs, args.save_every)
-    if not trainer.interrupted:
-        evaluate(model, test_set, device, args)
+    interrupted = train_and_evaluate(device, args)
     dist.barrier()  # wait until every rank has finished with the group
-    del trainer.model  # skip at first reading: DDP freed after its group can hang
     dist.destroy_process_group()
-    if trainer.interrupted:
+    if interrupted:
         raise SystemExit(os.EX_TEMPFAIL)
 
 
