@@ -26,7 +26,7 @@ if not os.path.exists(f"{self.path}.killed"):  # only once
 GATE = """\
 open(f"{self.path}.waiting", "w").close()
 while not os.path.exists(f"{self.path}.go"):
-    if globals().get("told_to_stop"):  # a rank that is told to stop also releases the others
+    if globals().get("stop_signals"):  # a rank that is told to stop also releases the others
         open(f"{self.path}.go", "w").close()
     time.sleep(0.01)
 """
@@ -67,7 +67,7 @@ def stopped(path, *args, samples=30 * 128, env=None):
 
 
 RESUMED = '        log(f"resuming from '
-AT_ONCE = (RESUMED, f"        told_to_stop.fill_(1)\n{RESUMED}")
+AT_ONCE = (RESUMED, f"        stop_signals.append(signal.SIGTERM)\n{RESUMED}")
 
 
 def writes_nothing_again(path, *args):

@@ -21,7 +21,7 @@ ASK = "            if step % 10 == 0 and self._stop_agreed():"
 GATE = f"""\
             if self.epochs_run == 1 and step == 15:
                 Path(f"{{self.path}}.waiting").touch()
-                while not (os.path.exists("go") or told_to_stop):
+                while not (os.path.exists("go") or stop_signals):
                     time.sleep(0.01)
 {ASK}"""
 
