@@ -130,26 +130,24 @@ def exercise(folder):
 
 
 def generate(root=HERE.parent):
-    """Return the content of each generated file: {path: text}."""
+    """Yield the path and the text of each generated file, those of the diffs first."""
     diffs = explained(root)
     folder = root / "diffs"
-    collections = {kind: collect(root, kind) for kind in KINDS}
-    files = {
-        folder / f"{diff.slug.replace('-', '_')}.diff": f"{WRITTEN}\n{diff.text}" for diff in diffs
-    }
-    files[folder / "README.md"] = walkthrough(diffs)
-    files |= pictures(folder / "pictures")
-    files[root / "exercise" / "README.md"] = exercise(root / "exercise")
-    messages = weave(root, collections)
-    files |= messages
-    looked_up = messages.values()
-    files[folder / "index.html"] = render(root, diffs, collections, looked_up, sections(root))
+    for diff in diffs:
+        yield folder / f"{diff.slug.replace('-', '_')}.diff", f"{WRITTEN}\n{diff.text}"
+    yield folder / "README.md", walkthrough(diffs)
+    yield from pictures(folder / "pictures").items()
     book = folder / "walkthrough.ipynb"
-    files[book] = write_book(book, diffs)
+    yield book, write_book(book, diffs)
+    yield root / "exercise" / "README.md", exercise(root / "exercise")
+    collections = {kind: collect(root, kind) for kind in KINDS}
     for kind, members in collections.items():
-        files |= {root / patch.path: patch.text for patch in members}
-        files[root / kind / "README.md"] = index(kind, collections)
-    return files
+        yield from ((root / patch.path, patch.text) for patch in members)
+        yield root / kind / "README.md", index(kind, collections)
+    messages = weave(root, collections)
+    yield from messages.items()
+    page = render(root, diffs, collections, messages.values(), sections(root))
+    yield folder / "index.html", page
 
 
 def main():
@@ -158,19 +156,17 @@ def main():
     either.add_argument("--check", action="store_true", help="only name the files that are stale")
     either.add_argument("--run", action="store_true", help="run the notebook and store its outputs")
     args = parser.parse_args()
+    stale = False
     try:
-        files = generate()
+        for path, text in generate():
+            if path.exists() and path.read_text(encoding="utf-8") == text:
+                continue
+            stale = True
+            if not args.check:
+                path.write_text(text, encoding="utf-8", newline="\n")
+            print(f"{'stale' if args.check else 'written'}: {path.relative_to(HERE.parent)}")
     except Problem as problem:
         sys.exit(f"{parser.prog}: {problem}")
-    stale = [
-        (path, text)
-        for path, text in files.items()
-        if not path.exists() or path.read_text(encoding="utf-8") != text
-    ]
-    for path, text in stale:
-        if not args.check:
-            path.write_text(text, encoding="utf-8", newline="\n")
-        print(f"{'stale' if args.check else 'written'}: {path.relative_to(HERE.parent)}")
     if args.run:
         run(HERE / "walkthrough.ipynb")
     sys.exit(1 if args.check and stale else 0)

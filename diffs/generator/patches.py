@@ -252,7 +252,15 @@ def collect(root, kind):
     for path in sorted((root / kind).glob("*.md")):
         if path.stem not in [*named, *NOT_PATCHES]:
             raise Problem(f"{kind}/{path.name}: in no group of diffs/generator/patches.py")
-    return [read(root, root / kind / f"{name}.md") for name in named]
+    pages, problems = [], []
+    for name in named:
+        try:
+            pages.append(read(root, root / kind / f"{name}.md"))
+        except Problem as problem:
+            problems.append(str(problem))
+    if problems:
+        raise Problem("\n".join(problems))
+    return pages
 
 
 def read(root, path):
