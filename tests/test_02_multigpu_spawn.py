@@ -1,4 +1,4 @@
-"""Step 2: several processes find a free port, train one model, and end together."""
+"""Step 2: one process per GPU, or two on a CPU."""
 
 import os
 import re
@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 from support.jobs import Job, finished, run
-from support.positions import GATE, KILLED, at, open_the_gate, wait_at_the_gate
-from support.results import accuracy, epochs, losses, said, same_bits, weights
+from support.positions import GATE, KILLED, ON_RANK_1, at, open_the_gate, wait_at_the_gate
+from support.results import accuracy, epochs, losses, resumed, said, same_bits, weights
 from support.scripts import (
     DOUBLE,
     END,
@@ -22,97 +22,35 @@ from support.scripts import (
     on_each_rank,
     without_spawn,
 )
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 
-def test_learns_with_the_default_arguments(launched):
+def test_it_reads_98_percent_of_digits_that_it_has_never_seen(launched):
+    assert accuracy(launched("02"))[0] >= 98
+
+
+def test_only_rank_0_prints_and_saves(launched):
     job = launched("02")
-    assert accuracy(job)[0] >= 98
     assert epochs(job) == [1, 2, 3, 4]
     assert len(job.stdout.splitlines()) == 5
+    assert [path.name for path in job.cwd.glob("[!.]*")] == ["checkpoint.pt"]
 
 
-@pytest.mark.weekly
-def test_two_copies_at_the_same_time(trained, tmp_path):
-    other = tmp_path / "other"
-    other.mkdir()
-    with Job(command(edited(tmp_path, "02", at(0, 5, GATE)), "1", *SMALL), tmp_path) as job:
-        wait_at_the_gate(job)
-        finished(command("02", "1", *SMALL), other)
-        open_the_gate(job)
-        assert job.wait().returncode == 0, job
-    for folder in (tmp_path, other):
-        assert same_bits(folder / "checkpoint.pt", trained("03", "1", *SMALL))
+def test_it_saves_names_without_ddps_prefix(launched):
+    assert weights(launched("02")).keys() == load("02").build_model(32).state_dict().keys()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.weekly), 1])
-def test_a_killed_process_ends_all(tmp_path, rank):
-    killed = at(0, 5, KILLED, when=f"dist.get_rank() == {rank}")
-    job = run(command(edited(tmp_path, "02", killed), *LONG), tmp_path)
-    assert job.returncode != 0
-    assert "terminated with signal SIGKILL" in job.stderr or "Connection closed" in job.stderr, job
-
-
-@pytest.mark.slow
-def test_the_saved_names_have_no_prefix(launched, process_group):
-    model = load("02").build_model(4)
-    saved = weights(launched("02", *LONG))
-    assert saved.keys() == model.state_dict().keys()
-    wrapped = DDP(model)
-    assert wrapped.state_dict().keys() == {f"module.{name}" for name in saved}
-    model.own_attribute = "reached through .module"
-    assert not hasattr(wrapped, "own_attribute")
-    assert wrapped.module.own_attribute == model.own_attribute
-
-
-@pytest.mark.parametrize(("gpus", "nprocs"), [(0, 2), (3, 3)])
-def test_one_process_per_gpu_or_two_on_a_cpu(monkeypatch, gpus, nprocs):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(sys, "argv", ["02_multigpu_spawn.py"])
-    assert load("02").parse_args().nprocs == nprocs
-
-
-@pytest.mark.parametrize("nprocs", ["0", "-1", "x"])
-def test_bad_nprocs(monkeypatch, capsys, nprocs):
-    monkeypatch.setattr(sys, "argv", ["02_multigpu_spawn.py", f"--nprocs={nprocs}"])
-    with pytest.raises(SystemExit) as stop:
-        load("02").parse_args()
-    assert stop.value.code == 2
-    assert "error: argument --nprocs: " in capsys.readouterr().err.splitlines()[-1]
-
-
-THREADS = "torch.get_num_threads()"
-
-
-def test_ranks_end_with_equal_weights_and_share_the_cores(tmp_path):
-    spawn = "    mp.spawn("
-    path = edited(
-        tmp_path,
-        "02",
-        (END, f"    {on_each_rank(THREADS)}    {on_each_rank(digest('model.parameters()'))}{END}"),
-        (spawn, f"    print('available:', {THREADS})\n{spawn}"),
-    )
-    job = finished(command(path, "1", *SMALL), tmp_path, {"OMP_NUM_THREADS": None})
-    (available,) = re.findall(r"^available: (\d+)$", job.stdout, re.MULTILINE)
-    (threads_0, bits_0), (threads_1, bits_1) = said(job, 0), said(job, 1)
-    assert int(threads_0) == int(threads_1) == max(1, int(available) // 2)
-    assert bits_0 == bits_1
-
-
-@pytest.mark.slow
-def test_omp_num_threads_is_honoured(tmp_path):
-    joined = "    ddp_setup(rank, args.nprocs, port)\n"
-    leave = f"    {on_each_rank(THREADS)}    return\n"
-    path = edited(tmp_path, "02", (joined, joined + leave))
-    given = str(len(os.sched_getaffinity(0)))
-    job = finished(command(path), tmp_path, {"OMP_NUM_THREADS": given})
-    assert said(job, 0) == said(job, 1) == [given]
+def test_it_resumes_and_ends_with_the_bits_of_an_undisturbed_run(trained, tmp_path):
+    script = without_spawn(tmp_path)
+    finished(forked(script, "2", *SMALL), tmp_path)
+    job = finished(forked(script, *LONG), tmp_path)
+    assert resumed(job) == [2]
+    assert epochs(job) == [3, 4]
+    assert same_bits(job, trained("03", *LONG))
 
 
 @pytest.mark.parametrize("nprocs", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_n_processes_follow_one_with_the_same_effective_batch(tmp_path, nprocs):
-    """The printed loss is the same too: it is the mean over all ranks."""
+def test_n_processes_follow_one_with_n_times_the_batch(tmp_path, nprocs):
+    """In double precision. The printed loss is the same, too: it is the mean over all ranks."""
     path = without_spawn(tmp_path, *DOUBLE)
     jobs, results = [], []
     for count, batch in ((nprocs, 64), (1, 64 * nprocs)):
@@ -125,8 +63,73 @@ def test_n_processes_follow_one_with_the_same_effective_batch(tmp_path, nprocs):
     assert losses(jobs[0]) == losses(jobs[1])
 
 
+@pytest.mark.parametrize(("gpus", "nprocs"), [(0, 2), (3, 3)])
+def test_it_starts_one_process_per_gpu_or_two_on_a_cpu(monkeypatch, gpus, nprocs):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(sys, "argv", ["02_multigpu_spawn.py"])
+    assert load("02").parse_args().nprocs == nprocs
+
+
+@pytest.mark.parametrize("nprocs", ["0", "-1", "x"])
+def test_it_refuses_a_wrong_number_of_processes(monkeypatch, capsys, nprocs):
+    monkeypatch.setattr(sys, "argv", ["02_multigpu_spawn.py", f"--nprocs={nprocs}"])
+    with pytest.raises(SystemExit) as stop:
+        load("02").parse_args()
+    assert stop.value.code == 2
+    assert "--nprocs" in capsys.readouterr().err.splitlines()[-1]
+
+
+THREADS = "torch.get_num_threads()"
+
+
+def test_the_ranks_share_the_cores_and_end_with_equal_weights(tmp_path):
+    spawn, show = "    mp.spawn(", on_each_rank(digest("model.parameters()"))
+    trained = "    trainer.train(args.total_epochs, args.save_every)\n"
+    path = edited(
+        tmp_path,
+        "02",
+        (trained, f"{trained}    {on_each_rank(THREADS)}    {show}"),
+        (spawn, f"    print('available:', {THREADS})\n{spawn}"),
+    )
+    job = finished(command(path, "1", *SMALL), tmp_path, {"OMP_NUM_THREADS": None})
+    (available,) = re.findall(r"^available: (\d+)$", job.stdout, re.MULTILINE)
+    (threads_0, bits_0), (threads_1, bits_1) = said(job, 0), said(job, 1)
+    assert int(threads_0) == int(threads_1) == max(1, int(available) // 2)
+    assert bits_0 == bits_1
+
+
 @pytest.mark.slow
-def test_in_float32_too_for_one_step(tmp_path):
+def test_it_honours_omp_num_threads(tmp_path):
+    joined = "    ddp_setup(rank, args.nprocs, port)\n"
+    leave = f"    {on_each_rank(THREADS)}    return\n"
+    given = str(len(os.sched_getaffinity(0)))
+    start = command(edited(tmp_path, "02", (joined, joined + leave)))
+    job = finished(start, tmp_path, {"OMP_NUM_THREADS": given})
+    assert said(job, 0) == said(job, 1) == [given]
+
+
+@pytest.mark.slow
+def test_two_copies_run_at_the_same_time(trained, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    with Job(command(edited(tmp_path, "02", at(0, 5, GATE)), "1", *SMALL), tmp_path) as job:
+        wait_at_the_gate(job)
+        finished(command("02", "1", *SMALL), other)
+        open_the_gate(job)
+        assert job.wait().returncode == 0, job
+    for folder in (tmp_path, other):
+        assert same_bits(folder / "checkpoint.pt", trained("03", "1", *SMALL))
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_all(tmp_path):
+    job = run(command(edited(tmp_path, "02", at(0, 5, KILLED, ON_RANK_1)), *LONG), tmp_path)
+    assert job.returncode != 0
+    assert "terminated with signal SIGKILL" in job.stderr or "Connection closed" in job.stderr, job
+
+
+@pytest.mark.slow
+def test_n_processes_follow_one_in_float32_for_one_step(tmp_path):
     path, results = without_spawn(tmp_path), []
     for nprocs, batch in ((2, 6471), (1, 12_942)):
         saved = f"--checkpoint-path={nprocs}.pt"

@@ -116,7 +116,7 @@ def edit(path, old, new):
 
 END = "    dist.barrier()"  # where each script has finished
 DOUBLE = [  # in float32, AdamW can turn a rounding error into a full step
-    ("scans.float()", "scans.double()"),
+    ("dtype=torch.float32", "dtype=torch.float64"),
     (
         "    torch.manual_seed(args",
         "    torch.set_default_dtype(torch.float64)\n    torch.manual_seed(args",
@@ -176,7 +176,7 @@ def build_trainer(module, args):
     """Build a step's Trainer on the CPU, as its main does."""
     torch.manual_seed(args.seed)
     train_set, _ = module.load_datasets()
-    model = module.build_model(args.width).to(memory_format=torch.channels_last)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
+    model = module.build_model(args.width)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     data = module.prepare_dataloader(train_set, args)
     return module.Trainer(model, data, optimizer, torch.device("cpu"), args)
