@@ -69,7 +69,7 @@ def test_a_save_longer_than_the_timeout(tmp_path):
 SECOND = 'os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"'
 NOT_RANK_0 = "        if dist.get_rank() != 0:  # all ranks hold"
 BUSY = (
-    (NOT_RANK_0, f'        if {SECOND}:\n            Path("saving").touch()\n{NOT_RANK_0}'),
+    (NOT_RANK_0, f'        if {SECOND}:\n            open("saving", "w").close()\n{NOT_RANK_0}'),
     (
         REPLACE,
         f"""\
@@ -86,7 +86,7 @@ BUSY = (
 class SlowData(TensorDataset):
     def __getitem__(self, index):
         if {SECOND} and dist.get_rank() == 2 and os.path.exists("saving"):
-            Path("loading").touch()
+            open("loading", "w").close()
             time.sleep(3600)
         return super().__getitem__(index)
 
@@ -172,7 +172,7 @@ def load_datasets():
 )
 FUNCTION = r"(Trainer\.)?_run_batch"  # Python 3.10 does not name the class
 LOCKED = (  # in the second epoch, rank 1 waits for a lock that it already holds
-    ("told_to_stop = ", 'lock = __import__("threading").Lock()\ntold_to_stop = '),
+    ("stop_signals = ", 'lock = __import__("threading").Lock()\nstop_signals = '),
     (
         "        self.optimizer.zero_grad()\n",
         """\

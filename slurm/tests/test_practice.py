@@ -38,7 +38,7 @@ STEP = "            total[0] += self._run_batch(source, targets)\n"
 GATE = f"""\
             life = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
             if dist.get_rank() == 1 and step == 15 and (life, self.epochs_run) in [(0, 3), (1, 5)]:
-                while not told_to_stop:
+                while not stop_signals:
                     time.sleep(0.01)
 {STEP}"""
 

@@ -20,7 +20,7 @@ TWO_BY_TWO = ("--nodes=2", "--gpus-per-node=2")
 ASK = "            if step % 10 == 0 and self._stop_agreed():"
 GATE = f"""\
             if self.epochs_run == 1 and step == 15:
-                Path(f"{{self.path}}.waiting").touch()
+                open(f"{{self.path}}.waiting", "w").close()
                 while not (os.path.exists("go") or stop_signals):
                     time.sleep(0.01)
 {ASK}"""

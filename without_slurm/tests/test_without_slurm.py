@@ -42,9 +42,9 @@ HELD = (
     """\
         for step, (source, targets) in enumerate(self.train_loader):
             while (self.epochs_run, step) == (1, 10) and not os.path.exists("told"):
-                Path(f"held-{dist.get_rank()}").touch()
-                if told_to_stop:
-                    Path("told").touch()
+                open(f"held-{dist.get_rank()}", "w").close()
+                if stop_signals:
+                    open("told", "w").close()
                 time.sleep(0.05)
 """,
 )
