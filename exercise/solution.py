@@ -7,12 +7,11 @@ import sys
 import time
 from datetime import timedelta
 from itertools import islice
-from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # skip at first reading: imported late, it can abort the exit
+import torch.distributed.nn  # now: imported later, by DDP, it would keep the process group alive
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -29,22 +28,17 @@ lr = 5e-3
 warm_up = 50  # steps
 path = "gpt.pt"
 
-told_to_stop = torch.zeros(1)  # 1 after SIGTERM; a tensor, so that all_reduce can sum it
-
-
-def check_restarts():
-    """Refuse restarts that would connect to dead ranks (pytorch#135712); delete this once fixed."""
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        raise RuntimeError("--max-restarts needs: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+stop_signals = []  # that this process has received
 
 
 def ddp_setup():
     """Join the process group as the rank that torchrun has put into the environment."""
+    gpu = None
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # "cuda" is now this process's GPU
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"  # gloo for CPU tensors
-    dist.init_process_group(backend, timeout=timedelta(minutes=5))  # fail if a node is lost
+        gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(gpu)  # from now on, "cuda" is this process's GPU
+    backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"  # gloo sums the votes, which are on the CPU
+    dist.init_process_group(backend, device_id=gpu, timeout=timedelta(minutes=5))
 
 
 def log(message):
@@ -52,8 +46,7 @@ def log(message):
         print(message, flush=True)
 
 
-signal.signal(signal.SIGTERM, lambda *_: told_to_stop.fill_(1))
-check_restarts()
+signal.signal(signal.SIGTERM, lambda number, frame: stop_signals.append(number))
 ddp_setup()
 torch.manual_seed(0)
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -83,6 +76,9 @@ class ResumableSampler(DistributedSampler):
     """A DistributedSampler that starts after the epoch's first `samples_run` samples."""
 
     samples_run = 0
+
+    def __len__(self):
+        return super().__len__() - self.samples_run // self.num_replicas
 
     def __iter__(self):
         return islice(super().__iter__(), self.samples_run // self.num_replicas, None)
@@ -142,12 +138,12 @@ def schedule(step):
 
 def stop_agreed():
     """Return whether any rank was told to stop. All ask at the same step, so all agree."""
-    votes = told_to_stop.clone()
+    votes = torch.tensor(len(stop_signals))
     dist.all_reduce(votes)
     return votes.item() > 0
 
 
-def save(epochs_run):
+def save(epochs_run, samples_run=0, interrupted=False):
     if dist.get_rank() != 0:  # all ranks hold the same weights: one file is enough
         return
     checkpoint = {
@@ -156,12 +152,13 @@ def save(epochs_run):
         "epochs_run": epochs_run,
         "samples_run": samples_run,
     }
-    torch.save(checkpoint, f"{path}.new")  # a crash leaves the old file alone
-    with open(f"{path}.new", "rb") as file:
+    with open(f"{path}.new", "wb") as file:  # a crash leaves the old file alone
+        torch.save(checkpoint, file)
+        file.flush()
         os.fsync(file.fileno())
     os.replace(f"{path}.new", path)
     if interrupted:
-        Path(f"{path}.interrupted").touch()  # tells the batch script to requeue the job
+        open(f"{path}.interrupted", "w").close()  # tells the batch script to requeue
 
 
 @torch.inference_mode()
@@ -186,6 +183,37 @@ def write(model, length):
     return "".join(characters[i] for i in written[0])
 
 
+def train(model, samples_run):
+    """Train, and return whether the ranks were told to stop before the end."""
+    for epoch in range(epochs_run, epochs):
+        model.train()
+        train_data.sampler.set_epoch(epoch)  # or every epoch has the same order
+        train_data.sampler.samples_run = samples_run  # the loss is then of the rest
+        start = time.perf_counter()
+        total = torch.zeros(2, dtype=torch.float64, device=device)  # loss and samples
+        for step, (x, y) in enumerate(train_data):
+            if step % 10 == 0 and stop_agreed():  # asking in each step would cost time
+                save(epoch, samples_run, interrupted=True)
+                log(f"interrupted after {samples_run:,} samples of the epoch")
+                return True
+            optimizer.zero_grad()
+            loss = batch_loss(model, x, y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            total[0] += loss.detach() * len(x)
+            total[1] += len(x)
+            samples_run += len(x) * dist.get_world_size()
+        dist.all_reduce(total)  # the sum over all ranks
+        loss, samples = total.tolist()  # on a GPU, this waits for it: read the clock afterwards
+        speed = samples * context / (time.perf_counter() - start)
+        log(f"epoch {epoch + 1}  loss {loss / samples:.4f}  {speed:,.0f} characters/s")
+        samples_run = 0
+        save(epoch + 1)
+    return False
+
+
 train_set, test_set = Windows(numbers[:split]), Windows(numbers[split:])
 train_data = DataLoader(train_set, batch_size, sampler=ResumableSampler(train_set))
 shard = range(dist.get_rank(), len(test_set), dist.get_world_size())  # no sample twice
@@ -195,57 +223,24 @@ model = GPT().to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
 epochs_run = 0
 samples_run = 0  # in this epoch, by all ranks together
-interrupted = False
 if os.path.exists(path):
     checkpoint = torch.load(path, map_location="cpu")
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
     epochs_run = checkpoint["epochs_run"]
     samples_run = checkpoint.get("samples_run", 0)
-    Path(f"{path}.interrupted").unlink(missing_ok=True)
     log(f"resuming from {path} after epoch {epochs_run}")
 # The steps taken so far, counted at the current world size, which may have changed.
 steps_run = epochs_run * len(train_data) + samples_run // (batch_size * dist.get_world_size())
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule, last_epoch=steps_run - 1)
-ddp_model = DDP(model)  # backward() averages the gradients over all ranks
 
-for epoch in range(epochs_run, epochs):
-    model.train()
-    train_data.sampler.set_epoch(epoch)  # or every epoch has the same order
-    train_data.sampler.samples_run = samples_run
-    start = time.perf_counter()
-    total = torch.zeros(2, dtype=torch.float64, device=device)  # loss and samples
-    for step, (x, y) in enumerate(train_data):
-        if step % 10 == 0 and stop_agreed():  # asking in each step would cost time
-            interrupted = True
-            break
-        optimizer.zero_grad()
-        loss = batch_loss(ddp_model, x, y)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        scheduler.step()
-        total[0] += loss.detach() * len(x)
-        total[1] += len(x)
-        samples_run += len(x) * dist.get_world_size()
-    if interrupted:
-        save(epoch)
-        log(f"interrupted after {samples_run:,} samples of the epoch")
-        break
-    dist.all_reduce(total)  # the sum over all ranks
-    loss, samples = total.tolist()  # waits for the GPU, so read the clock after it
-    speed = samples * context / (time.perf_counter() - start)
-    log(f"epoch {epoch + 1}  loss {loss / samples:.4f}  {speed:,.0f} characters/s")
-    samples_run = 0
-    save(epoch + 1)
-
+interrupted = train(DDP(model), samples_run)  # backward() averages the gradients over all ranks
 model.eval()
 if not interrupted:
     log(f"held-out loss {evaluate(model):.4f}")
     if dist.get_rank() == 0:
         print(write(model, 300))
 dist.barrier()  # wait until every rank has finished with the group
-del ddp_model  # skip at first reading: DDP freed after its group can hang
 dist.destroy_process_group()
 if interrupted:
     raise SystemExit(os.EX_TEMPFAIL)

@@ -127,6 +127,24 @@ def write(model, length):
     return "".join(characters[i] for i in written[0])
 
 
+def train(model):
+    for epoch in range(epochs_run, epochs):
+        model.train()
+        start = time.perf_counter()
+        total = 0.0
+        for x, y in train_data:
+            optimizer.zero_grad()
+            loss = batch_loss(model, x, y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            total += loss.item() * len(x)
+        speed = len(train_set) * context / (time.perf_counter() - start)
+        print(f"epoch {epoch + 1}  loss {total / len(train_set):.4f}  {speed:,.0f} characters/s")
+        save(epoch + 1)
+
+
 train_set, test_set = Windows(numbers[:split]), Windows(numbers[split:])
 train_data = DataLoader(train_set, batch_size, shuffle=True)
 test_data = DataLoader(test_set, batch_size)
@@ -143,22 +161,7 @@ if os.path.exists(path):
     epochs_run = checkpoint["epochs_run"]
     print(f"resuming from {path} after epoch {epochs_run}")
 
-for epoch in range(epochs_run, epochs):
-    model.train()
-    start = time.perf_counter()
-    total = 0.0
-    for x, y in train_data:
-        optimizer.zero_grad()
-        loss = batch_loss(model, x, y)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        scheduler.step()
-        total += loss.item() * len(x)
-    loss, speed = total / len(train_set), len(train_set) * context / (time.perf_counter() - start)
-    print(f"epoch {epoch + 1}  loss {loss:.4f}  {speed:,.0f} characters/s")
-    save(epoch + 1)
-
+train(model)
 model.eval()
 print(f"held-out loss {evaluate(model):.4f}")
 print(write(model, 300))
