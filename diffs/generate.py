@@ -105,8 +105,8 @@ def walkthrough(diffs):
         lesson = diff.short(lambda note: note.slug)
         parts += [f"## {diff.name}: {diff.title}\n", f"{files}\n"]
         parts += [f"{lesson}\n", f"{diff.story}\n", *play(diff.slug)]
-        for hunk in diff.hunks:
-            parts += [f"{hunk.markdown}\n", *play(f"{diff.slug}-{hunk.note.slug}")]
+        for part in diff.told:
+            parts += [f"{part.markdown}\n", *play(f"{diff.slug}-{part.slug}")]
     said = "Each change names the tests that fail if you revert it alone."
     return "\n".join([*parts, TESTS.format(said)])
 

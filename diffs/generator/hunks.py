@@ -10,6 +10,11 @@ CONTEXT = 3  # lines around a change, as in `diff -u`
 COUNTS = {3: "three", 4: "four", 5: "five", 6: "six"}  # how many lines may carry a lesson
 
 
+def anchor(title):
+    """Return the anchor that GitHub gives to a heading."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+
+
 class Problem(Exception):
     """An error in the notes, described in one line."""
 
@@ -44,6 +49,10 @@ class Hunk:
         return any(line[0] == "+" and line[1:].strip().startswith(code) for line in self.lines)
 
     @property
+    def slug(self):
+        return self.note.slug
+
+    @property
     def markdown(self):
         """The hunk with its note, under a heading."""
         return f"### {self.note.title}\n\n```diff\n{self.text}\n```\n\n{self.note.markdown}"
@@ -59,8 +68,7 @@ class Note:
 
     @property
     def slug(self):
-        """The anchor that GitHub gives to the heading."""
-        return re.sub(r"[^\w -]", "", self.title.lower()).replace(" ", "-")
+        return anchor(self.title)
 
     @property
     def markdown(self):
@@ -68,6 +76,22 @@ class Note:
         tests = f"<summary>Tests that fail without it</summary>\n\n{tests}\n\n"
         links = ", ".join(f"[{title}]({address})" for title, address in self.links)
         return f"{self.why}\n\nRead more: {links}\n\n<details>\n{tests}</details>"
+
+
+@dataclass
+class Aside:
+    """A section of the walk that belongs to no hunk."""
+
+    title: str
+    text: str
+
+    @property
+    def slug(self):
+        return anchor(self.title)
+
+    @property
+    def markdown(self):
+        return f"### {self.title}\n\n{self.text}"
 
 
 @dataclass
@@ -87,6 +111,7 @@ class Diff:
     title: str = ""
     story: str = ""
     lesson: list = field(default_factory=list)  # its lines, in the order to read them
+    told: list = field(default_factory=list)  # hunks and asides, in the order to read them
     old_lines: list = field(default_factory=list)
     new_lines: list = field(default_factory=list)
 
@@ -171,7 +196,7 @@ def explained(root):
         diff.title, story, notes = sections[diff.name]
         tie(diff, notes)
         diff.lesson, diff.story = read_lesson(diff, story)
-    slugs = [hunk.note.slug for diff in diffs for hunk in diff.hunks]
+    slugs = [part.slug for diff in diffs for part in diff.told]
     for slug in slugs:
         if slugs.count(slug) > 1:
             raise Problem(f"notes.md: two notes share the anchor #{slug}")
@@ -184,7 +209,7 @@ def parse(text):
     for heading, body in cut(text, "## "):
         name, _, title = heading.partition(": ")
         story, *_ = re.split(r"^### ", body, maxsplit=1, flags=re.MULTILINE)
-        sections[name] = title, story.strip(), [read_note(*part) for part in cut(body, "### ")]
+        sections[name] = title, story.strip(), [read_part(*part) for part in cut(body, "### ")]
     return sections
 
 
@@ -203,8 +228,10 @@ NOTE = re.compile(
 )
 
 
-def read_note(title, body):
-    """Return a note from its heading and the text below it."""
+def read_part(title, body):
+    """Return a note from its heading and the text below it, or an aside if it has no diff."""
+    if "```diff" not in body:
+        return Aside(title, body.strip())
     match = NOTE.fullmatch(body)
     if not match:
         raise Problem(
@@ -251,12 +278,16 @@ def single(found, line, diff):
 def tie(diff, notes):
     """Attach the notes to the hunks: one to each."""
     for note in notes:
+        if isinstance(note, Aside):
+            diff.told.append(note)
+            continue
         found = [hunk for hunk in diff.hunks if note.anchor in hunk.changed]
         hunk = single(found, f'the line of "{note.title}"', diff)
         if hunk.note:
             titles = f'"{hunk.note.title}" and "{note.title}"'
             raise Problem(f"notes.md: {titles} are on the same hunk of {diff.name}")
         hunk.note = note
+        diff.told.append(hunk)
     for hunk in diff.hunks:
         if not hunk.note:
             line = hunk.changed[0]

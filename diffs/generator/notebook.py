@@ -96,9 +96,17 @@ def cells(diffs):
         lesson = diff.short(lambda note: note.title.replace(" ", "-"))  # as Jupyter names headings
         text = f"## {diff.name}: {diff.title}\n\n{lesson}\n\n{diff.story}"
         yield from story(f"story-{diff.slug}", text)
-        for hunk in diff.hunks:
-            yield markdown(f"{diff.slug}-{hunk.note.slug}"[:64], hunk.markdown)
+        headings = {part.slug: part.markdown[4:].partition("\n")[0] for part in diff.told}
+        for part in diff.told:
+            yield markdown(f"{diff.slug}-{part.slug}"[:64], linked(part.markdown, headings))
         yield from runs(diff.new.name[:2], scripts)
+
+
+def linked(text, headings):
+    """Return a text in which links within the page lead to headings as Jupyter names them."""
+    for slug, title in headings.items():
+        text = text.replace(f"](#{slug})", f"](#{title.replace(' ', '-')})")
+    return text
 
 
 def story(name, text):
