@@ -1,6 +1,6 @@
 """Measure everything that README.md shows, and write it there.
 
-    python benchmarks/all.py            measure (about 15 minutes on two idle cores), then write
+    python benchmarks/all.py            measure (about 25 minutes on two idle cores), then write
     python benchmarks/all.py --tables   only write the tables again, from the files in figures/
 
 The tables are in README.md, between <!-- measured: NAME --> and <!-- end -->.
@@ -10,13 +10,11 @@ import argparse
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import breakdown
-import forecast
 import learning_rate
 import scaling
 import timeline
@@ -26,18 +24,16 @@ HERE = Path(__file__).resolve().parent
 PAGE = HERE / "README.md"
 FIGURES = HERE / "figures"
 DATA = HERE.parent / "diffs" / "figures" / "where-the-time-goes.json"  # of a figure on diffs' page
+BUCKETS = "breakdown.py --width=128 --batch-size=8 --bucket-mb=0.25"
 COMMANDS = (  # the number of ranks, if torchrun starts them, and the command
     (None, "lines.py --seconds=60"),
     (2, "lines.py --seconds=120"),
     (2, "lines.py --seconds=30 --batch-size=32 --baselines"),
-    (None, "startup.py --repeats=4"),
     (2, "breakdown.py"),
-    (2, "timeline.py"),
-    (4, "timeline.py"),
+    (2, BUCKETS),
+    (4, BUCKETS),
     (2, "communication.py"),
     (3, "communication.py"),
-    (4, "communication.py"),
-    (None, "forecast.py communication-2.json communication-3.json --held-out=communication-4.json"),
     (None, "scaling.py --processes=4 --repeats=2 --epochs=3"),
     (None, "learning_rate.py"),
 )
@@ -51,6 +47,8 @@ def measure(folder):
         print(f"\n{command}" + (f", {ranks} ranks" if ranks else ""), flush=True)
         start = launcher(ranks) if ranks else [sys.executable]
         subprocess.run([*start, HERE / name, *words], cwd=folder, env=env, check=True)
+    for trace in folder.glob("trace-*.json"):  # megabytes, and not needed for the page
+        trace.unlink()
 
 
 # ---------------------------------------------------------------- the tables
@@ -86,41 +84,13 @@ def measured_on(folder):
     ).format(**machine, version=version)
 
 
-def short(folder):
-    one, two, small = speeds(folder)
-    return table(
-        ("measured on two CPU cores", "ratio (quartiles)"),
-        (
-            "samples/s of step 2 with two processes, relative to step 1 with two threads",
-            cell(two["02", "01 with as many threads"]),
-        ),
-        (
-            "step 2, relative to two copies of step 1 that never communicate",
-            cell(two["02", "copies of 01"]),
-        ),
-        ("the same with a batch of 32 instead of 128", cell(small["02", "copies of 01"])),
-        ("step 1, relative to a bare training loop", cell(one["01", "bare loop"])),
-        ("step 4 without its vote, relative to step 4", cell(two["no vote", "05"])),
-        (
-            "writing a checkpoint, relative to an epoch of about a second",
-            cell(two["a save", "05"], ".1%"),
-        ),
-        (
-            "evaluation by all ranks in step 5, relative to independent copies of step 1",
-            cell(two["evaluation by 05", "evaluation by copies of 01"]),
-        ),
-        (
-            "start-up time of step 3, relative to the shortest DDP program",
-            cell(read(folder, "startup")["ratio"]),
-        ),
-    )
-
-
 def baselines(folder):
     columns = speeds(folder)
     heading = ("samples/s of", "relative to", "one process", "two, batch 128", "two, batch 32")
     pairs = [("01", "bare loop"), *columns[2], ("evaluation by 05", "evaluation by copies of 01")]
-    return table(heading, *((*pair, *row(*pair, columns)) for pair in pairs))
+    share = cell(columns[1]["a save", "05"], ".1%")
+    save = ("time of a save", "an epoch of about a second", "", share, "")
+    return table(heading, *((*pair, *row(*pair, columns)) for pair in pairs), save)
 
 
 def lines(folder):
@@ -135,7 +105,7 @@ def step(folder):
 
 
 def forecasts(folder):
-    """Compare timeline.py's forecasts with what it measured."""
+    """Compare timeline.py's forecasts with what was measured."""
     data = drawn(folder)
     rows = [("step", "ranks", "forecast", "measured", "error")]
     for ranks, record in data["records"].items():
@@ -143,6 +113,13 @@ def forecasts(folder):
             error = f"{forecast_ms / measured_ms - 1:+.0%}"
             rows.append((name, ranks, f"{forecast_ms:.0f} ms", f"{measured_ms:.0f} ms", error))
     return table(*rows)
+
+
+def drawn(folder):
+    """Return the data of the figure on diffs' page: the recorded steps, and the network."""
+    records = {str(n): read(folder, f"timeline-{n}") for n in (2, 4)}
+    network = timeline.fit([read(folder, f"communication-{n}") for n in (2, 3)])
+    return {"written_by": "benchmarks/all.py", "network": network, "records": records}
 
 
 def processes(folder):
@@ -153,32 +130,14 @@ def learning(folder):
     return learning_rate.summary_table(read(folder, "learning_rate")["summary"])
 
 
-def fitted(folder):
-    """Return the latency and the seconds per byte of two and three ranks."""
-    records = [read(folder, f"communication-{n}") for n in (2, 3)]
-    return forecast.fit([row for record in records for row in forecast.rows_of(record)])
-
-
-def drawn(folder):
-    """Return the data of the figure on diffs' page: the recorded steps, and the network."""
-    records = {str(n): read(folder, f"timeline-{n}") for n in (2, 4)}
-    written = {"written_by": "benchmarks/all.py"}
-    return {**written, "network": fitted(folder), "records": records}
-
-
 def network(folder):
-    two, three, four = (read(folder, f"communication-{n}") for n in (2, 3, 4))
-    latency, byte = fitted(folder)
-    errors = forecast.errors(forecast.rows_of(four), (latency, byte))
-    median = statistics.median(map(abs, errors.values()))
+    two = read(folder, "communication-2")
+    latency, byte = drawn(folder)["network"]
     speed = f"{1e-9 / byte:.1f} GB/s" if byte else "too fast to tell"
-    forming = [f"{record['connecting_seconds'] * 1e3:.0f} ms" for record in (two, three, four)]
     payload, ways = list(two["gather_seconds"].items())[-1]
     return table(
         ("gloo on this machine", ""),
         ("latency and bandwidth, fitted to 2 and 3 ranks", f"{latency * 1e6:.0f} µs, {speed}"),
-        ("error of that fit for the all-reduce of 4 ranks, median", f"{median:.0%}"),
-        ("forming a process group of 2, 3, 4 ranks", ", ".join(forming)),
         *(
             (f"2 ranks: {way}, {int(payload):,} B per rank", f"{seconds * 1e3:.1f} ms")
             for way, seconds in ways.items()
@@ -186,20 +145,8 @@ def network(folder):
     )
 
 
-TABLES = {
-    make.__name__: make
-    for make in (
-        measured_on,
-        short,
-        baselines,
-        step,
-        forecasts,
-        lines,
-        processes,
-        learning,
-        network,
-    )
-}
+MADE = (measured_on, baselines, step, forecasts, lines, processes, learning, network)
+TABLES = {make.__name__: make for make in MADE}
 
 
 def filled(text, folder):
@@ -223,8 +170,6 @@ def main():
     args = parse_args()
     if not args.tables:
         measure(FIGURES)
-    for trace in FIGURES.glob("trace-*.json"):  # megabytes, and not needed for the page
-        trace.unlink()
     page = filled(PAGE.read_text(encoding="utf-8"), FIGURES)
     PAGE.write_text(page, encoding="utf-8")
     DATA.write_text(json.dumps(drawn(FIGURES), separators=(",", ":")) + "\n", encoding="utf-8")

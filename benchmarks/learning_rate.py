@@ -17,24 +17,11 @@ from itertools import product
 
 import torch
 import torch.distributed as dist
-from shared import (
-    cell,
-    draw_ratios,
-    drawing,
-    load,
-    middle,
-    parsed,
-    parser_of,
-    positive_int,
-    powers_up_to,
-    table,
-    write,
-)
+from shared import cell, load, middle, parsed, parser_of, positive_int, powers_up_to, table, write
 from tqdm import tqdm
 
 ROOT_RULE = "math.sqrt(batch / BATCH)"
 RULES = {"same rate": "1", "square root": ROOT_RULE, "linear": "batch / BATCH"}
-COLOURS = ("#d9730d", "#2f81f7", "#7d7d7d")
 BATCH = 128  # per process
 
 
@@ -74,20 +61,6 @@ def summary_table(rows):
     return table(("processes", "effective batch", *RULES), *lines)
 
 
-def plot(rows, path):
-    """Draw the accuracy over the number of processes, for each rule."""
-    sizes = sorted({row["processes"] for row in rows})
-    with drawing(path, "Held-out accuracy", figsize=(6, 3.6)) as axis:
-        for rule, colour in zip(RULES, COLOURS, strict=True):
-            own = [row for row in rows if row["rule"] == rule]
-            percent = [{name: 100 * row[name] for name in ("median", "low", "high")} for row in own]
-            draw_ratios(axis, sizes, percent, rule, colour)
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(sizes, [str(size) for size in sizes])
-        axis.set(xlabel="processes", ylabel="held-out accuracy in %")
-        axis.legend(frameon=False)
-
-
 def parse_args():
     parser = parser_of(__doc__)
     number = {"type": positive_int}
@@ -110,7 +83,6 @@ def main():
             runs.append({**run, "correct": correct, "total": total})
     rows = summary(runs)
     write("learning_rate", args, summary=rows, runs=runs)
-    plot(rows, "learning_rate.svg")
     print(summary_table(rows))
 
 

@@ -20,12 +20,9 @@ import tempfile
 
 import torch
 from shared import (
-    GREY,
     STEPS,
     TORCHRUN,
     cell,
-    draw_ratios,
-    drawing,
     launcher,
     middle,
     parser_of,
@@ -50,8 +47,6 @@ def speed(process):
     if process.returncode:
         raise SystemExit(f"{' '.join(map(str, process.args))}\n{output}{errors}")
     found = re.findall(r"^epoch .* ([\d,]+) samples/s$", output, re.MULTILINE)
-    if len(found) < 2:
-        raise SystemExit(f"a run printed fewer than two epochs:\n{output}")
     return statistics.median(int(number.replace(",", "")) for number in found[1:])
 
 
@@ -136,21 +131,6 @@ def summary_table(rows):
     return table(*lines)
 
 
-def plot(rows, path):
-    """Draw speed-up and efficiency, and the ideal."""
-    sizes = sorted({row["world_size"] for row in rows})
-    with drawing(path, "Scaling", ncols=2, figsize=(9, 3.6)) as axes:
-        for axis, name in zip(axes, ("speed_up", "efficiency"), strict=True):
-            ideal = [size / sizes[0] if name == "speed_up" else 1 for size in sizes]
-            axis.plot(sizes, ideal, "--", color=GREY, label="ideal")
-            for kind, colour in (("weak", "#2f81f7"), ("strong", "#d9730d")):
-                own = [row[name] for row in rows if row["kind"] == kind]
-                draw_ratios(axis, sizes, own, kind, colour)
-            axis.set(xlabel="processes", ylabel=name.replace("_", "-"), xticks=sizes)
-            axis.set_ylim(bottom=0)
-            axis.legend(frameon=False)
-
-
 def parse_args():
     parser = parser_of(__doc__)
     processes = NODES * PER_NODE or torch.cuda.device_count() or os.cpu_count()
@@ -174,14 +154,12 @@ def main():
         for repetition in range(args.repeats):
             random.shuffle(order)  # so that drift favours no size
             for kinds, size, batch in order:
-                progress.set_description(f"{' and '.join(kinds)} {size}")
                 run = {"world_size": size, "batch": batch, "repetition": repetition}
                 run["samples_per_second"] = measure(kinds, size, batch, args)
                 runs += [{"kind": kind, **run} for kind in kinds]
                 progress.update()
     rows = summary(runs)
     write("scaling", args, summary=rows, runs=runs)
-    plot(rows, "scaling.svg")
     print(summary_table(rows))
 
 

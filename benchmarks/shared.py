@@ -6,23 +6,21 @@ import json
 import os
 import platform
 import re
-import signal
 import statistics
 import subprocess
 import sys
 from datetime import date
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = {path.name[:2]: path for path in ROOT.glob("0[1-9]_*.py")}
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 WRITTEN_BY = "benchmarks/all.py, or the script in benchmarks/ of this name"
+BUSY = os.getloadavg()[0]  # what else runs here, when a benchmark starts
 GREY = "#7d7d7d"  # readable on white and on black
 TRAIN = "    trainer.train(args.total_epochs, args.save_every)\n"
 
@@ -30,8 +28,8 @@ TRAIN = "    trainer.train(args.total_epochs, args.save_every)\n"
 # ---------------------------------------------------------------- the scripts as modules
 
 
-def text_of(name, changes=()):
-    """Return a step, like "04", or a recipe for step 5, with some of its text replaced."""
+def load(name, changes=()):
+    """Import a step, like "04", or a recipe for step 5, with some of its text replaced."""
     if name in STEPS:
         text = STEPS[name].read_text(encoding="utf-8")
     else:
@@ -41,13 +39,8 @@ def text_of(name, changes=()):
         if text.count(old) != 1:
             raise SystemExit(f"{old!r} is {text.count(old)} times in {name}")
         text = text.replace(old, new)
-    return text
-
-
-def load(name, changes=()):
-    """Import a step or a recipe with some of its text replaced."""
     module = ModuleType(name)
-    exec(compile(text_of(name, changes), STEPS.get(name, name), "exec"), module.__dict__)
+    exec(compile(text, STEPS.get(name, name), "exec"), module.__dict__)
     return module
 
 
@@ -57,19 +50,10 @@ def parsed(script, words):
         return script.parse_args()
 
 
-class Prepared(NamedTuple):
-    """A step that is ready to train."""
-
-    script: ModuleType
-    args: argparse.Namespace
-    trainer: object
-    test_set: torch.utils.data.Dataset
-
-
 def prepared(step, words, changes=(), part=1):
-    """Run a step's main() until training starts, on every part-th sample.
+    """Prepare a step for training on every part-th sample, in the process group that there is.
 
-    The process group must exist.
+    Return the module, its arguments, its Trainer and its test set.
     """
     script = load(step, [*changes, (TRAIN, f"    return trainer, test_set\n{TRAIN}")])
     load_datasets = script.load_datasets
@@ -79,13 +63,11 @@ def prepared(step, words, changes=(), part=1):
         train_set.tensors = tuple(tensor[::part] for tensor in train_set.tensors)
         return train_set, test_set
 
-    script.load_datasets, script.ddp_setup = smaller, lambda *_: None
+    script.load_datasets = smaller
     args = parsed(script, words)
-    joined = (dist.get_rank(), None) if step == "02" else ()  # the group exists: no port
-    handler = signal.getsignal(signal.SIGTERM)
-    trainer, test_set = script.main(*joined, args)
-    signal.signal(signal.SIGTERM, handler)  # steps 4 and 5 set their own
-    return Prepared(script, args, trainer, test_set)
+    torch.manual_seed(args.seed)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return script, args, *script.train_and_evaluate(device, args)
 
 
 # ---------------------------------------------------------------- command lines
@@ -100,6 +82,11 @@ def parser_of(docstring):
     """Return a parser that is described by the first line of a script's docstring."""
     style = argparse.ArgumentDefaultsHelpFormatter
     return argparse.ArgumentParser(description=docstring.splitlines()[0], formatter_class=style)
+
+
+def needs_torchrun(parser):
+    if "RANK" not in os.environ:
+        parser.error(f"start it with: torchrun --standalone --nproc-per-node=2 {parser.prog}")
 
 
 def positive_int(text):
@@ -132,6 +119,7 @@ def machine():
         "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "load_average": BUSY,
     }
 
 
@@ -174,12 +162,3 @@ def drawing(path, title, **options):
         yield axes
         figure.savefig(path, transparent=True, metadata=about | {"Title": title})
         plt.close(figure)
-
-
-def draw_ratios(axis, sizes, ratios, label, colour):
-    """Draw medians over sizes, with their quartiles, as middle() returns them."""
-    medians = [ratio["median"] for ratio in ratios]
-    low = [ratio["median"] - ratio["low"] for ratio in ratios]
-    high = [ratio["high"] - ratio["median"] for ratio in ratios]
-    style = {"color": colour, "marker": "o", "capsize": 3, "label": label}
-    axis.errorbar(sizes, medians, (low, high), **style)

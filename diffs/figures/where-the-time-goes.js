@@ -3,8 +3,8 @@
   const PARTS = ["data", "forward", "backward", "waiting", "optimizer"];
   const AS_RECORDED = { slower: 1, batch: 1, passes: 1, no_sync: true };
 
-  // These five are ring() of benchmarks/forecast.py, and sent(), calibrated(), forecasted() and
-  // stretched() of benchmarks/timeline.py. Times are in milliseconds.
+  // These five are ring(), sent(), calibrated(), forecasted() and stretched() of
+  // benchmarks/timeline.py. Times are in milliseconds.
   function ring(ranks, size, alpha, beta) {
     return 2 * (ranks - 1) * (alpha + (size / ranks) * beta);
   }
@@ -224,7 +224,7 @@
     const bytes = sizes.map((size) => size.toLocaleString("en-US")).join(", ");
     return `Recorded on ${machine.date} with ${ranks} ranks on gloo and ${machine.cores} cores ` +
       `(${machine.cpu}), Python ${machine.python}, torch ${machine.torch.split("+")[0]}, by ` +
-      `benchmarks/timeline.py: the fastest of many steps. Changed for the recording: ` +
+      `benchmarks/breakdown.py: the fastest of many steps. Changed for the recording: ` +
       `--width=${options.width} --batch-size=${options.batch_size}, and bucket_cap_mb=` +
       `${options.bucket_mb}, since the default model fits into one bucket of 25 MB. ` +
       `The buckets have ${bytes} bytes; only whole tensors go into a bucket.` +

@@ -40,18 +40,6 @@ def spans(rank):
 # ---------------------------------------------------------------- the model
 
 
-def test_equal_buckets_wait_as_long_as_forecast_py_says(benchmark):
-    """They become ready at equal intervals until backward ends."""
-    sent, waiting = benchmark("timeline").sent, benchmark("forecast").waiting
-    draw = random.Random(0)
-    for _ in range(300):
-        backward, buckets = draw.uniform(1, 100), draw.randint(1, 20)
-        communication = draw.uniform(0.1, 300)
-        ready = [backward * (n + 1) / buckets for n in range(buckets)]
-        (*_, (_, end)) = sent(ready, [communication / buckets] * buckets)
-        assert end - backward == pytest.approx(waiting(communication, backward, buckets))
-
-
 def test_a_step_is_redrawn_as_calculated_by_hand(benchmark):
     """Both ranks compute for 10 ms, twice as long with twice the batch; an all-reduce takes 8."""
     rank = {"data": [[0, 1]], "forward": [[1, 4]], "backward": [[4, 10]], "waiting": [[10, 11]]}
