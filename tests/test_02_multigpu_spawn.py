@@ -11,7 +11,6 @@ from support.positions import GATE, KILLED, ON_RANK_1, at, open_the_gate, wait_a
 from support.results import accuracy, epochs, losses, resumed, said, same_bits, weights
 from support.scripts import (
     DOUBLE,
-    END,
     LONG,
     SMALL,
     command,

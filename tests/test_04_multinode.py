@@ -1,262 +1,198 @@
-"""Step 4 on several nodes, simulated by one torchrun agent each on this machine."""
+"""Step 4: nodes that a scheduler lends and takes back. Here, a node is a torchrun of its own."""
 
-import contextlib
-import re
 import signal
-from datetime import timedelta
 
-import psutil
 import pytest
 import torch
-import torch.distributed as dist
 from support.jobs import RESTARTS, Job, finished, free_port, kill, run
 from support.positions import (
     GATE,
-    KILLED,
     ON_RANK_1,
     TOLD,
     at,
-    open_the_gate,
     wait_at_the_gate,
 )
-from support.results import epochs, error_lines, resumed, said, same_bits
-from support.scripts import LONG, SCRIPT, SMALL, TORCHRUN, edited, forked, load, on_each_rank
+from support.results import accuracy, epochs, resumed, same_bits
+from support.scripts import (
+    LONG,
+    SCRIPT,
+    TORCHRUN,
+    command,
+    edited,
+    exact,
+    forked,
+    load,
+)
+
+SLOW = pytest.mark.slow
+STEP = 2 * 64  # samples
+LAST = 12_942 // STEP  # the last step of an epoch, counted from 0
 
 
-@contextlib.contextmanager
-def nodes(tmp_path, count, nprocs, args, static=False, path=SCRIPT["04"]):
-    """Start one agent per node, each in its own folder. They share only the checkpoint."""
-    port = free_port()
-    with contextlib.ExitStack() as stack:
-        jobs = []
-        for node in range(count):
-            folder = tmp_path / f"node{node}"
-            folder.mkdir()
-            words = [TORCHRUN, f"--nnodes={count}", f"--nproc-per-node={nprocs}"]
-            if static:
-                words += [f"--node-rank={node}", "--master-addr=localhost"]
-                words += [f"--master-port={port}", "--max-restarts=0"]
-            else:
-                words += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"]
-                words += ["--node-rank=0"]  # ignored here, or both would be the first node
-                words += ["--max-restarts=3"]
-            words += [path, *args, f"--checkpoint-path={tmp_path / 'checkpoint.pt'}"]
-            jobs.append(stack.enter_context(Job(words, folder, None if static else RESTARTS)))
-        yield jobs
+def test_it_reads_98_percent_of_digits_that_it_has_never_seen(trained):
+    assert accuracy(trained("04"))[0] >= 98
 
 
-def seen_by_all(jobs):
-    """Return the output of the node that has global rank 0. The others must print nothing."""
-    for job in jobs:
-        assert job.wait(180).returncode == 0, job
-        job.wait_until_gone()
-    outputs = [job.stdout for job in jobs if job.stdout]
-    assert len(outputs) == 1, outputs
-    return outputs[0]
+def test_only_rank_0_prints_and_saves(trained):
+    job = trained("04")
+    assert epochs(job) == [1, 2, 3, 4]
+    assert len(job.stdout.splitlines()) == 5
+    assert [path.name for path in job.cwd.glob("[!.]*")] == ["checkpoint.pt"]
 
 
-def bits_equal(tmp_path, other):
-    return same_bits(tmp_path / "checkpoint.pt", other)
+# ---------------------------------------------------------------- killed, told to stop
 
 
-def test_two_nodes_of_two_are_one_of_four(trained, tmp_path):
-    with nodes(tmp_path, 2, 2, LONG) as jobs:
-        output = seen_by_all(jobs)
-    assert output.count("epoch ") == 4
-    assert output.count("accuracy") == 1
-    assert bits_equal(tmp_path, trained("03", *LONG, nprocs=4))
-    left = sorted(path.name for path in tmp_path.rglob("[!.]*"))
-    assert left == ["checkpoint.pt", "node0", "node1"]
+def test_it_survives_a_kill(disturbed):
+    first, *_ = disturbed("04")
+    assert resumed(first) == [1]
+    assert epochs(first) == [1, 2]
 
 
-@pytest.mark.slow
-def test_step_3_runs_on_two_nodes(trained, tmp_path):
-    with nodes(tmp_path, 2, 1, LONG, path=SCRIPT["03"]) as jobs:
-        seen_by_all(jobs)
-    assert bits_equal(tmp_path, trained("03", *LONG))
+def test_told_to_stop_it_saves_in_mid_epoch_and_says_so(disturbed):
+    """All ranks stop after the same step: the next one at which they ask each other."""
+    first, saved, _ = disturbed("04")
+    assert (saved["EPOCHS_RUN"], saved["SAMPLES_RUN"]) == (2, 20 * STEP)
+    assert "interrupted after 2,560 samples of the epoch" in first.stdout
+    assert first.returncode == 1
+    assert "accuracy" not in first.stdout
 
 
-@pytest.mark.weekly
-def test_static_rendezvous(trained, tmp_path):
-    with nodes(tmp_path, 2, 1, LONG, static=True) as jobs:
-        seen_by_all(jobs)
-    assert bits_equal(tmp_path, trained("03", *LONG))
+def test_told_to_stop_it_loses_no_step(disturbed, trained):
+    _, _, again = disturbed("04")
+    assert resumed(again) == [2]
+    assert epochs(again) == [3, 4]
+    assert same_bits(again, trained("03", *LONG))
 
 
-@pytest.mark.slow
-def test_any_launcher_that_sets_the_ranks(trained, tmp_path):
-    """As srun would start it without torchrun."""
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
-    start = forked("04", *LONG, nprocs=0)
-    with (
-        Job(start, tmp_path, {"RANK": "0", "LOCAL_RANK": "0", **common}) as zero,
-        Job(start, tmp_path, {"RANK": "1", "LOCAL_RANK": "0", **common}) as one,
-    ):
-        seen_by_all([zero, one])
-    assert bits_equal(tmp_path, trained("03", *LONG))
+TOLD_AT = {  # where rank 1 is told: what is saved, or None if the run ends normally
+    (1, 33): (1, 40 * STEP),
+    (1, LAST): (2, 0),  # the next vote is at the start of the next epoch
+    (3, LAST): None,  # no vote is left
+}
 
 
-@pytest.mark.weekly
-def test_kill_9_on_one_of_two_nodes(trained, tmp_path):
-    path = edited(tmp_path, "04", at(1, 20, KILLED, when=ON_RANK_1))
-    with nodes(tmp_path, 2, 1, LONG, path=path) as jobs:
-        for job in jobs:
-            assert job.wait().returncode == 0, job
-            job.wait_until_gone()
-    # After the restart, rank 0, which prints, may be on either node.
-    assert sorted(number for job in jobs for number in epochs(job)) == [1, 2, 3, 4]
-    assert [number for job in jobs for number in resumed(job)] == [1]
-    assert bits_equal(tmp_path, trained("03", *LONG))
-
-
-def test_local_rank_picks_the_gpu_before_the_group_is_joined(monkeypatch):
-    """There may be no GPU, so this checks the calls."""
-    calls = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
-    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kw: calls.append((*args, kw)))
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    load("04").ddp_setup()
-    device, (backend, options) = calls
-    assert (device, backend) == (3, "cpu:gloo,cuda:nccl")
-    assert timedelta(seconds=10) < options["timeout"] <= timedelta(minutes=10)
-
-
-@pytest.mark.slow
-def test_a_node_that_falls_silent_is_an_error_and_not_a_hang(tmp_path):
-    """A stopped process keeps its connections open, like a lost node."""
-    short = ("timedelta(minutes=5)", "timedelta(seconds=8)")
-    stops = f"{on_each_rank('os.getpid()')}os.kill(os.getpid(), signal.SIGSTOP)"
-    path = edited(tmp_path, "04", short, at(0, 5, stops, when=ON_RANK_1))
-    with Job(forked(path, *LONG), tmp_path) as job:
-        job.wait_for(lambda: re.search("Timed out|Application timeout", job.stderr))
-        kill(psutil.Process(int(said(job, 1)[0])), signal.SIGCONT)
-        assert job.wait().returncode == 1
-
-
-def test_without_torchrun(tmp_path):
-    job = run(forked("04", nprocs=0), tmp_path)
-    assert job.returncode == 1
-    (line,) = error_lines(job)
-    assert "environment variable RANK expected" in line
-    assert job.stdout == ""
-
-
-# ---------------------------------------------------------------- nodes are lost and rejoin
-
-
-def start_node(folder, port, script, nnodes="1:2", host=False):
-    """Start the agent of a node with one rank, in a folder that all nodes share.
-
-    A node waits a few seconds for a second one, then continues alone.
-    """
-    where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"]
-    where += [f"--rdzv-conf=is_host={int(host)},last_call_timeout=10"]
-    words = [TORCHRUN, f"--nnodes={nnodes}", "--max-restarts=3", *where, script, *LONG]
-    return Job(words, folder, RESTARTS)
-
-
-@contextlib.contextmanager
-def two_nodes(folder, script, **options):
-    """Start the rendezvous host and another node; yield (port, host, other) at the gate."""
-    port = free_port()
-    with (
-        start_node(folder, port, script, host=True, **options) as host,
-        start_node(folder, port, script, **options) as other,
-    ):
-        wait_at_the_gate(host)
-        yield port, host, other
-
-
-def world_size(job):
-    """Return the world size of a node's rank, or None if no rank is running."""
-    for worker in job.workers().values():
-        with contextlib.suppress(psutil.Error, KeyError):  # an exiting process has no environment
-            return int(worker.environ()["WORLD_SIZE"])
-    return None
-
-
-def cut_the_power(job):
-    """Kill everything on a node at once."""
-    for number in (signal.SIGSTOP, signal.SIGKILL):
-        for process in job.processes():
-            with contextlib.suppress(psutil.Error):
-                process.send_signal(number)
-    job.wait_until_gone()
-
-
-def samples_at_stops(job):
-    """Return the printed number of samples at each interruption."""
-    return [int(n.replace(",", "")) for n in re.findall(r"interrupted after ([\d,]+)", job.stdout)]
-
-
-@pytest.mark.slow
-def test_a_node_is_lost_and_comes_back(tmp_path):
-    folder = tmp_path / "elastic"
-    folder.mkdir()
-    until_told = "while not told_to_stop:\n    time.sleep(0.01)"
-    script = edited(
-        folder,
-        "04",
-        at(1, 15, GATE, when="dist.get_world_size() == 2"),
-        at(2, 15, until_told, when="dist.get_world_size() == 1"),
-    )
-    with two_nodes(folder, script) as (port, host, other):
-        assert world_size(host) == world_size(other) == 2
-        cut_the_power(other)
-        open_the_gate(host)
-        host.wait_for(lambda: 2 in epochs(host))
-        assert world_size(host) == 1
-        with start_node(folder, port, script) as again:
-            for job in (host, again):
-                assert job.wait().returncode == 0, job
-                job.wait_until_gone()
-    # After the node's return, rank 0, which prints, may be on either node.
-    assert resumed(host)[0] == 1
-    assert samples_at_stops(host) == [20 * 64]  # its agent told it to stop, so nothing was lost
-    assert resumed(host)[1:] + resumed(again) == [2]
-    printed = [number for job in (other, host, again) for number in epochs(job)]
-    assert sorted(printed) == [1, 2, 3, 4]
-
-    steady = tmp_path / "steady"  # the same world sizes at the same positions, without a fault
-    steady.mkdir()
-    stops = edited(tmp_path, "04", at(2, 15, TOLD, when="dist.get_world_size() == 1"))
-    finished(forked(stops, "1", *SMALL), steady)
-    assert run(forked(stops, *LONG, nprocs=1), steady).returncode == 1
-    finished(forked(stops, *LONG), steady)
-    assert same_bits(steady / "checkpoint.pt", folder / "checkpoint.pt")
-
-
-@pytest.mark.weekly
-def test_the_host_of_the_rendezvous_is_lost(tmp_path, trained):
-    """The job fails on every node. Started again anywhere, it resumes."""
-    with two_nodes(tmp_path, edited(tmp_path, "04", at(2, 15, GATE))) as (_, host, other):
-        cut_the_power(host)
-        open_the_gate(other)
-        assert other.wait(120).returncode == 1
-        other.wait_until_gone()
-    assert "accuracy" not in host.stdout + other.stdout
-    job = finished(forked("04", *LONG), tmp_path)
-    assert resumed(job) == [2]
+@pytest.mark.parametrize(
+    "told", [(1, 33), *(pytest.param(told, marks=SLOW) for told in [*TOLD_AT][1:])]
+)
+def test_all_ranks_stop_at_the_same_step_with_exit_code_75(trained, tmp_path, told):
+    script = edited(tmp_path, "04", at(*told, TOLD, ON_RANK_1))
+    job = run(forked(script, *LONG), tmp_path)
+    if TOLD_AT[told]:
+        assert "exit codes of the ranks: [75, 75]" in job.stderr, job
+        assert (tmp_path / "checkpoint.pt.interrupted").exists()
+        saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+        assert (saved["EPOCHS_RUN"], saved["SAMPLES_RUN"]) == TOLD_AT[told]
+        job = finished(forked("04", *LONG), tmp_path)
+    assert accuracy(job)
     assert same_bits(job, trained("03", *LONG))
 
 
-@pytest.mark.slow
-def test_one_node_is_told_to_stop(tmp_path, trained):
-    """The other node stops at the same step, and both exit with an error."""
-    script = edited(tmp_path, "04", at(1, 15, GATE))
-    with two_nodes(tmp_path, script, nnodes=2) as (_, one, two):
-        one.process.send_signal(signal.SIGTERM)
-        code = one.wait().returncode
-        # Seen once: where torchrun hosts the rendezvous, PyTorch aborted after the exception.
-        aborted = "terminate called without an active exception" in one.stderr
-        assert code == (-signal.SIGABRT if aborted else 1)
-        assert "SignalException" in one.stderr
-        two.process.send_signal(signal.SIGTERM)  # it would wait for the first node
-        assert two.wait().returncode != 0
-        for job in (one, two):
-            job.wait_until_gone()
-    checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert (checkpoint["EPOCHS_RUN"], checkpoint["SAMPLES_RUN"]) == (1, 20 * 128)
-    assert (tmp_path / "checkpoint.pt.interrupted").exists()
+@SLOW
+def test_told_twice_with_4_processes_it_loses_no_step(trained_with, tmp_path):
+    told = at(1, 15, TOLD, ON_RANK_1), at(2, 35, TOLD, ON_RANK_1)
+    start = forked(edited(tmp_path, "04", *told, *exact(4)), *LONG, nprocs=4)
+    for position in ((1, 20 * 2 * STEP), (2, 40 * 2 * STEP)):
+        assert run(start, tmp_path).returncode != 0
+        saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+        assert (saved["EPOCHS_RUN"], saved["SAMPLES_RUN"]) == position
+    assert same_bits(finished(start, tmp_path), trained_with("03", exact(4), LONG, nprocs=4))
+
+
+@SLOW
+def test_sigterm_to_all_processes_at_once_loses_no_step(trained, tmp_path):
+    """As srun sends it; the agent gets it twice."""
+    with Job(command(edited(tmp_path, "04", at(1, 15, GATE)), *LONG), tmp_path) as job:
+        wait_at_the_gate(job)
+        for process in job.processes():
+            kill(process, signal.SIGTERM)
+        kill(job.process, signal.SIGTERM)
+        job.wait().wait_until_gone()
+    assert "interrupted after 2,560 samples of the epoch" in job.stdout, job
     assert same_bits(finished(forked("04", *LONG), tmp_path), trained("03", *LONG))
+
+
+@SLOW
+def test_told_to_stop_with_restarts_left_it_goes_on_in_place(trained, tmp_path):
+    script = edited(tmp_path, "04", at(1, 15, TOLD, ON_RANK_1))
+    start = command(script, *LONG, torchrun=("--max-restarts=1",))
+    job = finished(start, tmp_path, RESTARTS)
+    assert "interrupted after" in job.stdout
+    assert epochs(job) == [1, 2, 3, 4]
+    assert same_bits(job, trained("03", *LONG))
+
+
+# ---------------------------------------------------------------- the sampler
+
+
+def deal(world_size, samples_run, samples=1000):
+    """Return the indices that are left of an epoch, for each rank."""
+    module = load("04")
+    shards = []
+    for rank in range(world_size):
+        sampler = module.ResumableSampler(range(samples), world_size, rank, seed=5)
+        sampler.set_epoch(3)
+        sampler.samples_run = samples_run
+        shards.append(list(sampler))
+        assert len(sampler) == len(shards[-1])
+    assert len({len(shard) for shard in shards}) == 1
+    return shards
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 16])
+def test_its_sampler_goes_on_where_it_was(world_size):
+    distributed = load("04").DistributedSampler
+    for rank, shard in enumerate(deal(world_size, 0)):
+        whole = distributed(range(1000), world_size, rank, seed=5)
+        whole.set_epoch(3)
+        assert shard == list(whole)
+        for steps in (1, 10, len(shard) - 1):
+            assert deal(world_size, steps * world_size)[rank] == shard[steps:]
+
+
+def test_the_length_of_its_loader_is_what_is_left_of_the_epoch():
+    module = load("04")
+    sampler = module.ResumableSampler(range(12_942), 2, 0)
+    sampler.samples_run = 100 * STEP
+    loader = torch.utils.data.DataLoader(range(12_942), 64, sampler=sampler)
+    assert len(loader) == len(list(loader)) == 2  # 102 in a whole epoch
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 4), (2, 1), (1, 16), (16, 7)])
+def test_its_sampler_misses_no_sample_at_another_world_size(before, after):
+    """With N ranks, at most N-1 are run again, and the end is padded."""
+    run = [index for shard in deal(before, 0) for index in shard[:20]]
+    left = [index for shard in deal(after, len(run)) for index in shard]
+    assert len(run) == len(set(run)) == 20 * before
+    assert set(run + left) == set(range(1000))
+    again, padding = len(run) % after, -1000 % after
+    assert len(run + left) == 1000 + again + padding
+
+
+def test_its_sampler_deals_to_4096_ranks():
+    whole = deal(4096, 0, 12_942)
+    assert {len(shard) for shard in whole} == {4}
+    assert {index for shard in whole for index in shard} == set(range(12_942))
+    assert deal(4096, 2 * 4096, 12_942) == [shard[2:] for shard in whole]
+
+
+# ---------------------------------------------------------------- two nodes
+
+
+@SLOW
+def test_two_nodes_of_two_are_one_of_four_bit_for_bit(trained, tmp_path):
+    """A node is an agent in a folder of its own. They share only the checkpoint."""
+    words = [TORCHRUN, "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+    words += [f"--rdzv-endpoint=localhost:{free_port()}", SCRIPT["04"], *LONG]
+    words += [f"--checkpoint-path={tmp_path / 'checkpoint.pt'}"]
+    folders = [tmp_path / "node0", tmp_path / "node1"]
+    for folder in folders:
+        folder.mkdir()
+    with Job(words, folders[0]) as zero, Job(words, folders[1]) as one:
+        jobs = [zero.result(), one.result()]
+    assert [job.returncode for job in jobs] == [0, 0], jobs
+    (output,) = [job.stdout for job in jobs if job.stdout]  # only rank 0 prints
+    assert output.count("epoch ") == 4
+    assert same_bits(tmp_path / "checkpoint.pt", trained("03", *LONG, nprocs=4))
+    left = sorted(path.name for path in tmp_path.rglob("[!.]*"))
+    assert left == ["checkpoint.pt", "node0", "node1"]

@@ -1,21 +1,28 @@
-"""Step 5: all ranks evaluate together, with the same result as a single process."""
+"""Step 5: all ranks evaluate together, with the result of a single process."""
 
 import shutil
 
 import pytest
 from support.jobs import finished
-from support.results import accuracy, check_report
+from support.results import accuracy, check_report, epochs, resumed, same_bits
 from support.scripts import LONG, SCRIPT, SMALL, edited, forked, load
 
 
-def test_two_processes(trained):
-    check_report(trained("05", *LONG))
+def test_it_reads_98_percent_of_digits_that_it_has_never_seen(launched):
+    assert accuracy(launched("05"))[0] >= 98
+
+
+def test_only_rank_0_prints_and_saves(launched):
+    job = launched("05")
+    assert epochs(job) == [1, 2, 3, 4]
+    assert job.stdout.count("accuracy ") == 2  # the report has one, too
+    assert [path.name for path in job.cwd.glob("[!.]*")] == ["checkpoint.pt"]
 
 
 @pytest.mark.parametrize(
-    "nprocs", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 16))]
+    "nprocs", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 16))]
 )
-def test_exact_at_any_world_size(trained, tmp_path, nprocs):
+def test_it_evaluates_each_sample_once_at_any_world_size(trained, tmp_path, nprocs):
     """With the weights of a finished run, so nothing is left to train."""
     shutil.copy(trained("05", *LONG).cwd / "checkpoint.pt", tmp_path)
     job = finished(forked(SCRIPT["05"], *LONG, nprocs=nprocs), tmp_path)
@@ -23,14 +30,7 @@ def test_exact_at_any_world_size(trained, tmp_path, nprocs):
     assert accuracy(job) == accuracy(trained("05", *LONG))
 
 
-@pytest.mark.slow
-def test_all_ranks_evaluate_or_they_wait_for_each_other(tmp_path):
-    """A collective that some rank does not call would fail after this short timeout."""
-    short = edited(tmp_path, "05", ("timedelta(minutes=5)", "timedelta(seconds=20)"))
-    assert accuracy(finished(forked(short, "1", *SMALL), tmp_path))[2] == 359
-
-
-def test_padding_would_count_some_digits_twice():
+def test_a_padded_evaluation_would_count_some_twice():
     module = load("05")
     test_set = module.load_datasets()[1]
     padded = [
@@ -43,3 +43,23 @@ def test_padding_would_count_some_digits_twice():
     for world_size in (*range(1, 17), 359, 400):
         shards = [range(rank, 359, world_size) for rank in range(world_size)]
         assert sorted(index for shard in shards for index in shard) == list(range(359))
+
+
+def test_it_survives_a_kill(disturbed):
+    first, *_ = disturbed("05")
+    assert resumed(first) == [1]
+    assert epochs(first) == [1, 2]
+
+
+def test_told_to_stop_it_loses_no_step(disturbed, trained):
+    _, saved, again = disturbed("05")
+    assert (saved["EPOCHS_RUN"], saved["SAMPLES_RUN"]) == (2, 20 * 128)
+    assert epochs(again) == [3, 4]
+    assert same_bits(again, trained("03", *LONG))
+
+
+@pytest.mark.slow
+def test_all_ranks_evaluate_or_they_wait_for_each_other(tmp_path):
+    """A collective that some rank does not call would fail after this short timeout."""
+    short = edited(tmp_path, "05", ("timedelta(minutes=5)", "timedelta(seconds=20)"))
+    assert accuracy(finished(forked(short, "1", *SMALL), tmp_path))[2] == 359

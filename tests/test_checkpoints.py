@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.jobs import RESTARTS, finished, run
+from support.jobs import finished, run
 from support.results import epochs, resumed, same_bits
-from support.scripts import LONG, SCRIPT, arguments, build_trainer, command, edited, forked, load
+from support.scripts import LONG, SCRIPT, arguments, build_trainer, edited, forked, load
 
-SLOW = pytest.mark.slow
-AGAIN = pytest.mark.weekly
 WIDE = ("3", "--batch-size=64", "--width=16")  # its checkpoint is larger than its output
 
 
@@ -57,7 +55,7 @@ def refused(function, *args):
     return line
 
 
-def test_cut_at_any_length(trainer, path):
+def test_a_checkpoint_cut_at_any_length_is_refused(trainer, path):
     whole = path.read_bytes()
     for length in [*range(0, len(whole), 101), *range(len(whole) - 40, len(whole))]:
         path.write_bytes(whole[:length])
@@ -67,25 +65,25 @@ def test_cut_at_any_length(trainer, path):
 
 
 @pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04", bytes(10_000)])
-def test_no_checkpoint_at_all(trainer, path, content):
+def test_what_is_no_checkpoint_is_refused(trainer, path, content):
     path.write_bytes(content)
     refused(load_again, trainer)
 
 
 @pytest.mark.parametrize("content", [[], {}, {"MODEL_STATE": {}}, {"CONFIG": {}}])
-def test_a_checkpoint_of_another_program(trainer, path, content):
+def test_a_checkpoint_of_another_program_is_refused(trainer, path, content):
     torch.save(content, path)
     refused(load_again, trainer)
 
 
-def test_a_directory(trainer, path):
+def test_a_directory_is_refused(trainer, path):
     path.unlink()
     path.mkdir()
     assert "IsADirectoryError" in refused(load_again, trainer)
 
 
 @pytest.mark.parametrize("change", [{"width": 2}, {"lr": 0.1}, {"seed": 1}])
-def test_of_another_run(trainer, module, change):
+def test_a_checkpoint_of_another_run_is_refused(trainer, module, change):
     args = arguments("checkpoint.pt", **change)
     assert "{'width': 1, 'lr': 0.004, 'seed': 0}" in refused(build_trainer, module, args)
 
@@ -97,7 +95,7 @@ class Pickled:
         return os.mkdir, ("executed",)
 
 
-def test_no_pickle_is_executed(trainer, path):
+def test_no_code_in_a_checkpoint_is_run(trainer, path):
     checkpoint = torch.load(path, weights_only=True)
     torch.save({**checkpoint, "EPOCHS_RUN": Pickled()}, path)
     assert "Weights only load failed" in refused(load_again, trainer)
@@ -123,7 +121,7 @@ def without_privileges():
         os.setresuid(0, 0, 0)
 
 
-def test_unreadable(trainer, path):
+def test_an_unreadable_checkpoint_is_refused(trainer, path):
     load_again(trainer)
     path.chmod(0o000)
     path.parent.chmod(0o755)
@@ -135,7 +133,9 @@ def test_unreadable(trainer, path):
 
 
 @pytest.mark.parametrize("step", SCRIPT)
-def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch, capsys, step):
+def test_a_folder_that_cannot_be_written_is_refused_before_training(
+    tmp_path, monkeypatch, capsys, step
+):
     """The run is refused before it trains."""
     module = load(step)
     monkeypatch.chdir(tmp_path)
@@ -149,7 +149,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch, capsys, step):
     assert line.endswith("error: cannot write to the folder of checkpoint.pt")
 
 
-def test_something_in_the_way_of_the_new_file(trainer, path):
+def test_something_in_the_way_of_the_save_leaves_the_old_checkpoint(trainer, path):
     whole = path.read_bytes()
     os.mkdir("checkpoint.pt.new")
     with pytest.raises((OSError, RuntimeError), match=r"Is a directory|cannot be opened"):
@@ -177,41 +177,36 @@ SEED = "    torch.manual_seed(args.seed)\n"
 FULL = "    __import__('resource').setrlimit(1, (65536, 65536))  # RLIMIT_FSIZE, in bytes\n"
 
 
-@SLOW
-@pytest.mark.parametrize("step", [pytest.param("01", marks=pytest.mark.weekly), "04"])
-def test_a_full_disk(trained, tmp_path, step):
-    finished(forked(step, "1", *WIDE[1:]), tmp_path)
+@pytest.mark.slow
+def test_a_full_disk_is_an_error_and_leaves_the_old_checkpoint(trained, tmp_path):
+    finished(forked("04", "1", *WIDE[1:]), tmp_path)
     saved = (tmp_path / "checkpoint.pt").read_bytes()
     assert len(saved) > 100_000
-    job = run(forked(edited(tmp_path, step, (SEED, FULL + SEED)), *WIDE), tmp_path)
+    job = run(forked(edited(tmp_path, "04", (SEED, FULL + SEED)), *WIDE), tmp_path)
     assert job.returncode != 0
     assert "in _save_checkpoint" in job.stderr
     assert (tmp_path / "checkpoint.pt").read_bytes() == saved
-    job = finished(forked(step, *WIDE), tmp_path)
+    job = finished(forked("04", *WIDE), tmp_path)
     assert epochs(job) == [2, 3]
-    assert same_bits(job, trained(step, *WIDE))
+    assert same_bits(job, trained("04", *WIDE))
 
 
 KILLED = """
-        if self.epochs_run == 2 and not os.path.exists("killed"):
-            os.mkdir("killed")
-            os.truncate(f"{self.path}.new", 1000)
-            os.kill(os.getpid(), 9)
+            if self.epochs_run == 2 and not os.path.exists("killed"):
+                os.mkdir("killed")
+                file.truncate(1000)
+                os.kill(os.getpid(), 9)
 """
 
 
-@pytest.mark.parametrize("step", [*(pytest.param(n, marks=AGAIN) for n in ("01", "03")), "04"])
-def test_kill_9_while_writing(trained, tmp_path, step):
-    """A rank is killed during the second save, after 1000 bytes."""
-    line = 'torch.save(checkpoint, f"{self.path}.new")  # a crash leaves the old file alone\n'
-    path = edited(tmp_path, step, (line, line + KILLED))
-    start = command(path, *LONG, torchrun=("--max-restarts=1",))
-    if step != "04":
-        start = forked(path, *LONG, restarts=int(step == "03"))
-    if step == "01":
-        assert run(start, tmp_path).returncode == -9
-        assert (tmp_path / "checkpoint.pt.new").stat().st_size == 1000
-    job = finished(start, tmp_path, RESTARTS)
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["01", "04"])
+def test_a_kill_in_the_middle_of_a_save_leaves_the_old_checkpoint(trained, tmp_path, step):
+    line = "            torch.save(checkpoint, file)\n"
+    start = forked(edited(tmp_path, step, (line, line + KILLED)), *LONG)
+    assert run(start, tmp_path).returncode != 0
+    assert (tmp_path / "checkpoint.pt.new").stat().st_size == 1000
+    job = finished(start, tmp_path)
     assert resumed(job) == [1]
     assert not (tmp_path / "checkpoint.pt.new").exists()
     assert same_bits(job, trained(step, *LONG))

@@ -1,22 +1,25 @@
-"""What holds across the steps: identical weights, the same arguments, small diffs."""
+"""What holds across the steps: the same bits, the same arguments, one lesson a diff."""
 
 import ast
 import difflib
+import re
 import shutil
+import subprocess
 import sys
 from itertools import combinations, pairwise, product
 
+import nbformat
 import pytest
 import torch
 from support.jobs import finished, run
 from support.results import epochs, error_lines, losses, resumed, same_bits
 from support.scripts import (
     LONG,
+    ROOT,
     SCRIPT,
     SMALL,
     arguments,
     build_trainer,
-    command,
     edited,
     exact,
     forked,
@@ -26,22 +29,29 @@ from support.scripts import (
 
 SLOW = pytest.mark.slow
 DISTRIBUTED = ["02", "03", "04", "05"]
+PAIRS = [*pairwise(SCRIPT)]
 
 
 # ---------------------------------------------------------------- identical weights
 
 
-@pytest.mark.parametrize(
-    ("step", "nprocs"), [("03", 2), ("04", 2), ("05", 2), pytest.param("05", 4, marks=SLOW)]
-)
-def test_the_same_bits_on_every_step(launched, trained, step, nprocs):
-    """Forked ranks, with which many tests compare, give the same weights as the launchers."""
-    job, others = launched(step, *LONG, nprocs=nprocs), [trained("03", *LONG, nprocs=nprocs)]
-    if nprocs == 2:
-        others.append(launched("02", *LONG))
-    for other in others:
-        assert same_bits(job, other)
-        assert losses(job) == losses(other)
+@pytest.mark.parametrize("step", ["03", "05"])
+def test_spawn_and_torchrun_end_with_the_same_bits(launched, step):
+    assert same_bits(launched("02"), launched(step))
+    assert losses(launched("02")) == losses(launched(step))
+
+
+@pytest.mark.parametrize("step", ["03", "04", "05"])
+def test_forked_ranks_with_which_other_tests_compare_end_with_the_same_bits(
+    launched, trained, step
+):
+    assert same_bits(launched("02"), trained(step))
+    assert losses(launched("02")) == losses(trained(step))
+
+
+@SLOW
+def test_the_same_bits_with_4_processes(launched, trained):
+    assert same_bits(launched("05", *LONG, nprocs=4), trained("03", *LONG, nprocs=4))
 
 
 @SLOW
@@ -69,37 +79,16 @@ def test_step_2_continues_the_checkpoint_of_step_1(trained, tmp_path):
     assert {int(state["step"]) for state in states.values()} == {4 * 203 + 102}
 
 
-@pytest.mark.parametrize(
-    "step", [*(pytest.param(n, marks=SLOW) for n in DISTRIBUTED[:-1]), DISTRIBUTED[-1]]
-)
-def test_only_rank_0_prints_and_writes(launched, step):
-    job = launched(step, *LONG)
-    assert epochs(job) == [1, 2, 3, 4]
-    assert job.stdout.count("accuracy ") == 1 + (step == "05")  # the class report has one too
-    assert [path.name for path in job.cwd.glob("[!.]*")] == ["checkpoint.pt"]
+# ---------------------------------------------------------------- bad input
 
-
-@pytest.mark.parametrize("step", DISTRIBUTED)
-def test_rank_1_saves_nothing(step, tmp_path, process_group, monkeypatch):
-    module = load(step)
-    trainer = build_trainer(module, arguments(tmp_path / "checkpoint.pt"))
-    for rank in (1, 0):
-        monkeypatch.setattr(module.dist, "get_rank", lambda rank=rank: rank)
-        trainer._save_checkpoint()
-        assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"] * (rank == 0)
-
-
-# ---------------------------------------------------------------- arguments
-
-
+TOO_SMALL = "total_epochs, save_every, --batch-size and --width must be at least 1"
 BAD_ARGUMENTS = [
-    (["0"], "argument total_epochs: invalid positive_int value: '0'"),
-    (["-3"], "argument total_epochs: invalid positive_int value: '-3'"),
-    (["four"], "argument total_epochs: invalid positive_int value: 'four'"),
-    (["1", "0"], "argument save_every: invalid positive_int value: '0'"),
-    (["--batch-size=0"], "argument --batch-size: invalid positive_int value: '0'"),
+    (["0"], TOO_SMALL),
+    (["1", "-3"], TOO_SMALL),
+    (["--batch-size=0"], TOO_SMALL),
+    (["--width=-1"], TOO_SMALL),
+    (["four"], "argument total_epochs: invalid int value: 'four'"),
     (["--lr=x"], "argument --lr: invalid float value: 'x'"),
-    (["--width=-1"], "argument --width: invalid positive_int value: '-1'"),
     (["--seed=x"], "argument --seed: invalid int value: 'x'"),
     (["1", "2", "3"], "unrecognized arguments: 3"),
     (["--checkpoint-path=no/such/folder.pt"], "cannot write to the folder of no/such/folder.pt"),
@@ -120,60 +109,67 @@ def test_a_bad_argument_is_named_and_the_exit_code_is_2(step, tmp_path, monkeypa
         assert error == f"{message}\n"
 
 
-@pytest.mark.parametrize("step", ["02", pytest.param("03", marks=SLOW)])
-def test_bad_arguments_for_real(tmp_path, step):
-    job = run(command(step, "0", nprocs=1), tmp_path)
-    assert job.returncode == (2 if step == "02" else 1)
-    assert any("error: argument total_epochs" in line for line in error_lines(job))
-    assert not list(tmp_path.glob("[!.]*"))
-
-
 @pytest.mark.parametrize("step", SCRIPT)
-def test_help(step, monkeypatch, capsys):
+def test_help_names_the_same_arguments_in_all_steps(step, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [SCRIPT[step].name, "--help"])
     with pytest.raises(SystemExit):
         load(step).parse_args()
     text = capsys.readouterr().out
-    for word in ("total_epochs", "save_every", "--batch-size", "--lr", "--width", "--seed"):
-        assert word in text
+    options = {"--batch-size", "--lr", "--width", "--seed", "--checkpoint-path", "--help"}
+    assert set(re.findall(r"^  .*(--[\w-]+)", text, re.MULTILINE)) - {"--nprocs"} == options
+    assert "total_epochs" in text
+    assert "save_every" in text
     assert f"Step {int(step)}: " in text
+
+
+@pytest.mark.parametrize("lr", ["-1", "nan"])
+def test_a_wrong_learning_rate_leaves_the_checkpoint_alone(tmp_path, lr):
+    (tmp_path / "checkpoint.pt").write_bytes(b"precious")
+    job = run(forked("01", f"--lr={lr}"), tmp_path)
+    assert job.returncode == 1
+    assert error_lines(job) == [f"ValueError: Invalid learning rate: {float(lr)}"]
+    assert (tmp_path / "checkpoint.pt").read_bytes() == b"precious"
 
 
 # ---------------------------------------------------------------- one lesson a step
 
 
-def test_the_same_functions_in_the_same_order():
-    names = {}
-    for step, path in SCRIPT.items():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)]
-        names[step] = [n.name for n in sorted(functions, key=lambda node: node.lineno)]
-    for old, new in pairwise(SCRIPT):
-        assert [name for name in names[new] if name in names[old]] == names[old]
-
-
 def functions(step):
-    """Return the text of each function and method of a step, by name."""
+    """Return the text of each function and method of a step, by name, in their order."""
     text = SCRIPT[step].read_text(encoding="utf-8")
-    tree = ast.walk(ast.parse(text))
-    return {n.name: ast.get_source_segment(text, n) for n in tree if isinstance(n, ast.FunctionDef)}
+    tree = (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef))
+    nodes = sorted(tree, key=lambda node: node.lineno)
+    return {node.name: ast.get_source_segment(text, node) for node in nodes}
 
 
-def changed_functions(old, new):
-    old, new = functions(old), functions(new)
-    return {name for name in new if new[name] != old.get(name)}
+@pytest.mark.parametrize(("old", "new"), PAIRS)
+def test_the_functions_of_a_step_stay_in_their_order(old, new):
+    assert [name for name in functions(new) if name in functions(old)] == [*functions(old)]
 
 
 def test_a_step_changes_only_its_subject():
     """So a test of one step also covers the others that have the same function."""
-    assert changed_functions("02", "03") == {"ddp_setup", "check_restarts", "parse_args", "main"}
-    assert changed_functions("04", "05") == {"evaluate", "main"}
-    alone = "    if dist.get_rank() == 0 and not trainer.interrupted:\n"
-    all_ranks = "    if not trainer.interrupted:\n"
-    assert functions("05")["main"] == functions("04")["main"].replace(alone, all_ranks)
-    for old, new in pairwise(SCRIPT):
-        same = {"load_datasets", "build_model", "_run_batch", "positive_int"}
-        assert not same & changed_functions(old, new)
+
+    def changed(old, new):
+        old, new = functions(old), functions(new)
+        return {name for name in new if new[name] != old.get(name)}
+
+    assert changed("02", "03") == {"ddp_setup", "parse_args", "main"}
+    assert changed("04", "05") == {"evaluate", "train_and_evaluate"}
+    for old, new in PAIRS:
+        assert not {"load_datasets", "build_model", "_run_batch"} & changed(old, new)
+
+
+def test_the_scripts_and_their_diffs_are_short():
+    texts = [path.read_text(encoding="utf-8").splitlines() for path in SCRIPT.values()]
+    changed = [
+        sum(line[0] in "+-" for line in [*difflib.unified_diff(old, new, n=0)][2:])
+        for old, new in pairwise(texts)
+    ]
+    limits = (55, 33, 66, 30)
+    assert all(size <= limit for size, limit in zip(changed, limits, strict=True)), changed
+    assert len(texts[0]) <= 153
+    assert len(texts[-1]) <= 245
 
 
 @pytest.mark.parametrize("step", DISTRIBUTED)
@@ -190,8 +186,9 @@ def test_seed_and_epoch_decide_on_the_order(step, tmp_path, process_group):
 
 
 @pytest.mark.parametrize("step", DISTRIBUTED)
-def test_each_rank_has_its_own_dropout(step, tmp_path, process_group, monkeypatch):
-    """And each epoch: no two of them draw the same random numbers."""
+def test_each_epoch_of_each_rank_draws_numbers_of_its_own(
+    step, tmp_path, process_group, monkeypatch
+):
     module, drawn = load(step), []
     trainer = build_trainer(module, arguments(tmp_path / "none.pt", batch_size=12_942))
     for rank, trainer.epochs_run in product((0, 1), (0, 1, 2)):
@@ -218,18 +215,29 @@ def test_an_epoch_trains_in_train_mode(step, tmp_path, process_group, monkeypatc
     assert modes == [True, True]
 
 
-def changed_lines(old, new):
+# ---------------------------------------------------------------- what stands beside each step
+
+
+@pytest.mark.parametrize(("old", "new"), PAIRS)
+def test_the_diff_to_the_step_before_is_fresh(old, new):
+    """Otherwise, run `python diffs/generate.py`."""
     texts = (SCRIPT[step].read_text(encoding="utf-8").splitlines() for step in (old, new))
-    diff = list(difflib.unified_diff(*texts, n=0))[2:]
-    return sum(line[0] in "+-" for line in diff)
+    diff = difflib.unified_diff(*texts, SCRIPT[old].name, SCRIPT[new].name, lineterm="")
+    written = (ROOT / "diffs" / f"{old}_to_{new}.diff").read_text(encoding="utf-8")
+    assert written.splitlines()[1:] == [*diff]
 
 
-def test_sizes_stay_within_the_budget(capsys):
-    sizes = [changed_lines(old, new) for old, new in pairwise(SCRIPT)]
-    lines = [len(path.read_text(encoding="utf-8").splitlines()) for path in SCRIPT.values()]
-    with capsys.disabled():
-        print(f"\nlines: {lines}, changed: {sizes}")
-    assert lines[0] <= 150
-    assert lines[-1] <= 240 + 5  # five for clearer names and functions of their own
-    limits = (50, 30 + 5, 60, 35)
-    assert all(size <= limit for size, limit in zip(sizes, limits, strict=True))
+def test_the_notebook_is_valid():
+    nbformat.validate(nbformat.read(ROOT / "diffs" / "walkthrough.ipynb", 4))
+
+
+@pytest.mark.parametrize("path", SCRIPT.values(), ids=SCRIPT)
+def test_each_step_has_a_batch_file_that_is_well_formed_and_names_it(path):
+    file = ROOT / "slurm" / f"{path.stem}.sbatch"
+    text = file.read_text(encoding="utf-8")
+    assert subprocess.run(["bash", "-n", file], check=False).returncode == 0
+    assert text.startswith("#!/bin/bash\n")
+    head = re.match(r"(?:#.*\n|\n)*", text)[0]  # Slurm reads no further than the first command
+    assert text.count("\n#SBATCH --") == head.count("\n#SBATCH --")
+    assert f"#SBATCH --job-name={path.stem}\n" in head
+    assert f" {path.name} " in text

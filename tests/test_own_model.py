@@ -1,18 +1,17 @@
 """The steps still work with a reader's own model, data set and DataLoader."""
 
 import re
-import signal
 
 import psutil
 import pytest
 import torch
-from support.jobs import RESTARTS, Job, finished, run
+from support.jobs import Job, finished, run
 from support.positions import GATE, KILLED, ON_RANK_1, at, wait_at_the_gate
 from support.results import accuracy, epochs, resumed, said, same_bits
 from support.scripts import SCRIPT, command, edited, forked, load, on_each_rank
 
 SLOW = pytest.mark.slow
-AGAIN = pytest.mark.weekly
+AGAIN = pytest.mark.weekly("the same with other loader workers")
 ARGS = ("5", "--batch-size=16", "--width=4")
 STEP = 2 * 16  # samples of both ranks
 NO_WORKERS = ""
@@ -104,6 +103,7 @@ def trainers(job):
 # ---------------------------------------------------------------- told to stop
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("step", "loader"),
     [
@@ -126,18 +126,6 @@ def test_told_to_stop_in_mid_epoch(own, undisturbed, tmp_path, step, loader):
 
 
 @SLOW
-def test_the_agent_is_told_to_stop(own, undisturbed, tmp_path):
-    script = own(tmp_path, "04", FORK, at(1, 25, GATE))
-    with Job(command(script, *ARGS), tmp_path) as job:
-        wait_at_the_gate(job)
-        job.process.send_signal(signal.SIGTERM)
-        job.wait().wait_until_gone()
-    assert "interrupted after 960 samples" in job.stdout, job
-    again = finished(forked(script, *ARGS), tmp_path)
-    assert same_bits(again, undisturbed(NO_WORKERS))
-
-
-@SLOW
 def test_a_resume_in_mid_epoch_draws_other_random_numbers(own, undisturbed, tmp_path):
     """Checkpoints do not hold the random state. Between epochs, they need not: see below."""
     start = forked(own(tmp_path, "04", NO_WORKERS, TOLD_AT, random=True), *ARGS)
@@ -151,25 +139,13 @@ def test_a_resume_in_mid_epoch_draws_other_random_numbers(own, undisturbed, tmp_
 # ---------------------------------------------------------------- killed
 
 
-@pytest.mark.weekly
-@pytest.mark.parametrize("step", ["03", "04", "05"])
-def test_kill_9_and_restart(own, undisturbed, tmp_path, step):
-    """With BatchNorm, dropout, and random augmentation in DataLoader workers."""
+@SLOW
+@pytest.mark.parametrize("step", ["03", *(pytest.param(n, marks=AGAIN) for n in ("04", "05"))])
+def test_a_kill_with_dropout_augmentation_and_loader_workers(own, undisturbed, tmp_path, step):
     script = own(tmp_path, step, FORK, at(1, 25, KILLED, ON_RANK_1), random=True)
-    start = command(script, *ARGS, torchrun=("--max-restarts=1",))
-    job = finished(start, tmp_path, RESTARTS)
+    job = finished(forked(script, *ARGS, restarts=1), tmp_path)
     assert resumed(job) == [1]
     assert same_bits(job, undisturbed(FORK, random=True))
-
-
-@pytest.mark.weekly
-@pytest.mark.parametrize("step", ["01", "02"])
-def test_started_again(own, undisturbed, tmp_path, step):
-    script = own(tmp_path, step, FORK, random=True)
-    finished(command(script, "2", *ARGS[1:]), tmp_path)
-    job = finished(command(script, *ARGS), tmp_path)
-    assert resumed(job) == [2]
-    assert same_bits(job, undisturbed(FORK, random=True, step="01" if step == "01" else "03"))
 
 
 @SLOW

@@ -2,4 +2,4 @@
 
 from checking import own_folder  # noqa: F401
 from generating import copy  # noqa: F401
-from support.slurm import clone, cluster, gated, submit  # noqa: F401
+from clusters import clone, cluster, gated, submit  # noqa: F401

@@ -13,7 +13,7 @@ from generating import generate
 from support.jobs import finished
 from support.results import epochs, losses
 from support.scripts import ROOT, SCRIPT, edit, forked, write
-from support.slurm import ON_A_CLUSTER
+from clusters import ON_A_CLUSTER
 
 from ddp_check.drills import DRILLS
 from ddp_check.report import line, planned

@@ -21,7 +21,7 @@ from support.scripts import (
     on_screen,
     patched,
 )
-from support.slurm import ON_A_CLUSTER, TWO_BY_TWO
+from clusters import ON_A_CLUSTER, TWO_BY_TWO
 from tracing import look_until, may_trace
 
 SLOW = pytest.mark.slow

@@ -21,7 +21,7 @@ import pytest
 from support.jobs import environment, run
 from support.results import shape
 from support.scripts import ROOT, SMALL, edited
-from support.slurm import ON_A_CLUSTER
+from clusters import ON_A_CLUSTER
 
 PROMPT = "login$ "
 GUIDE = (ROOT / "slurm" / "README.md").read_text(encoding="utf-8")

@@ -1,9 +1,9 @@
 """Forks runs of scripts from a process that has imported PyTorch: most of a short run is imports.
 
-As a program, `server.py SOCKET PID` serves the requests of client.py while the process PID, which
-runs the tests, is alive. The tests import only `command`, which starts one server for all of them.
-
-Nothing outlives the tests: a run is killed when its client or the tests end, for whatever reason.
+Tests import `command`. As a program, this file is the server, `server.py SOCKET PID`, which runs
+while the tests, process PID, do; or a client, `server.py run NPROCS RESTARTS SCRIPT ARGUMENTS`,
+which has a script run with its own folder, environment, input and output. Nothing outlives the
+tests: a run is killed when its client or the tests end, for whatever reason.
 """
 
 import atexit
@@ -13,14 +13,13 @@ import json
 import os
 import runpy
 import select
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
 VARIABLE = "DDP_LADDER_SERVER"  # holds its socket; tests that run tests share the server
 GRACE = 60  # seconds for the other ranks to end after one has failed
 SET_CHILD_SUBREAPER = 36  # prctl: adopt orphaned descendants
@@ -33,7 +32,7 @@ def command(program, *args, nprocs=0, restarts=0):
     take the script's place. If it fails, it is restarted up to `restarts` times.
     """
     start()
-    return [sys.executable, "-I", HERE / "client.py", nprocs, restarts, program, *args]
+    return [sys.executable, "-I", __file__, "run", nprocs, restarts, program, *args]
 
 
 @functools.cache
@@ -43,10 +42,9 @@ def start():
         return
     folder = tempfile.TemporaryDirectory(prefix="server-")
     address = f"{folder.name}/socket"
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.Popen(
         [sys.executable, __file__, address, str(os.getpid())],
-        env=env,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C ends the tests, which end the server
@@ -62,15 +60,32 @@ def start():
     os.environ[VARIABLE] = address
 
 
+def ask(nprocs, restarts, *argv):
+    """Have the server run a script; exit as the script does."""
+    request = {"argv": argv, "cwd": os.getcwd(), "env": dict(os.environ)}
+    request |= {"nprocs": int(nprocs), "restarts": int(restarts)}
+    with socket.socket(socket.AF_UNIX) as server:
+        server.connect(os.environ[VARIABLE])
+        data = json.dumps(request).encode() + b"\n"
+        sent = socket.send_fds(server, [data[:1]], [0, 1, 2])
+        server.sendall(data[sent:])
+        code = int(server.recv(64) or 1)
+    if code < 0:  # die of the same signal
+        with contextlib.suppress(OSError):  # SIGKILL has no handler to reset
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
+
+
 # ---------------------------------------------------------------- the server
 
 
 def serve(address, tests):
     """Fork a process for each request, as long as the process of the tests lives."""
-    runpy.run_path(str(HERE / "exits" / "sitecustomize.py"))  # before PyTorch, as it says
+    runpy.run_path(f"{os.path.dirname(__file__)}/exits/sitecustomize.py")  # before PyTorch
     import gc
 
-    import jobs  # noqa: F401  # run as a program, this file has its folder on sys.path
+    import jobs  # noqa: F401
     import sklearn.datasets
     import sklearn.metrics
     import sklearn.model_selection  # noqa: F401
@@ -78,34 +93,33 @@ def serve(address, tests):
     import torch.distributed.nn  # noqa: F401  # before there is a process group, as in the scripts
 
     gc.freeze()  # so forked processes share the memory of the imports
-    tests = os.pidfd_open(tests)  # readable once the process has ended
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
-    listener.listen(64)
-    os.write(1, b"r")
-    running = {}
-    while True:
-        ready, _, _ = select.select([tests, listener, *running], [], [])
-        for fd in running.keys() & ready:
-            os.waitpid(running.pop(fd), 0)  # from now on, its CPU time counts as the server's
-            os.close(fd)
-        if listener in ready:
+    tests = os.pidfd_open(int(tests))  # readable once the process has ended
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(64)
+        os.write(1, b"r")
+        while tests not in select.select([tests, listener], [], [])[0]:
             connection, _ = listener.accept()
-            if child := os.fork():
-                running[os.pidfd_open(child)] = child
-                connection.close()
-                continue
-            listener.close()
-            perform(connection, tests)
-        elif tests in ready:
-            return
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:  # so that its CPU time counts
+                    pass
+            if os.fork() == 0:
+                listener.close()
+                perform(connection, tests)
+            connection.close()
 
 
 def perform(connection, tests):
     """Carry out a request, and answer with the exit code."""
     import ctypes
 
-    request = receive(connection)
+    data, fds, _, _ = socket.recv_fds(connection, 1 << 16, 3)
+    while not data.endswith(b"\n"):
+        data += connection.recv(1 << 16) or os._exit(1)  # the client was killed
+    for number, fd in enumerate(fds):
+        os.dup2(fd, number)
+        os.close(fd)
+    request = json.loads(data)
     os.setsid()
     ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1)
     os.chdir(request["cwd"])
@@ -113,8 +127,7 @@ def perform(connection, tests):
     os.environ |= request["env"]
     for attempt in range(request["restarts"] + 1):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)  # as torchrun does
-        ranks = fork(request["nprocs"], request["argv"])
-        codes = wait(ranks, [connection, tests])
+        codes = wait(fork(request["nprocs"], request["argv"]), [connection, tests])
         if not any(codes):
             break
     code = int(any(codes)) if request["nprocs"] else codes[0]
@@ -124,23 +137,10 @@ def perform(connection, tests):
     os._exit(0)
 
 
-def receive(connection):
-    """Take over the client's standard streams, and return its request."""
-    data, fds, _, _ = socket.recv_fds(connection, 1 << 16, 3)
-    while more := not data.endswith(b"\n") and connection.recv(1 << 16):
-        data += more
-    if not data.endswith(b"\n"):
-        os._exit(1)  # the client was killed
-    for number, fd in enumerate(fds):
-        os.dup2(fd, number)
-        os.close(fd)
-    return json.loads(data)
-
-
 def fork(nprocs, argv):
-    """Fork the ranks and return their process ids, in order."""
+    """Fork the ranks and return their process IDs, in order."""
     if nprocs:
-        from jobs import free_port
+        from jobs import free_port  # as a program, this file has its folder on sys.path
 
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
         os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(nprocs))
@@ -209,4 +209,6 @@ def become(argv):
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], int(sys.argv[2]))
+    if sys.argv[1] == "run":
+        ask(*sys.argv[2:])
+    serve(*sys.argv[1:])

@@ -1,0 +1,199 @@
+"""Nodes are lost, rejoin and are told to stop. Here, a node is a torchrun of its own."""
+
+import contextlib
+import re
+import signal
+
+import psutil
+import pytest
+import torch
+from support.jobs import RESTARTS, Job, finished, free_port, kill, run
+from support.positions import GATE, KILLED, ON_RANK_1, TOLD, at, open_the_gate, wait_at_the_gate
+from support.results import epochs, resumed, said, same_bits
+from support.scripts import LONG, SCRIPT, SMALL, TORCHRUN, edited, forked, on_each_rank
+
+SLOW = pytest.mark.slow
+
+
+@contextlib.contextmanager
+def nodes(tmp_path, count, nprocs, args, step="04", static=False):
+    """Start one agent per node, each in its own folder. They share only the checkpoint."""
+    port = free_port()
+    with contextlib.ExitStack() as stack:
+        jobs = []
+        for node in range(count):
+            folder = tmp_path / f"node{node}"
+            folder.mkdir()
+            words = [TORCHRUN, f"--nnodes={count}", f"--nproc-per-node={nprocs}"]
+            if static:
+                words += [f"--node-rank={node}", "--master-addr=localhost"]
+                words += [f"--master-port={port}", "--max-restarts=0"]
+            else:
+                words += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"]
+                words += ["--node-rank=0"]  # ignored here, or both would be the first node
+                words += ["--max-restarts=3"]
+            words += [SCRIPT[step], *args, f"--checkpoint-path={tmp_path / 'checkpoint.pt'}"]
+            jobs.append(stack.enter_context(Job(words, folder, None if static else RESTARTS)))
+        yield jobs
+
+
+def seen_by_all(jobs):
+    """Return the output of the node that has global rank 0. The others must print nothing."""
+    for job in jobs:
+        assert job.wait(180).returncode == 0, job
+        job.wait_until_gone()
+    (output,) = [job.stdout for job in jobs if job.stdout]
+    return output
+
+
+@SLOW
+@pytest.mark.parametrize(("step", "static"), [("03", False), ("04", True)])
+def test_two_nodes_with_another_step_or_rendezvous(trained, tmp_path, step, static):
+    with nodes(tmp_path, 2, 1, LONG, step, static) as jobs:
+        seen_by_all(jobs)
+    assert same_bits(tmp_path / "checkpoint.pt", trained("03", *LONG))
+
+
+@SLOW
+def test_any_launcher_will_do_that_sets_the_ranks(trained, tmp_path):
+    """As srun would start it without torchrun."""
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    start = forked("04", *LONG, nprocs=0)
+    with (
+        Job(start, tmp_path, {"RANK": "0", "LOCAL_RANK": "0", **common}) as zero,
+        Job(start, tmp_path, {"RANK": "1", "LOCAL_RANK": "0", **common}) as one,
+    ):
+        seen_by_all([zero, one])
+    assert same_bits(tmp_path / "checkpoint.pt", trained("03", *LONG))
+
+
+@SLOW
+def test_a_node_that_falls_silent_is_an_error_and_not_a_hang(tmp_path):
+    """A stopped process keeps its connections open, like a lost node."""
+    short = ("timedelta(minutes=5)", "timedelta(seconds=8)")
+    stops = f"{on_each_rank('os.getpid()')}os.kill(os.getpid(), signal.SIGSTOP)"
+    path = edited(tmp_path, "04", short, at(0, 5, stops, when=ON_RANK_1))
+    with Job(forked(path, *LONG), tmp_path) as job:
+        job.wait_for(lambda: re.search("Timed out|Application timeout", job.stderr))
+        kill(psutil.Process(int(said(job, 1)[0])), signal.SIGCONT)
+        assert job.wait().returncode == 1
+
+
+# ---------------------------------------------------------------- nodes are lost and rejoin
+
+
+def start_node(folder, port, script, nnodes="1:2", host=False):
+    """Start the agent of a node with one rank, in a folder that all nodes share.
+
+    A node waits a few seconds for a second one, then continues alone.
+    """
+    where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"]
+    where += [f"--rdzv-conf=is_host={int(host)},last_call_timeout=10"]
+    words = [TORCHRUN, f"--nnodes={nnodes}", "--max-restarts=3", *where, script, *LONG]
+    return Job(words, folder, RESTARTS)
+
+
+@contextlib.contextmanager
+def two_nodes(folder, script, **options):
+    """Start the rendezvous host and another node; yield (port, host, other) at the gate."""
+    port = free_port()
+    with (
+        start_node(folder, port, script, host=True, **options) as host,
+        start_node(folder, port, script, **options) as other,
+    ):
+        wait_at_the_gate(host)
+        yield port, host, other
+
+
+def cut_the_power(job):
+    """Kill everything on a node at once."""
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for process in job.processes():
+            kill(process, number)
+    job.wait_until_gone()
+
+
+@SLOW
+def test_a_node_is_lost_and_comes_back_and_no_step_is_lost(tmp_path):
+    """The other goes on alone from the last checkpoint, until its agent hears of the new node."""
+    folder = tmp_path / "elastic"
+    folder.mkdir()
+    until_told = "while not stop_signals:\n    time.sleep(0.01)"
+    script = edited(
+        folder,
+        "04",
+        at(1, 15, GATE, when="dist.get_world_size() == 2"),
+        at(2, 15, until_told, when="dist.get_world_size() == 1"),
+    )
+    with two_nodes(folder, script) as (port, host, other):
+        cut_the_power(other)
+        open_the_gate(host)
+        host.wait_for(lambda: 2 in epochs(host))
+        with start_node(folder, port, script) as again:
+            for job in (host, again):
+                assert job.wait().returncode == 0, job
+                job.wait_until_gone()
+    # After the node's return, rank 0, which prints, may be on either node.
+    assert resumed(host)[0] == 1
+    assert re.findall(r"interrupted after ([\d,]+)", host.stdout) == ["1,280"]  # 20 steps of one
+    assert resumed(host)[1:] + resumed(again) == [2]
+    printed = [number for job in (other, host, again) for number in epochs(job)]
+    assert sorted(printed) == [1, 2, 3, 4]
+
+    steady = tmp_path / "steady"  # the same world sizes at the same positions, without a fault
+    steady.mkdir()
+    stops = edited(tmp_path, "04", at(2, 15, TOLD, when="dist.get_world_size() == 1"))
+    finished(forked(stops, "1", *SMALL), steady)
+    assert run(forked(stops, *LONG, nprocs=1), steady).returncode == 1
+    finished(forked(stops, *LONG), steady)
+    assert same_bits(steady / "checkpoint.pt", folder / "checkpoint.pt")
+
+
+@SLOW
+def test_the_host_of_the_rendezvous_is_lost(tmp_path, trained):
+    """The job fails on every node. Started again anywhere, it resumes."""
+    with two_nodes(tmp_path, edited(tmp_path, "04", at(2, 15, GATE))) as (_, host, other):
+        cut_the_power(host)
+        open_the_gate(other)
+        assert other.wait(120).returncode == 1
+        other.wait_until_gone()
+    assert "accuracy" not in host.stdout + other.stdout
+    job = finished(forked("04", *LONG), tmp_path)
+    assert resumed(job) == [2]
+    assert same_bits(job, trained("03", *LONG))
+
+
+@SLOW
+def test_one_node_is_told_to_stop_and_the_other_stops_at_the_same_step(tmp_path, trained):
+    script = edited(tmp_path, "04", at(1, 15, GATE))
+    with two_nodes(tmp_path, script, nnodes=2) as (_, one, two):
+        one.process.send_signal(signal.SIGTERM)
+        code = one.wait().returncode
+        # Seen once: where torchrun hosts the rendezvous, PyTorch aborted after the exception.
+        aborted = "terminate called without an active exception" in one.stderr
+        assert code == (-signal.SIGABRT if aborted else 1)
+        assert "SignalException" in one.stderr
+        two.process.send_signal(signal.SIGTERM)  # it would wait for the first node
+        assert two.wait().returncode != 0
+        for job in (one, two):
+            job.wait_until_gone()
+    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert (saved["EPOCHS_RUN"], saved["SAMPLES_RUN"]) == (1, 20 * 128)
+    assert same_bits(finished(forked("04", *LONG), tmp_path), trained("03", *LONG))
+
+
+@pytest.mark.weekly("a kill on each of two nodes, as on one")
+def test_a_kill_on_one_of_two_nodes(trained, tmp_path):
+    path = edited(tmp_path, "04", at(1, 20, KILLED, when=ON_RANK_1))
+    port = free_port()
+    with (
+        start_node(tmp_path, port, path, nnodes=2, host=True) as one,
+        start_node(tmp_path, port, path, nnodes=2) as two,
+    ):
+        for job in (one, two):
+            assert job.wait().returncode == 0, job
+            job.wait_until_gone()
+    # After the restart, rank 0, which prints, may be on either node.
+    assert sorted(number for job in (one, two) for number in epochs(job)) == [1, 2, 3, 4]
+    assert resumed(one) + resumed(two) == [1]
+    assert same_bits(tmp_path / "checkpoint.pt", trained("03", *LONG))
