@@ -8,7 +8,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 from generating import generate
-from support.gpus import SHIM
+from pretended import SHIM
 from support.jobs import environment
 from support.scripts import ROOT, SCRIPTS
 
