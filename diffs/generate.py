@@ -146,7 +146,7 @@ def generate(root=HERE.parent):
         yield root / kind / "README.md", index(kind, collections)
     messages = weave(root, collections)
     yield from messages.items()
-    page = render(root, diffs, collections, messages.values(), sections(root))
+    page = render(root, diffs, collections, messages, sections(root))
     yield folder / "index.html", page
 
 

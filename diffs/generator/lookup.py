@@ -1,13 +1,16 @@
 """What a reader looks up: the messages in lookup/, and the sections of other pages."""
 
 import re
+from collections import Counter
 
 from hunks import Problem
 from markdown_it import MarkdownIt
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 GROUPS = (  # pages of messages, in the order of the index
     "starting",
+    "nccl",
+    "wrapping",
     "hanging",
     "crashing",
     "wrong_results",
@@ -28,11 +31,11 @@ ASKED = (  # pages whose sections the search finds
     "benchmarks/README.md",
     "checker/README.md",
 )
-HEAD = "| What you see | Why | What to type |\n|---|---|---|\n"
 STRETCH = re.compile(
     r"(?P<begin><!-- Written by diffs/generate.py, from the tables of: (?P<names>[\w\s]+) -->\n)"
     r"(?s:.*?)(?P<end><!-- Written until here. -->\n)"
 )
+FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<code>(?s:.*?))^```$", re.M)
 ROLES = {  # a table that is shown as a list of cards is one only by its roles
     "table_open": "table",
     "thead_open": "rowgroup",
@@ -43,26 +46,37 @@ ROLES = {  # a table that is shown as a list of cards is one only by its roles
 }
 
 
+# ---------------------------------------------------------------- the pages in lookup/
+
+
 def weave(root, collections):
-    """Return the pages of messages with the rows of the recipes and pitfalls written into them."""
-    pages = {page.name: page for kind in collections.values() for page in kind if page.rows}
+    """Return the pages of messages, with links to the recipes and pitfalls that have some."""
+    pages = with_rows(collections)
     paths = [root / "lookup" / f"{name}.md" for name in GROUPS]
     texts = {path: path.read_text(encoding="utf-8") for path in paths}
     stretches = STRETCH.finditer("".join(texts.values()))
-    named = [name for stretch in stretches for name in stretch["names"].split()]
-    if wrong := sorted({*named} ^ {*pages}):
-        raise Problem(f"lookup/: {wrong[0]}: in no group, or has no rows")
+    named = Counter(name for stretch in stretches for name in stretch["names"].split())
+    if wrong := sorted(named - Counter(pages.keys()) + (Counter(pages.keys()) - named)):
+        raise Problem(f"lookup/: {wrong[0]}: not in exactly one group, or has no rows")
 
     def written(stretch):
-        rows = "".join(rows_of(pages[name]) for name in stretch["names"].split())
-        return f"{stretch['begin']}\n{HEAD}{rows}\n{stretch['end']}"
+        lines = "".join(map(line_of, rows_of(stretch, pages)))
+        return f"{stretch['begin']}\n{lines}\n{stretch['end']}"
 
     return {path: STRETCH.sub(written, text) for path, text in texts.items()}
 
 
-def rows_of(page):
-    link = f"→ [{page.name}](../{page.path})"
-    return "".join(f"| {seen} | {why} | {remedy} {link} |\n" for seen, why, remedy in page.rows)
+def with_rows(collections):
+    return {page.name: page for kind in collections.values() for page in kind if page.rows}
+
+
+def rows_of(stretch, pages):
+    return [(pages[name], *row) for name in stretch["names"].split() for row in pages[name].rows]
+
+
+def line_of(row):
+    page, seen, _, _ = row
+    return f"- {seen} → [{page.name}](../{page.path})\n"
 
 
 def slug(title):
@@ -70,71 +84,111 @@ def slug(title):
     return re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-")
 
 
-def tables(texts, anchors):
-    """Return the pages of messages as HTML; each row can be linked to.
+def parts(text):
+    """Yield the parts of a page: [(level of its heading, heading, text)]."""
+    outside = FENCE.sub(lambda fence: fence[0].replace("#", "\0"), text)
+    _, *found = re.split(r"^(#+) (.+)\n", outside, flags=re.M)
+    for marks, title, body in zip(found[::3], found[1::3], found[2::3]):
+        yield len(marks), title, body.replace("\0", "#")
+
+
+# ---------------------------------------------------------------- the tab of the page
+
+
+def entries(messages, collections, anchors):
+    """Return the pages of messages as HTML: each entry is a division that can be linked to.
 
     The anchors are those of pages that are part of this page: {link in Markdown: id}.
     """
+    pages, ids, found = with_rows(collections), dict(anchors), []
+    for path, text in messages.items():
+        for level, title, body in parts(text):
+            name = f"see-{path.stem if level == 1 else slug(title)[:50].rstrip('-')}"
+            name = name if name not in ids.values() else f"{name}-{len(found)}"
+            ids[f"{path.name}#{slug(title)}" if level > 1 else path.name] = name
+            found.append((level, title, re.sub(r"\]\(#", f"]({path.name}#", body), name))
     parser = MarkdownIt("commonmark", {"html": True}).enable("table")
-    tokens = parser.parse("\n".join(re.sub("^#", "##", text, flags=re.M) for text in texts))
-    taken, table = set(), None
-    for token, after, third in zip(tokens, [*tokens[1:], None], [*tokens[2:], None, None]):
+    return Markup("").join(
+        shown(parser, part, following, ids, pages)
+        for part, following in zip(found, [*found[1:], (1,)])
+    )
+
+
+def shown(parser, part, following, ids, pages):
+    level, title, body, name = part
+    heading = parser.renderInline(title)
+    if stretch := STRETCH.search(body):
+        items = (item(parser, row, ids) for row in rows_of(stretch, pages))
+        text = f'<ul class="pages">\n{"".join(items)}</ul>\n'
+    else:
+        text = html(parser, body, ids)
+    group = level == 1 or following[0] > level or stretch
+    if group:
+        return Markup(f'<h{level + 2} id="{name}">{heading}</h{level + 2}>\n{text}')
+    head = f"<h{level + 2}>{heading}</h{level + 2}>\n"
+    return Markup(f'<div class="entry" id="{name}">\n{head}{text}</div>\n')
+
+
+def item(parser, row, ids):
+    """Return a message that has a page of its own, with what the search shows of it."""
+    page, seen, why, remedy = row
+    link = ids.get(f"{page.path}", "")
+    data = f'data-why="{plain(why)}" data-type="{plain(remedy)}"'
+    return f'<li {data}><a href="#{link}">{parser.renderInline(seen)}</a></li>\n'
+
+
+def plain(text):
+    """Return Markdown as text for an attribute."""
+    return escape(re.sub(r"\]\([^)]*\)|\[(?=[^\]]*\]\()|`", "", text))
+
+
+def html(parser, body, ids):
+    tokens = parser.parse(body)
+    for token in tokens:
         if token.type in ROLES:
             token.attrSet("role", ROLES[token.type])
         if token.type == "th_open":
             token.attrSet("scope", "col")
-            if after.content == "What you see":
-                table.attrSet("class", "messages")
-        if token.type == "table_open":
-            table = token
-        if token.type == "tr_open" and after.type == "td_open":
-            token.attrSet("id", unique(f"see-{slug(third.content)}"[:60].rstrip("-"), taken))
-        if token.type == "heading_open":
-            token.attrSet("id", f"see-{slug(after.content)}")
-        if token.type.startswith("heading"):
-            token.tag = f"h{int(token.tag[1]) + 1}"
+        if token.type == "fence":
+            token.info = ""
         for child in token.children or []:
             if child.type == "link_open":
-                child.attrSet("href", moved(child.attrs["href"], anchors))
-    return Markup(parser.renderer.render(tokens, parser.options, {}))
+                child.attrSet("href", moved(child.attrs["href"], ids))
+    return parser.renderer.render(tokens, parser.options, {})
 
 
-def unique(name, taken):
-    """Return the name, with a number if it is taken."""
-    names = [name, *(f"{name}-{number}" for number in range(2, 99))]
-    free = next(each for each in names if each not in taken)
-    taken.add(free)
-    return free
-
-
-def moved(link, anchors):
+def moved(link, ids):
     """Return where a link of a page in lookup/ leads from the page."""
-    if link.startswith("#"):
-        return f"#see-{link[1:]}"
     if link.startswith("http"):
         return link
     name = link.removeprefix("../")
-    if name in anchors:
-        return f"#{anchors[name]}"
+    if name in ids:
+        return f"#{ids[name]}"
     return f"../{name}" if name != link else f"../lookup/{link}"
 
 
+# ---------------------------------------------------------------- the sections of other pages
+
+
 def sections(root):
-    """Return the sections of the other pages: [(title of the page, [(title, link, words)])]."""
-    return [section(path, (root / path).read_text(encoding="utf-8")) for path in ASKED]
-
-
-def section(path, text):
-    outside = re.sub(
-        r"^```(?s:.*?)^```$", lambda fence: fence[0].replace("#", " "), text, flags=re.M
-    )
-    first, *parts = re.split(r"^##+ (.+)\n", outside, flags=re.M)
-    shown = [
-        (
-            title,
-            f"../{path}#{slug(title)}",
-            " ".join(dict.fromkeys(re.findall(r"[^\W\d]\w+", body))),
-        )
-        for title, body in zip(parts[::2], parts[1::2])
+    """Return the sections of the other pages: [(title of the page, [Section])]."""
+    found = [(path, [*parts((root / path).read_text(encoding="utf-8"))]) for path in ASKED]
+    spoken = Counter(word for _, page in found for *_, body in page for word in words(body))
+    often = {word for word, count in spoken.items() if count > 40}
+    return [
+        (page[0][1], [section(path, *part[1:], often) for part in page[1:]]) for path, page in found
     ]
-    return first.splitlines()[0].strip("# "), shown
+
+
+def words(body):
+    return {word.lower() for word in re.findall(r"[^\W\d]\w{2,}", body)}
+
+
+def section(path, title, body, often):
+    """Return the title, the address, the first sentence, what to type, and the rarer words."""
+    prose = re.sub(r"\s+", " ", plain(FENCE.sub("", body)))
+    first = re.match(r".{0,160}?[.:?!](?= |$)|.{0,120}", prose.strip())[0]
+    codes = [fence["code"].rstrip() for fence in FENCE.finditer(body) if fence["language"]]
+    typed = codes[0] if codes and codes[0].count("\n") < 6 else ""
+    rare = " ".join(sorted(words(body) - often - words(title) - words(first) - words(typed)))
+    return title, f"../{path}#{slug(title)}", first, typed, rare

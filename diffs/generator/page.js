@@ -14,7 +14,7 @@ function show() {
     else link.removeAttribute("aria-current");
   }
   if (target) target.scrollIntoView();
-  if (moved || (target && target.matches("tr"))) {
+  if (moved || (target && target.matches(".entry"))) {
     const heading = target.querySelector("h2, h3") || target;
     heading.tabIndex = -1; // the keyboard continues from here
     heading.focus({ preventScroll: true });

@@ -15,7 +15,7 @@ from patches import KINDS
 from pygments.lexers import PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, Operator, String
 
-from lookup import tables
+from lookup import entries
 
 HERE = Path(__file__).resolve().parent
 FIGURES = HERE.parent / "figures"  # per figure: its HTML, its script and its data, if it has any
@@ -360,7 +360,7 @@ def render(root, diffs, collections, messages, asked):
     steps = [*map(view, diffs), directly(root, diffs)]
     tabs = [tab(*item) for item in collections.items()]
     lookup = {"slug": "troubleshooting", "title": "Troubleshooting: look up what you see"}
-    lookup |= {"tables": tables(messages, anchors(diffs)), "asked": asked}
+    lookup |= {"entries": entries(messages, collections, anchors(diffs)), "asked": asked}
     for one, following in pairwise([*steps, *tabs, lookup]):
         one["next"] = following
     return template.render(steps=steps, tabs=tabs, lookup=lookup)

@@ -1,5 +1,5 @@
-// Find what was typed or pasted: the rows, pages, hunks and sections that share its rarest words.
-const KEPT = 12; // hits shown
+// Find what was typed or pasted: the entries, pages, hunks and sections that share its rarest words.
+const KEPT = 8; // hits shown
 const PARTICULAR = [ // what differs from run to run
   /\bFile "[^"]*", line \d+(, in \S+)?/g,
   /\bhttps?:\/\/\S+/g,
@@ -8,10 +8,10 @@ const PARTICULAR = [ // what differs from run to run
   /\b0x[0-9a-f]+\b/gi,
   /\b\d{1,3}(?:\.\d{1,3}){3}\b/g, // an address
 ];
-const HARMLESS = "#see-warnings-that-are-harmless ~ table tr"; // printed above the error, and longer
-const CODE = /\b(exit ?code|status|signal|err(?:or|no)?|code)\b\s*[:=]?\s*-?(\d{1,3})\b/gi;
+const CODE = /\b(exit ?code|status|signal|err(?:or|no)?|code|failure)\b\s*[:=]?\s*-?(\d{1,3})\b/gi;
 // What is printed after every failure, whatever its cause, or before its cause is named.
-const ANNOUNCED = /ChildFailedError|exited unexpectedly|exitcode: [12]\)|Details are lost|ProcessRaisedException|ncclInternalError|ncclSystemError|ncclUnhandledCudaError|watchdog thread terminated|Signal 6 |Signal 15 /;
+const ANNOUNCED = /ChildFailedError|exited unexpectedly|exitcode : [12]\b|Details are lost|ProcessRaisedException|nccl(?:Internal|System|UnhandledCuda)Error|watchdog thread terminated|SIGABRT|SIGTERM|nothing named yet/;
+const CLASS = /^(?:(?:runtime|value|type|key|attribute|assertion|import|os|user|future|module|not)_?(?:notfound|implemented)?(?:error|warning)|error|warning|exception|traceback|rank)$/; // says little, alone
 
 // The words of a text, without what is particular, each with its parts: find_unused, TCPStore.
 function words(text) {
@@ -24,7 +24,7 @@ const COMMON = new Set(`a an and any are as at be been but by can could do does 
   if in into is it its me my no not of on one or our out so some still than that the their them then there these they this
   to up use used using was we what when where which while who why will with would you your`.split(/\s+/));
 const ALIKE = { freez: "hang", stuck: "hang", hung: "hang", deadlock: "hang", slower: "slow", faster: "fast", speed: "fast",
-  oom: "memory", multi: "several", multipl: "several", machin: "node", host: "node" };
+  oom: "memory", multi: "several", multipl: "several", machin: "node", host: "node", debugger: "debug", gpus: "gpu" };
 
 // The word that stands for a word and for its other forms.
 function stem(word) {
@@ -42,7 +42,7 @@ function terms(text) {
     const whole = stem(word);
     const parts = word.replace(/([a-z])([A-Z])/g, "$1_$2").split("_").filter((part) => part.length > 1);
     found.add(whole);
-    if (parts.length > 1) for (const part of parts) found.add(stem(part));
+    if (parts.length > 1 && !CLASS.test(whole)) for (const part of parts) found.add(stem(part));
     if (before) found.add(`${before} ${whole}`);
     before = whole;
   }
@@ -51,37 +51,60 @@ function terms(text) {
 
 // ---------------------------------------------------------------- what can be found
 
-function entry(link, title, where, message, text, worth = 1) {
+function found(link, title, why, messages, text, more = {}) {
   const weights = new Map();
   for (const term of terms(text)) weights.set(term, 0.3);
-  for (const term of terms(message)) weights.set(term, 1);
-  return { link, title, where, message: terms(message), weights, worth };
+  const sets = messages.map(terms);
+  for (const set of sets) for (const term of set) weights.set(term, 1);
+  return { link, title, why, messages: sets, weights, worth: 1, typed: [], ...more };
+}
+
+function entry(element) {
+  const title = element.firstElementChild.textContent;
+  const rest = [...element.children].slice(1);
+  const also = rest.filter((part) => /^(Also|In full): /.test(part.textContent));
+  const why = rest.find((part) => part.matches("p, ul") && !also.includes(part));
+  const list = rest.find((part) => part.matches("ul"));
+  const typed = rest.filter((part) => part.matches("pre")).slice(0, 2);
+  const messages = [title, ...also.flatMap((part) => [...part.querySelectorAll("code")].map((code) => code.textContent))];
+  return found(`#${element.id}`, title, why ? why.textContent : "", messages, rest.map((part) => part.textContent).join(" "), {
+    typed: typed.length ? typed : list ? [list] : [],
+    harmless: element.id.startsWith("see-") && Boolean(element.matches("#see-harmless_warnings ~ *")),
+    announced: ANNOUNCED.test(title),
+  });
 }
 
 function row(element) {
-  const [seen, why, remedy] = [...element.cells].map((cell) => cell.textContent);
-  const message = seen.replace(/\(source\)\s*$/, "");
-  const worth = ANNOUNCED.test(message) ? 0.5 : 1;
-  const harmless = element.matches(HARMLESS);
-  return { ...entry(`#${element.id}`, message, why, message, `${why} ${remedy}`, worth), harmless };
+  const link = element.querySelector("a");
+  const { why, type } = element.dataset;
+  return found(link.hash, link.textContent, why, [link.textContent], `${why} ${type}`, { typed: [code(type)], harmless: false });
 }
 
 function article(element) {
   const heading = element.querySelector("h3").textContent.replace(/^\s*\d+|#\s*$/g, "").trim();
   const kind = element.closest(".step").querySelector("h2").textContent;
-  return entry(`#${element.id}`, heading, kind, heading, element.querySelector(".note").textContent);
+  return found(`#${element.id}`, heading, kind, [heading], element.querySelector(".note").textContent);
 }
 
 function section(element) {
   const link = element.querySelector("a");
-  const page = element.parentElement.previousElementSibling.textContent;
-  return entry(link.getAttribute("href"), link.textContent, page, link.textContent, element.dataset.words, 0.7);
+  const { words, why, type } = element.dataset;
+  const typed = type ? [code(type)] : [];
+  return found(link.getAttribute("href"), link.textContent, why, [link.textContent], `${words} ${why} ${type || ""}`, { typed, worth: 0.7 });
+}
+
+function code(text) {
+  const pre = document.createElement("pre");
+  pre.append(document.createElement("code"));
+  pre.firstChild.textContent = text;
+  return pre;
 }
 
 function collect() {
   const all = (selector, make) => [...document.querySelectorAll(selector)].map(make);
   const entries = [
-    ...all("#troubleshooting tbody tr", row),
+    ...all("#troubleshooting .entry", entry),
+    ...all("#troubleshooting .pages li", row),
     ...all(".step:not([id='01-to-05']) article", article),
     ...all("#troubleshooting li[data-words]", section),
   ];
@@ -90,7 +113,9 @@ function collect() {
     for (const term of weights.keys()) counts.set(term, (counts.get(term) || 0) + 1);
   }
   const rarity = new Map();
-  for (const [term, count] of counts) rarity.set(term, Math.log(1 + entries.length / count));
+  for (const [term, count] of counts) {
+    rarity.set(term, Math.log(1 + entries.length / count) * (CLASS.test(term) ? 0.2 : 1));
+  }
   return { entries, rarity };
 }
 
@@ -100,21 +125,39 @@ let index = null;
 function find(text) {
   index ||= collect();
   const { entries, rarity } = index;
-  const asked = [...terms(text)].filter((term) => rarity.has(term));
-  const mass = (some) => some.reduce((sum, term) => sum + rarity.get(term), 0);
-  const all = mass(asked);
-  const scored = entries.map((found) => {
+  const said = [...terms(text)];
+  const asked = new Set(said.filter((term) => rarity.has(term)));
+  const mass = (some) => some.reduce((sum, term) => sum + (rarity.get(term) || 0), 0);
+  const unknown = said.filter((term) => !rarity.has(term) && !term.includes(" ")).length;
+  const least = said.length > 12 ? 0.1 : 0.25; // who types a few words means all of them
+  const all = mass([...asked]) + unknown * Math.log(entries.length);
+  const scored = entries.map((one) => {
     let shared = 0;
-    for (const term of asked) shared += rarity.get(term) * (found.weights.get(term) || 0);
-    const covered = mass(asked.filter((term) => found.message.has(term))) / mass([...found.message]);
-    return { ...found, covered, score: shared * (0.4 + covered) * found.worth };
+    for (const term of asked) shared += rarity.get(term) * (one.weights.get(term) || 0);
+    let [covered, sure] = [0, false]; // how much of one of its messages is there
+    for (const message of one.messages) {
+      const whole = mass([...message]);
+      const share = mass([...message].filter((term) => asked.has(term))) / whole;
+      covered = Math.max(covered, share * Math.min(1, 0.3 + whole / 25));
+      sure ||= share > 0.6 && whole > 16;
+    }
+    return { ...one, covered, shared, sure, score: shared * (0.4 + covered) * one.worth };
   });
-  // Only a row can be an error in place of the warning.
-  if (scored.some((found) => found.harmless === false && found.covered > 0.5)) {
-    for (const found of scored) if (found.harmless) found.score *= 0.13;
+  // Only an entry can be an error in place of the warning, or the cause in place of the report.
+  const error = scored.some((one) => one.harmless === false && one.sure);
+  const cause = scored.some((one) => one.harmless === false && one.sure && !one.announced);
+  for (const one of scored) {
+    if (one.announced) one.score *= cause ? 0.2 : 0.5;
+    if (one.harmless && error) one.score *= 0.13;
   }
-  return scored.filter((found) => found.score > 0.03 * all).sort((a, b) => b.score - a.score).slice(0, KEPT);
+  scored.sort((a, b) => b.score - a.score);
+  const links = new Set();
+  return scored
+    .filter(({ score, shared, covered }) => score > 0.2 * scored[0].score && shared > LEAST && (shared > least * all || covered > 0.4))
+    .filter(({ link }) => !links.has(link) && links.add(link))
+    .slice(0, KEPT);
 }
+const LEAST = 1.2; // less than this is a word that stands in many entries
 
 // ---------------------------------------------------------------- what is shown
 
@@ -124,23 +167,45 @@ const told = document.getElementById("found");
 const NOTHING = "Nothing found. Try the last line of the error alone, without numbers and paths, or two or three of its "
   + "rarest words, such as “watchdog timeout”. A script that gives wrong results in silence: let ddp_check watch it.";
 
-function hit(found) {
-  const link = document.createElement("a");
-  link.href = found.link;
-  link.dataset.hit = "";
-  const title = link.appendChild(document.createElement("b"));
-  title.textContent = found.title.trim();
-  link.appendChild(document.createElement("span")).textContent = found.where.trim();
-  return link;
+function hit({ link, title, why, typed }, number) {
+  const box = document.createElement("div");
+  const anchor = box.appendChild(document.createElement("a"));
+  anchor.href = link;
+  anchor.dataset.hit = "";
+  anchor.appendChild(document.createElement("b")).textContent = title.trim();
+  anchor.appendChild(document.createElement("span")).textContent = why.trim();
+  const copies = typed.map((part) => part.cloneNode(true));
+  if (number === 0) box.append(...copies);
+  else if (copies.length) {
+    const [line] = copies[0].querySelector("code, li").textContent.trim().split("\n");
+    anchor.appendChild(document.createElement("code")).textContent = line;
+  }
+  for (const pre of box.querySelectorAll("pre")) copied(pre);
+  return box;
+}
+
+// Put a button into what is to be typed.
+function copied(pre) {
+  pre.querySelector("button")?.remove(); // that of the entry, which was cloned with it
+  const button = document.createElement("button");
+  button.type = "button";
+  button.textContent = "Copy";
+  button.addEventListener("click", async () => {
+    const done = await copy(pre.querySelector("code").textContent);
+    button.focus({ preventScroll: true });
+    button.textContent = done ? "Copied" : "Not copied";
+    setTimeout(() => { button.textContent = "Copy"; }, 2000);
+  });
+  pre.append(button);
 }
 
 function look() {
   const text = search.value.trim();
-  const found = text ? find(text) : [];
-  hits.replaceChildren(...found.map(hit));
-  if (text && !found.length) hits.textContent = NOTHING;
+  const list = text ? find(text) : [];
+  hits.replaceChildren(...list.map(hit));
+  if (text && !list.length) hits.textContent = NOTHING;
   hits.hidden = !text;
-  told.textContent = !text ? "" : found.length ? `${found.length} found, best first` : "Nothing found";
+  told.textContent = !text ? "" : list.length ? `${list.length} found, best first` : "Nothing found";
 }
 
 function close() {
@@ -150,11 +215,11 @@ function close() {
 search.addEventListener("input", look);
 search.addEventListener("focus", look);
 search.parentElement.addEventListener("keydown", (event) => {
-  const links = [search, ...hits.children];
+  const links = [search, ...hits.querySelectorAll("a[data-hit]")];
   const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
   const target = links[links.indexOf(document.activeElement) + step];
   if (step && target && !hits.hidden) target.focus();
-  else if (event.key === "Enter" && event.target === search && hits.firstElementChild) hits.firstElementChild.click();
+  else if (event.key === "Enter" && event.target === search && links[1]) links[1].click();
   else if (event.key === "Escape") {
     search.focus();
     close();
@@ -166,6 +231,7 @@ hits.addEventListener("click", (event) => {
   if (event.target.closest("a")) close();
 });
 document.addEventListener("click", (event) => {
-  if (!search.parentElement.contains(event.target)) close();
+  if (!search.parentElement.contains(event.target) && !event.target.closest("#hits")) close();
 });
+for (const pre of document.querySelectorAll("#troubleshooting .entry pre")) copied(pre);
 search.parentElement.hidden = false;

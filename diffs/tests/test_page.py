@@ -176,16 +176,6 @@ def test_the_titles_of_the_tabs_are_visible_on_a_laptop(visit):
     assert boxes[-1]["x"] + boxes[-1]["width"] <= SIZES["laptop"][0]
 
 
-def test_a_table_is_a_list_of_cards_on_a_phone(visit):
-    page = visit("#troubleshooting", "phone")
-    row = page.get_by_role("row", name="every epoch trains on")
-    boxes = [cell.bounding_box() for cell in row.get_by_role("cell").all()]
-    assert len(boxes) == 3
-    for above, below in pairwise(boxes):
-        assert (above["x"], above["width"]) == (below["x"], below["width"])
-        assert above["y"] + above["height"] <= below["y"]
-
-
 def test_nothing_is_scrolled_sideways_on_a_phone(visit):
     page = visit(size="phone")
     for slug in IN_ORDER:

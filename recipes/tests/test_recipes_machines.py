@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from pretended import SHIM
+from support.gpus import SHIM
 from support.jobs import finished
 from support.positions import stopped, told
 from support.results import accuracy, said, same_bits, weights
