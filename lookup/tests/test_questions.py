@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from support.gpus import GPUS, SHIM
+from pretended import SHIM
+from support.gpus import GPUS
 from support.jobs import Job, environment, finished, free_port, run
 from support.positions import KILLED, ON_RANK_1, at
 from support.results import same_bits

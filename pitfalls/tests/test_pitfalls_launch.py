@@ -5,7 +5,7 @@ import signal
 import sys
 
 import pytest
-from support.gpus import SHIM
+from pretended import SHIM
 from support.jobs import Job, finished, free_port, run
 from support.positions import BATCH
 from support.results import epochs

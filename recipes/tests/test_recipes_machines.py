@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from support.gpus import SHIM
+from pretended import SHIM
 from support.jobs import finished
 from support.positions import stopped, told
 from support.results import accuracy, said, same_bits, weights

@@ -13,11 +13,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from clusters import ON_A_CLUSTER, ON_TWO_NODES, TWO_BY_TWO
 from support.jobs import RESTARTS, Job, finished, kill, run
 from support.positions import KILLED, ON_RANK_1, at
 from support.results import epochs, resumed, same_bits, shape, weights
 from support.scripts import LONG, ON_PATH, ROOT, TORCHRUN, command, edit, edited, forked
-from clusters import ON_A_CLUSTER, ON_TWO_NODES, TWO_BY_TWO
 from tracing import look_until, may_trace
 
 SLOW = pytest.mark.slow

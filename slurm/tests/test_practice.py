@@ -18,10 +18,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from clusters import ON_A_CLUSTER
 from support.jobs import environment, run
 from support.results import shape
 from support.scripts import ROOT, SMALL, edited
-from clusters import ON_A_CLUSTER
 
 PROMPT = "login$ "
 GUIDE = (ROOT / "slurm" / "README.md").read_text(encoding="utf-8")

@@ -12,11 +12,11 @@ import uuid
 from pathlib import Path
 
 import pytest
+from clusters import BATCH, ON_A_CLUSTER, ON_TWO_NODES, TWO_BY_TWO, Submitted
 from practice.cluster import Cluster
 from support.jobs import environment
 from support.results import same_bits
 from support.scripts import LONG, ROOT, SCRIPT, SCRIPTS, SMALL, edit, exact
-from clusters import BATCH, ON_A_CLUSTER, ON_TWO_NODES, TWO_BY_TWO, Submitted
 
 FILES = sorted((ROOT / "slurm").glob("*.sbatch"))
 SLOW = pytest.mark.slow
