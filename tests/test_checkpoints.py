@@ -149,14 +149,6 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(
     assert line.endswith("error: cannot write to the folder of checkpoint.pt")
 
 
-def test_something_in_the_way_of_the_save_leaves_the_old_checkpoint(trainer, path):
-    whole = path.read_bytes()
-    os.mkdir("checkpoint.pt.new")
-    with pytest.raises((OSError, RuntimeError), match=r"Is a directory|cannot be opened"):
-        trainer._save_checkpoint()
-    assert path.read_bytes() == whole
-
-
 def test_the_new_file_is_on_the_disk_before_it_replaces_the_old_one(trainer, path, monkeypatch):
     whole, calls = path.read_bytes(), []
     os.link("checkpoint.pt", "old")
