@@ -1,8 +1,9 @@
 """Check before a long job whether these nodes can train together, and if not, name the bad ones.
 
-preflight.sbatch starts one task per GPU, or one per node without GPUs. Each task checks its node
-and reports to task 0 over TCP or, if that fails, through the current folder. If no check fails,
-the tasks time all_reduce: over all ranks, and between pairs of nodes.
+preflight.sbatch runs this on the first node, with the words that start it once more, as one task
+per GPU. Each task checks its node, and prints a line that srun brings back over Slurm's own
+connections. If no check fails, the tasks run again to time all_reduce: over all ranks, and between
+pairs of nodes.
 """
 
 import argparse
@@ -10,10 +11,10 @@ import contextlib
 import fcntl
 import json
 import os
-import queue
 import shutil
 import socket
 import statistics
+import subprocess
 import sys
 import threading
 import time
@@ -22,10 +23,10 @@ from pathlib import Path
 
 COLUMNS = ("names", "network", "port", "GPU", "clock", "folder")
 TO_THE_FIRST = ("network", "port", "folder")  # what concerns the connection to the first node
-FINE = ("no GPU", "ok", "-")  # cells without a fault, the most telling first; "-": not checked
 SIZES = (2**10, 2**20, 2**24)  # bytes
 SIOCGIFADDR = 0x8915  # from linux/sockios.h: the IPv4 address of an interface
 TURNS = 7  # how often each node is paired with another; enough for all pairs of 8 nodes
+REPORT = "preflight reports "  # what the line of a task begins with
 
 
 class Fault(Exception):
@@ -33,18 +34,18 @@ class Fault(Exception):
 
 
 def at_once(checks, seconds):
-    """Call functions in parallel; return by name what each returned or why it failed.
+    """Call functions in parallel; return by name (True, its result) or (False, why it failed).
 
     A function that hangs (in a name server, a driver, a file system) is abandoned in its thread.
     """
-    results = dict.fromkeys(checks, f"not finished after {seconds:g} s")
+    results = dict.fromkeys(checks, (False, f"not finished after {seconds:g} s"))
 
     def call(name):
         try:
-            results[name] = checks[name]()
+            results[name] = True, checks[name]()
         except Exception as error:
             reason = getattr(error, "strerror", None) or str(error) or repr(error)
-            results[name] = reason.splitlines()[0][:200]
+            results[name] = False, reason.splitlines()[0][:200]
 
     threads = [threading.Thread(target=call, args=[name], daemon=True) for name in checks]
     for thread in threads:
@@ -55,7 +56,15 @@ def at_once(checks, seconds):
     return dict(results)
 
 
-# ---------------------------------------------------------------- checks of each node
+# ---------------------------------------------------------------- what each task checks
+
+
+def address_of(name):
+    """Return the address of a name that programs use first."""
+    try:
+        return socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        raise Fault(f"no address for {name}") from error
 
 
 def check_names(nodes):
@@ -65,20 +74,13 @@ def check_names(nodes):
     itself. torchrun announces its host under the name its address resolves to, so a wrong name is
     a fault. A missing one is not: torchrun then announces the host name.
     """
-
-    def address(name):  # the one that programs use first
-        try:
-            return socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
-        except OSError as error:
-            raise Fault(f"no address for {name}") from error
-
     for name in dict.fromkeys([*nodes, socket.gethostname()]):
-        if (there := address(name)).startswith("127.") or there == "::1":
+        if (there := address_of(name)).startswith("127.") or there == "::1":
             raise Fault(f"{name} is {there}, a loopback address")
         with contextlib.suppress(OSError):
             back = socket.gethostbyaddr(there)[0]
             others = {node.split(".")[0] for node in nodes} - {name.split(".")[0]}
-            if back.split(".")[0] in others or address(back) != there:
+            if back.split(".")[0] in others or address_of(back) != there:
                 raise Fault(f"{name} is {there}, but that is {back}")
     return "ok"
 
@@ -99,25 +101,62 @@ def gloo_address():
         if wanted not in own:
             raise Fault(f"no address for GLOO_SOCKET_IFNAME={wanted}")
         return wanted, own[wanted]
-    with contextlib.suppress(OSError):  # the host name has no address
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-        for family, *_, (address, *_) in found:
-            with contextlib.suppress(OSError), socket.socket(family) as probe:
-                probe.bind((address, 0))  # fails if it is the address of another host
-                return next((name for name in own if own[name] == address), ""), address
+    with contextlib.suppress(OSError, Fault), socket.socket() as probe:
+        probe.bind((address := address_of(socket.gethostname()), 0))  # fails if it is another's
+        return next((name for name in own if own[name] == address), ""), address
     return "lo", own["lo"]
 
 
+def ask(first, port, seconds):
+    """Ask the first node, at the port of training, for the time and the address that gloo uses.
+
+    Return how many seconds this clock is ahead, to within half a round trip, and the address.
+    """
+    trips = []
+    try:
+        for _ in range(3):
+            sent = time.time()
+            with socket.create_connection((first, port), seconds) as link:
+                there, address = json.loads(link.makefile("r", encoding="utf-8").readline())
+            received = time.time()
+            trips.append((received - sent, (sent + received) / 2 - there, address))
+    except OSError as error:
+        raise Fault(f"{first}:{port}: {error.strerror or error}") from error
+    except (ValueError, TypeError) as error:
+        raise Fault(f"another program answers at {first}:{port}") from error
+    return min(trips)[1:]
+
+
+def check_network(first, port, seconds):
+    """Connect from the address that gloo uses here to the one that it uses on the first node.
+
+    Gloo connects each node to each other one, at ports that the kernel chooses.
+    """
+    name, own = gloo_address()
+    here = f"{name} {own}".strip()
+    if own.startswith("127.") and os.environ["SLURM_NNODES"] != "1":
+        raise Fault(f"{here} is a loopback address")
+    try:
+        _, there = ask(first, port, seconds)
+    except Fault:
+        return "-"  # the port is at fault
+    try:
+        if there:
+            socket.create_connection(there[:2], seconds / 3, (own, 0)).close()
+    except OSError as error:
+        raise Fault(f"{here} cannot reach {there[0]}") from error
+    return here
+
+
 def check_folder(folder, node, first, seconds):
-    """Write a file where the checkpoints go, and wait until the first node's file appears."""
-    folder.mkdir(exist_ok=True)
-    with open(folder / node, "w", encoding="utf-8") as file:
-        os.fsync(file.fileno())
+    """Wait until the first node's folder appears where the checkpoints go; write a file into it."""
     end = time.monotonic() + seconds
-    while first not in os.listdir(folder):  # an NFS client may see it late
+    while folder not in os.listdir():  # an NFS client may see it late
         if time.monotonic() > end:
             raise Fault(f"not shared with {first}")
         time.sleep(0.1)
+    with open(Path(folder, node), "w", encoding="utf-8") as file:
+        os.fsync(file.fileno())
     return "ok"
 
 
@@ -140,161 +179,48 @@ def check_gpu(local_rank, tasks):
     return "ok"
 
 
-def ask_clock(link, lines):
-    """Return how many seconds this clock is ahead of task 0's, to within half a round trip.
+def check(port, nodes, folder, seconds):
+    """Check this task's part of its node; return the cells."""
+    local_rank = int(os.environ["SLURM_LOCALID"])
+    node, first = os.environ["SLURMD_NODENAME"], nodes[0]
+    tasks = int(os.environ["SLURM_NTASKS"]) // len(nodes)
+    checks = {
+        "port": lambda: ask(first, port, seconds)[0],  # how far this clock is ahead
+        "GPU": lambda: check_gpu(local_rank, tasks),
+    }
+    if local_rank == 0:
+        checks["names"] = lambda: check_names(nodes)
+        checks["network"] = lambda: check_network(first, port, seconds)
+        checks["folder"] = lambda: check_folder(folder, node, first, seconds)
+    return at_once(checks, 1.5 * seconds)
 
-    Raises OSError or ValueError if something other than task 0 answers.
-    """
-    trips = []
-    for _ in range(5):
-        sent = time.time()
-        link.sendall(b"clock\n")
-        there, received = float(lines.readline()), time.time()
-        trips.append((received - sent, (sent + received) / 2 - there))
-    return min(trips)[1]
 
+def measure(port, nodes, folder, seconds):
+    """Return a cell with the time of all_reduce for each size, and GB/s with each partner node."""
+    # Longer than at_once waits: at its own timeout, NCCL would kill the process unreported.
+    limit = timedelta(seconds=4 * seconds)
+    size, rank = int(os.environ["SLURM_NTASKS"]), int(os.environ["SLURM_PROCID"])
+    tasks = size // len(nodes)
 
-class Task:
-    """One process of the job, and its link to task 0."""
-
-    def __init__(self, args, environ):
-        self.seconds = args.timeout
-        self.port = args.port
-        self.nodes = args.nodes
-        self.rank = int(environ["SLURM_PROCID"])
-        self.local_rank = int(environ["SLURM_LOCALID"])
-        self.tasks = int(environ["SLURM_NTASKS"])
-        self.node = environ["SLURMD_NODENAME"]
-        life = environ.get("SLURM_RESTART_COUNT", 0)  # a requeued job keeps its ID
-        self.folder = Path(f".preflight-{environ['SLURM_JOB_ID']}.{life}")
-        self.port_fault = None  # why task 0 cannot listen at the port
-        self.link = None  # to task 0, if the port can be reached
-        self.offset = None  # seconds that this clock is ahead of task 0's
-        self.network = None  # the interface that gloo uses here, and its address
-        self.server = None  # where task 0 listens at gloo's address
-        self.server_known = threading.Event()
-
-    def connect(self):
-        """Connect to task 0 at the port that training uses."""
-        first, end = self.nodes[0], time.monotonic() + self.seconds
-        while True:
-            try:
-                left = max(0.1, end - time.monotonic())
-                link = socket.create_connection((first, self.port), left)
-                link.settimeout(max(1, end - time.monotonic()))
-                return link
-            except OSError as error:  # task 0 may not have started yet
-                if time.monotonic() > end - 0.2:
-                    raise Fault(f"{first}:{self.port}: {error.strerror or error}") from error
-                time.sleep(0.2)
-
-    def check_port(self):
-        """Connect to task 0, and compare clocks."""
-        if self.port_fault:
-            raise Fault(self.port_fault)
-        first, link = self.nodes[0], self.connect()
-        self.lines = link.makefile("r", encoding="utf-8")
-        try:
-            self.offset = ask_clock(link, self.lines)
-        except OSError as error:
-            raise Fault(f"{first}:{self.port} does not answer") from error
-        except ValueError as error:
-            raise Fault(f"another program answers at {first}:{self.port}") from error
-        self.link = link
-        return "ok"
-
-    def check_network(self):
-        """Connect from the address that gloo uses here to the one that it uses on the first node.
-
-        Gloo connects each node to each other one, at ports that the kernel chooses.
-        """
-        try:
-            name, own = gloo_address()
-            self.network = f"{name} {own}".strip()
-            if len(self.nodes) > 1 and own.startswith("127."):
-                raise Fault(f"{self.network} is a loopback address")
-            if self.rank == 0:
-                family = socket.AF_INET6 if ":" in own else socket.AF_INET
-                backlog = len(self.nodes)  # it accepts none, so all must fit in the queue
-                self.server = socket.create_server((own, 0), family=family, backlog=backlog)
-                return "ok"
-        finally:
-            self.server_known.set()
-        try:
-            with self.connect() as link, link.makefile("r", encoding="utf-8") as lines:
-                link.sendall(b"network\n")
-                there = tuple(json.loads(lines.readline()))
-        except (Fault, OSError, ValueError, TypeError):
-            return "-"  # the port, or the first node's network, is at fault
-        try:
-            socket.create_connection(there[:2], self.seconds / 3, (own, 0)).close()
-        except OSError as error:
-            raise Fault(f"{self.network} cannot reach {there[0]}") from error
-        return "ok"
-
-    def run(self):
-        """Check, report and, if task 0 says so, measure; return the exit code."""
-        per_node, first = self.tasks // len(self.nodes), self.nodes[0]
-        checks = {"port": self.check_port, "GPU": lambda: check_gpu(self.local_rank, per_node)}
-        if self.local_rank == 0:
-            checks["names"] = lambda: check_names(self.nodes)
-            checks["network"] = self.check_network
-            checks["folder"] = lambda: check_folder(self.folder, self.node, first, self.seconds)
-        cells = at_once(checks, 1.5 * self.seconds)
-        bad = self.complain(cells)
-        answer = self.report(cells=cells, offset=self.offset, network=self.network)
-        if answer and answer["go"]:
-            measure = {"all_reduce": lambda: self.measure(answer["store"], answer["ranks"])}
-            result = at_once(measure, 2 * self.seconds)
-            failed = isinstance(result["all_reduce"], str)
-            bad = failed and self.complain(result)
-            answer = self.report(**result)
-        return int(bad or answer is None)
-
-    def complain(self, cells):
-        """Print this task's faults, since its report may be lost; return whether there are any."""
-        bad = [f"{name}: {cell}" for name, cell in cells.items() if cell not in FINE]
-        for reason in bad:
-            print(f"{self.node}: task {self.rank}: {reason}", file=sys.stderr, flush=True)
-        return bool(bad)
-
-    def report(self, **content):
-        """Send a report to task 0; return its answer, or None if none came."""
-        text = json.dumps({"rank": self.rank, "node": self.node, **content})
-        try:
-            if self.link:
-                self.link.settimeout(3 * self.seconds)
-                self.link.sendall(f"{text}\n".encode())
-                return json.loads(self.lines.readline())
-            new = self.folder / f"{self.rank}.new"
-            new.write_text(text, encoding="utf-8")
-            new.rename(new.with_suffix(".json"))
-        except (OSError, ValueError):
-            self.complain({"report": f"no answer from {self.nodes[0]}"})
-
-    def measure(self, port, ranks):
-        """Return the seconds of all_reduce for each size, and the GB/s with each partner node."""
+    def all_reduce():
         import torch
         import torch.distributed as dist
 
-        gpus = torch.cuda.device_count()
-        if gpus:
-            torch.cuda.set_device(self.local_rank % gpus)
-        # Longer than at_once waits: at its own timeout, NCCL would kill the process unreported.
-        limit = timedelta(seconds=4 * self.seconds)
-        backend = "nccl" if gpus else "gloo"
-        store = dist.TCPStore(self.nodes[0], port, timeout=limit)
-        group = {"store": store, "rank": self.rank, "world_size": self.tasks, "timeout": limit}
-        dist.init_process_group(backend, **group)
-        times = all_reduce_times(SIZES)
-        pairs = {}
-        for other in partners(self.node, self.nodes, TURNS):
-            both = sorted(ranks[self.node] + ranks[other])
+        if gpus := torch.cuda.device_count():
+            torch.cuda.set_device(int(os.environ["SLURM_LOCALID"]) % gpus)
+        backend, meet = "nccl" if gpus else "gloo", f"tcp://{nodes[0]}:{port}"
+        dist.init_process_group(backend, meet, limit, world_size=size, rank=rank)
+        times, pairs = all_reduce_times(SIZES), {}
+        own = rank // tasks  # srun fills one node after the other
+        for other in partners(nodes[own], nodes, TURNS):
+            both = [n * tasks + k for n in sorted((own, nodes.index(other))) for k in range(tasks)]
             group = dist.new_group(both, limit, use_local_synchronization=True)
-            (seconds,) = all_reduce_times(SIZES[-1:], group)
-            pairs[other] = bus_bandwidth(SIZES[-1], seconds, len(both))
+            (time_of_pair,) = all_reduce_times(SIZES[-1:], group)
+            pairs[other] = bus_bandwidth(SIZES[-1], time_of_pair, len(both))
             dist.destroy_process_group(group)  # otherwise buffers pile up
         return {"backend": backend, "times": times, "pairs": pairs}
+
+    return at_once({"all_reduce": all_reduce}, 2 * seconds)
 
 
 # ---------------------------------------------------------------- measurements of all
@@ -357,7 +283,7 @@ def slow_nodes(pairs):
     return {node: [reason.format(own, usual)] for node, own in best.items() if own < usual / 2}
 
 
-# ---------------------------------------------------------------- the verdict of task 0
+# ---------------------------------------------------------------- the verdict of the first node
 
 
 def clock_cells(offsets):
@@ -369,41 +295,32 @@ def clock_cells(offsets):
     cells = {}
     for node, offset in offsets.items():
         by = offset - right
-        direction = "ahead" if by > 0 else "behind"
-        cells[node] = f"{abs(by):.1f} s {direction}" if abs(by) > 1 else "ok"
+        text = f"{abs(by):.1f} s {'ahead' if by > 0 else 'behind'}"
+        cells[node] = (False, text) if abs(by) > 1 else (True, "ok")
     return cells
-
-
-def worst(cells):
-    """Return the first fault among some cells or, if there is none, the most telling cell."""
-    faults = [cell for cell in cells if cell not in FINE]
-    return faults[0] if faults else next(cell for cell in FINE if cell in cells)
-
-
-def node_row(reports, tasks):
-    """Return a cell for each column, given the reports of a node that should have sent `tasks`."""
-    row = {}
-    for column in COLUMNS:
-        row[column] = worst([report["cells"].get(column, "-") for report in reports] or ["-"])
-    if not reports:
-        row["names"] = "did not report"
-    elif lost := tasks - len(reports):
-        row["names"] = f"{lost} of {tasks} tasks did not report"
-    return row
 
 
 def node_rows(reports, nodes, tasks):
     """Return a row of cells for each node; some can be judged only by comparison."""
-    rows = {}
+    rows, offsets = {}, {}
     for node in nodes:
-        own = [report for report in reports if report["node"] == node]
-        rows[node] = node_row(own, tasks // len(nodes))
-    offsets = {r["node"]: r["offset"] for r in reports if r["offset"] is not None}
+        own = [report["cells"] for report in reports if report["node"] == node]
+        rows[node] = row = {}
+        for name in COLUMNS:
+            cells = [cells[name] for cells in own if name in cells] or [(True, "-")]
+            row[name] = min(cells, key=lambda cell: (cell[0], cell[1] != "no GPU"))
+        if row["port"][0] and own:
+            offsets[node] = row["port"][1]
+            row["port"] = True, "ok"
+        if len(own) < tasks:
+            lost = f"{tasks - len(own)} of {tasks} tasks " if own else ""
+            row["names"] = False, f"{lost}did not report"
     for node, cell in clock_cells(offsets).items():
         rows[node]["clock"] = cell
-    if any(row["GPU"] == "ok" for row in rows.values()):
+    if any(row["GPU"] == (True, "ok") for row in rows.values()):
         for row in rows.values():
-            row["GPU"] = row["GPU"].replace("no GPU", "none, others have")
+            if row["GPU"][1] == "no GPU":
+                row["GPU"] = False, "none, others have"
     return rows
 
 
@@ -411,7 +328,7 @@ def node_faults(rows, first):
     """Return the faults of each bad node. If no other node can reach the first, it is to blame."""
     bad = {}
     for column in COLUMNS:
-        faults = {node: row[column] for node, row in rows.items() if row[column] not in FINE}
+        faults = {node: row[column][1] for node, row in rows.items() if not row[column][0]}
         all_others = len(faults) > 1 and len(faults) == len(rows) - 1
         if column in TO_THE_FIRST and (first in faults or all_others):
             faults = {first: faults.get(first) or "out of reach of all other nodes"}
@@ -429,151 +346,128 @@ def print_table(*rows):
     print(flush=True)
 
 
-class Collector:
-    """The part of task 0 that collects the reports of all tasks, answers them and judges."""
-
-    def __init__(self, task):
-        self.task = task
-        self.nodes = task.nodes
-        self.inbox = queue.SimpleQueue()  # rank and report
-        self.links = []  # to the tasks that have reported over TCP
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        try:
-            server = socket.create_server(("", task.port), family=family, dualstack_ipv6=dual)
-            threading.Thread(target=self.listen, args=[server], daemon=True).start()
-        except OSError as error:
-            task.port_fault = f"cannot listen at {task.port}: {os.strerror(error.errno)}"
-        threading.Thread(target=self.watch, daemon=True).start()
-
-    def listen(self, server):
-        """Accept connections at the port that training uses."""
-        while True:
-            threading.Thread(target=self.serve, args=server.accept()[:1], daemon=True).start()
-
-    def serve(self, link):
-        """Tell a task the time, and receive its reports."""
-        stranger = ValueError, TypeError, LookupError  # what its messages raise here
-        with contextlib.suppress(OSError, *stranger):
-            for line in link.makefile("r", encoding="utf-8"):
-                if line == "clock\n":
-                    link.sendall(f"{time.time()}\n".encode())
-                elif line == "network\n":
-                    self.task.server_known.wait(self.task.seconds / 3)
-                    server = self.task.server
-                    link.sendall(f"{json.dumps(server and server.getsockname())}\n".encode())
-                else:
-                    report = json.loads(line)
-                    self.links.append(link)
-                    self.inbox.put((report["rank"], report))
-
-    def watch(self):
-        """Receive the reports of tasks that cannot reach the port through the folder."""
-        while True:
-            with contextlib.suppress(OSError, ValueError):
-                for path in self.task.folder.glob("*.json"):
-                    report = json.loads(path.read_text(encoding="utf-8"))
-                    self.inbox.put((report["rank"], report))
-            time.sleep(0.2)
-
-    def gather(self, seconds):
-        """Return the reports by rank, of all tasks or of those that report in time."""
-        reports = {}
-        end = time.monotonic() + seconds
-        while len(reports) < self.task.tasks and time.monotonic() < end:
-            with contextlib.suppress(queue.Empty):
-                reports.update([self.inbox.get(timeout=0.2)])
-        return reports
-
-    def answer(self, **content):
-        """Send the same answer to all tasks that have reported over TCP."""
-        for link in set(self.links):
-            with contextlib.suppress(OSError):
-                link.sendall(f"{json.dumps(content)}\n".encode())
-
-    def run(self):
-        """Print the tables and the verdict; return the exit code."""
-        reports = self.gather(2 * self.task.seconds).values()
-        rows = node_rows(reports, self.nodes, self.task.tasks)
-        faults = node_faults(rows, self.nodes[0])
-        for report in reports:
-            if report["network"] and rows[report["node"]]["network"] == "ok":
-                rows[report["node"]]["network"] = report["network"]
-        print_table(("node", *COLUMNS), *((node, *rows[node].values()) for node in self.nodes))
-        bad = faults or self.measure(reports)
-        for node, reasons in bad.items():
-            print(f"preflight: {node}: {'; '.join(reasons)}")
-        if not bad:
-            print("preflight: this allocation can train")
-        self.answer(go=False)
-        return int(bool(bad))
-
-    def measure(self, reports):
-        """Let the tasks time all_reduce, and print it; return the faults of each bad node."""
-        from torch.distributed import TCPStore
-
-        limit = timedelta(seconds=self.task.seconds)
-        store = TCPStore(self.nodes[0], 0, None, True, limit, wait_for_workers=False)
-        ranks = {node: [r["rank"] for r in reports if r["node"] == node] for node in self.nodes}
-        self.answer(go=True, store=store.port, ranks=ranks)
-        results = self.gather(2.5 * self.task.seconds)
-        if lost := [node for node in self.nodes if not results.keys() >= set(ranks[node])]:
-            return {node: ["all_reduce: did not report"] for node in lost}
-        measured = {}  # by node, as tasks of one group measure the same
-        faults = {}
-        for _, report in sorted(results.items()):
-            node, result = report["node"], report["all_reduce"]
-            if isinstance(result, str):
-                faults[node] = [f"all_reduce: {result}"]
-            else:
-                measured[node] = result
-        if faults:
-            return faults
-        print_times(measured[self.nodes[0]], len(results))
-        pairs = {node: result["pairs"] for node, result in measured.items()}
-        if len(pairs) > 1:
-            print_pairs(pairs)
-        return slow_nodes(pairs)
-
-
-def print_times(result, ranks):
-    """Print what one rank measured for each size: milliseconds and bus bandwidth."""
+def print_speeds(measured, ranks):
+    """Print what the first node measured for each size, and the extremes of each node's pairs."""
+    result = next(iter(measured.values()))
     print(f"all_reduce over world size {ranks}, {result['backend']}; GB/s is the bus bandwidth")
     rows = [("KiB", "ms", "GB/s")]
     for size, seconds in zip(SIZES, result["times"], strict=True):
         speed = bus_bandwidth(size, seconds, ranks)
         rows.append((f"{size / 2**10:g}", f"{seconds * 1e3:.3f}", f"{speed:.3f}"))
     print_table(*rows)
+    if len(measured) > 1:
+        print(f"all_reduce of {SIZES[-1] / 2**10:g} KiB between two nodes, GB/s")
+        rows = [("node", "fastest pair", "slowest pair")]
+        for node, found in measured.items():
+            speeds = found["pairs"].values()
+            rows.append((node, f"{max(speeds):.3f}", f"{min(speeds):.3f}"))
+        print_table(*rows)
 
 
-def print_pairs(pairs):
-    """Print the extremes of what each node measured with its partners."""
-    print(f"all_reduce of {SIZES[-1] / 2**10:g} KiB between two nodes, GB/s")
-    rows = [("node", "fastest pair", "slowest pair")]
-    for node, speeds in pairs.items():
-        rows.append((node, f"{max(speeds.values()):.3f}", f"{min(speeds.values()):.3f}"))
-    print_table(*rows)
+def speed_faults(reports, nodes, tasks):
+    """Print the speeds that the tasks report; return the faults of each bad node."""
+    cells = {
+        node: [r["cells"]["all_reduce"] for r in reports if r["node"] == node] for node in nodes
+    }
+    if lost := [node for node in nodes if len(cells[node]) < tasks]:
+        return {node: ["all_reduce: did not report"] for node in lost}
+    worst = {node: min(cells[node], key=lambda cell: cell[0]) for node in nodes}
+    if any(not fine for fine, _ in worst.values()):
+        return {node: [f"all_reduce: {text}"] for node, (fine, text) in worst.items() if not fine}
+    measured = {node: result for node, (_, result) in worst.items()}
+    print_speeds(measured, len(reports))
+    return slow_nodes({node: result["pairs"] for node, result in measured.items()})
+
+
+# ---------------------------------------------------------------- the program on the first node
+
+
+def listen(port):
+    """Return a server at the port that training uses."""
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    try:
+        return socket.create_server(("", port), family=family, dualstack_ipv6=dual)
+    except OSError as error:
+        raise Fault(f"cannot listen at {port}: {os.strerror(error.errno)}") from error
+
+
+def answer(server, nodes):
+    """Tell all who connect the time, and an address where this host listens, as gloo will."""
+    address = None
+    with contextlib.suppress(Fault, OSError):
+        _, own = gloo_address()
+        family = socket.AF_INET6 if ":" in own else socket.AF_INET
+        gloo = socket.create_server((own, 0), family=family, backlog=nodes)  # it accepts none
+        address = None if own.startswith("127.") else gloo.getsockname()
+    with contextlib.suppress(OSError):  # the server is shut down
+        while True:
+            link, _ = server.accept()
+            with link, contextlib.suppress(OSError):
+                link.sendall(f"{json.dumps([time.time(), address])}\n".encode())
+
+
+def run_tasks(launch, plan, seconds):
+    """Start the tasks; return the reports of those that report in time."""
+    srun = subprocess.Popen([*launch, json.dumps(plan)], stdout=subprocess.PIPE, text=True)
+    reports = []
+
+    def read():
+        for line in srun.stdout:
+            if line.startswith(REPORT):
+                reports.append(json.loads(line.removeprefix(REPORT)))
+
+    at_once({"srun": read}, seconds)
+    srun.kill()  # it may wait for a node that is gone
+    return reports
+
+
+def judge(launch, seconds):
+    """Let the tasks check and measure; print the tables and the verdict, return the exit code."""
+    job, life = os.environ["SLURM_JOB_ID"], os.environ.get("SLURM_RESTART_COUNT", 0)
+    port, folder = 20000 + int(job) % 10000, f".preflight-{job}.{life}"
+    nodes = subprocess.check_output(["scontrol", "show", "hostnames"], text=True).split()
+    tasks = int(os.environ.get("SLURM_GPUS_ON_NODE", 1))
+    own = at_once({"port": lambda: listen(port), "folder": lambda: os.mkdir(folder)}, seconds)
+    if own["port"][0]:
+        server = own["port"][1]
+        threading.Thread(target=answer, args=[server, len(nodes)], daemon=True).start()
+    plan = [port, nodes, folder, seconds]
+    rows = node_rows(run_tasks([*launch, "check"], plan, 2 * seconds), nodes, tasks)
+    rows[nodes[0]].update((name, cell) for name, cell in own.items() if not cell[0])
+    print_table(
+        ("node", *COLUMNS), *((node, *(row[c][1] for c in COLUMNS)) for node, row in rows.items())
+    )
+    bad = node_faults(rows, nodes[0])
+    if not bad:
+        server.shutdown(socket.SHUT_RDWR)  # the ranks need the port
+        reports = run_tasks([*launch, "measure"], plan, 2.5 * seconds)
+        bad = speed_faults(reports, nodes, tasks)
+    for node, reasons in bad.items():
+        print(f"preflight: {node}: {'; '.join(reasons)}")
+    if not bad:
+        print("preflight: this allocation can train")
+    at_once({"folder": lambda: shutil.rmtree(folder, ignore_errors=True)}, 5)
+    return int(bool(bad))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("port", type=int, help="the port that training will use")
-    parser.add_argument("nodes", nargs="+", help="all nodes of the job; the first runs task 0")
     parser.add_argument("--timeout", type=float, default=30, help="seconds to wait for a node")
+    parser.add_argument("launch", nargs=argparse.REMAINDER, help="what starts the tasks: srun ...")
     args = parser.parse_args()
     if not 0 < args.timeout < float("inf"):
         parser.error(f"--timeout must be positive, not {args.timeout:g}")
-    if "SLURM_PROCID" not in os.environ:
+    if "SLURM_JOB_ID" not in os.environ or not args.launch:
         parser.error("start it with: sbatch slurm/preflight.sbatch")
-    task = Task(args, os.environ)
-    if task.rank == 0:
-        collector = Collector(task)
-        threading.Thread(target=task.run, daemon=True).start()
-        code = collector.run()
+    code = 0
+    if args.launch[0] in ("check", "measure"):
+        what, plan = args.launch
+        cells = {"check": check, "measure": measure}[what](*json.loads(plan))
+        report = json.dumps({"node": os.environ["SLURMD_NODENAME"], "cells": cells})
+        os.write(1, f"{REPORT}{report}\n".encode())  # in one piece
     else:
-        code = task.run()
-    if task.local_rank == 0 and (task.link or task.rank == 0):  # task 0 has read it
-        at_once({"folder": lambda: shutil.rmtree(task.folder, ignore_errors=True)}, 5)
+        code = judge(args.launch, args.timeout)
     sys.stdout.flush()
     os._exit(code)  # does not wait for threads that hang
 

@@ -9,15 +9,14 @@ import sys
 import pytest
 import torch
 from checking import drill_passes, failed, fork_ranks, judged, passed
+from clusters import ON_A_CLUSTER
+from ddp_check.drills import DRILLS
+from ddp_check.report import line, planned
+from ddp_check.rules import RULES
 from generating import generate
 from support.jobs import finished
 from support.results import epochs, losses
 from support.scripts import ROOT, SCRIPT, edit, forked, write
-from clusters import ON_A_CLUSTER
-
-from ddp_check.drills import DRILLS
-from ddp_check.report import line, planned
-from ddp_check.rules import RULES
 
 SLOW = pytest.mark.slow
 FOLDER = ROOT / "exercise"

@@ -9,21 +9,14 @@ from pathlib import Path
 import pytest
 from practice.cluster import Cluster, missing
 from support.jobs import environment
-from support.scripts import LONG, ROOT, SCRIPTS, edit
+from support.scripts import ROOT, SCRIPTS
 
 ON_A_CLUSTER = pytest.mark.skipif(bool(missing()), reason=str(missing()))
+# These tests mostly wait: one worker of pytest-xdist has the cluster, while others compute.
+ONE_CLUSTER = pytest.mark.xdist_group("slurm")
 BATCH = {path.name[:2]: f"slurm/{path.stem}.sbatch" for path in SCRIPTS}
 ON_TWO_NODES = ("--nodes=2", "--gpus-per-node=1")
 TWO_BY_TWO = ("--nodes=2", "--gpus-per-node=2")
-
-# In a copy of step 4, all ranks wait in the second epoch for a test to do something to them.
-ASK = "            if step % 10 == 0 and self._stop_agreed():"
-GATE = f"""\
-            if self.epochs_run == 1 and step == 15:
-                open(f"{{self.path}}.waiting", "w").close()
-                while not (os.path.exists("go") or stop_signals):
-                    time.sleep(0.01)
-{ASK}"""
 
 
 @pytest.fixture(scope="session")
@@ -64,6 +57,10 @@ class Submitted:
     def show(self, name):
         return self.cluster.show(self.number)[name]
 
+    def cancel(self, *words):
+        """Cancel the job or, with --signal=TERM, tell it to stop."""
+        self.cluster.run("scancel", *words, self.number)
+
     def wait(self, *states, timeout=300):
         """Wait until the job has ended or is in one of these states; return the state."""
         try:
@@ -75,7 +72,7 @@ class Submitted:
         assert self.wait(timeout=timeout) == "COMPLETED", self.output
         return self
 
-    def wait_for(self, ready, timeout=240):
+    def wait_for(self, ready, timeout=120):
         """Wait until `ready()` is true."""
         end = time.monotonic() + timeout
         while not ready():
@@ -84,13 +81,6 @@ class Submitted:
                 pytest.fail(f"it did not happen; the job is {state}:\n{self.output}")
             time.sleep(0.1)
         return self
-
-    def wait_at_the_gate(self):
-        """Wait until a gated step 4 is in the middle of its second epoch."""
-        return self.wait_for(Path(f"{self.checkpoint}.waiting").exists)
-
-    def open_the_gate(self):
-        (self.folder / "go").touch()
 
     def epochs(self):
         return [int(n) for n in re.findall(r"^epoch (\d+) ", self.output, re.MULTILINE)]
@@ -107,17 +97,5 @@ def submit(cluster, clone):
 
     yield submit
     for job in jobs:
-        cluster.run("scancel", job.number)
+        job.cancel()
     cluster.wait_until_idle()
-
-
-@pytest.fixture
-def gated(clone, submit):
-    """Submit step 4 with the gate; return the job once it waits there."""
-
-    def submit_gated(*options, step="04", changes=()):
-        for old, new in [(ASK, GATE), *changes]:
-            edit(clone / "04_multinode.py", old, new)
-        return submit(step, *LONG, options=options).wait_at_the_gate()
-
-    return submit_gated

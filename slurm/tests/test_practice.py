@@ -1,26 +1,23 @@
 """The guide's session on a practice cluster, typed into a real terminal."""
 
 import contextlib
-import fcntl
 import os
-import pty
 import pwd
 import re
-import select
 import shutil
-import struct
+import signal
 import subprocess
 import sys
 import tempfile
-import termios
 import time
 from pathlib import Path
 
+import pexpect
 import psutil
 import pytest
 from clusters import ON_A_CLUSTER
 from support.jobs import environment, run
-from support.results import shape
+from support.results import same_bits, shape
 from support.scripts import ROOT, SMALL, edited
 
 PROMPT = "login$ "
@@ -28,9 +25,8 @@ GUIDE = (ROOT / "slurm" / "README.md").read_text(encoding="utf-8")
 SECTION = re.search(r"^## Practise on your own machine\n(.*?)^## ", GUIDE, re.M | re.S)[1]
 SHOWN = "".join(re.findall(r"^```console\n(.*?)^```$", SECTION, re.M | re.S))
 SESSION = [piece.split("\n", 1) for piece in re.split(r"^(?:login)?\$ ", SHOWN, flags=re.M)[1:]]
-
 LOOKING = ("sinfo", "squeue", "scontrol", "grep")  # repeated until they show it
-FEWER = (" 60", f" 6 {' '.join(SMALL)}")
+ARGS = ("6", *SMALL)
 
 # In the tested copy of step 4, rank 1 waits for SIGTERM, so no run is over before it is disturbed:
 # in the first attempt after three epochs, and in the second after five.
@@ -41,71 +37,36 @@ GATE = f"""\
                 while not stop_signals:
                     time.sleep(0.01)
 {STEP}"""
+LATE = "node2 boots when Slurm has marked it down, within a minute ...\n"
 
 SLOW = pytest.mark.slow
+pytestmark = pytest.mark.xdist_group("practice")  # its tests mostly wait
 
 
-class Terminal:
-    """A program in its own terminal; leaving the `with` block kills the program."""
+class Terminal(pexpect.spawn):
+    """A shell on the login node."""
 
-    def __init__(self, command, cwd, variables):
-        self.keyboard, screen = pty.openpty()
-        fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
-        self.process = subprocess.Popen(
-            ["setsid", "--ctty", *command],
-            cwd=cwd,
-            env=environment(TERM="dumb", **variables),
-            stdin=screen,
-            stdout=screen,
-            stderr=screen,
-        )
-        os.close(screen)
-        self.screen = ""  # the output since the last input
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=30)
-        self.process.kill()
-        self.process.wait()
-        self.close()
-
-    def close(self):
-        if self.keyboard is not None:
-            os.close(self.keyboard)
-        self.keyboard = None
-
-    def _read(self):
-        """Return whether there may be more to read."""
-        if select.select([self.keyboard], [], [], 0.1)[0]:
-            try:
-                self.screen += os.read(self.keyboard, 65536).decode().replace("\r", "")
-            except OSError:  # no process has the terminal open any more
-                return False
-        return True
-
-    def wait_for(self, ready, timeout=300):
-        """Read until `ready(screen)` is true; return the screen."""
-        end = time.monotonic() + timeout
-        while not ready(self.screen):
-            if time.monotonic() > end or not self._read():
-                pytest.fail(f"it did not happen:\n{self.screen}")
-        return self.screen
+    def seen(self):
+        return self.before.replace("\r", "")
 
     def prompt(self):
-        return self.wait_for(lambda screen: screen.endswith(PROMPT)).removesuffix(PROMPT)
-
-    def type(self, keys):
-        self.screen = ""
-        os.write(self.keyboard, keys.encode())
+        """Wait for the prompt; return what was printed before it."""
+        self.expect_exact(PROMPT)
+        return self.seen()
 
     def run(self, command):
         """Type a command; return its output."""
-        self.type(f"{command}\n")
+        self.sendline(command)
         return self.prompt().partition("\n")[2]
+
+    def end(self, how):
+        """End the shell with `how`, check that no process is left, and return its exit code."""
+        processes = psutil.Process(self.pid).children(recursive=True)
+        assert {"munged", "slurmctld", "slurmd", "bash"} <= {each.name() for each in processes}
+        how()
+        _, alive = psutil.wait_procs(processes, timeout=30)
+        assert not alive
+        return self.wait() if not self.closed else None
 
 
 def shows(screen, expected):
@@ -117,9 +78,10 @@ def shows(screen, expected):
 
 @pytest.fixture
 def folder():
-    """A temporary folder; pytest's own ones are closed to other users."""
+    """A folder for a clone and for temporary files; pytest's own are closed to other users."""
     with tempfile.TemporaryDirectory() as name:
         os.chmod(name, 0o755)
+        (Path(name) / "tmp").mkdir(mode=0o755)
         yield Path(name)
 
 
@@ -139,56 +101,52 @@ def clone(folder):
 @pytest.fixture
 def start(folder, clone):
     """Return a function that starts the program, which must leave nothing behind."""
-    temporary = folder / "tmp"
-    temporary.mkdir(mode=0o755)
     with contextlib.ExitStack() as stack:
 
         def start(user="0"):
-            command = SESSION[0][0].removeprefix("sudo ").split()
-            variables = {"SUDO_UID": user, "TMPDIR": str(temporary)}
-            terminal = stack.enter_context(Terminal(command, clone, variables))
-            terminal.prompt()
+            variables = {"SUDO_UID": user, "TMPDIR": str(folder / "tmp"), "TERM": "dumb"}
+            command = SESSION[0][0].removeprefix("sudo ")
+            options = {"env": environment(**variables), "encoding": "utf-8", "timeout": 300}
+            terminal = Terminal(command, cwd=clone, dimensions=(50, 200), **options)
+            stack.callback(terminal.close)
+            stack.callback(terminal.kill, signal.SIGTERM)
+            terminal.welcome = terminal.prompt()
             return terminal
 
         yield start
-    assert not list(temporary.iterdir())
-    assert str(temporary) not in Path("/proc/self/mountinfo").read_text(encoding="utf-8")
-
-
-LATE = "node2 boots when Slurm has marked it down, within a minute ...\n"
-
-
-def ended(terminal, end):
-    """End the program with `end`, check that it leaves no process, and return its exit code."""
-    processes = psutil.Process(terminal.process.pid).children(recursive=True)
-    assert {"munged", "slurmctld", "slurmd", "bash"} <= {process.name() for process in processes}
-    end()
-    _, alive = psutil.wait_procs(processes, timeout=30)
-    assert not alive
-    return terminal.process.wait(timeout=30)
+    end = time.monotonic() + 30
+    while list((folder / "tmp").iterdir()):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert str(folder) not in Path("/proc/self/mountinfo").read_text(encoding="utf-8")
 
 
 @SLOW
 @ON_A_CLUSTER
-def test_the_session_of_the_guide(clone, start):
-    """As shown, but with fewer epochs and a smaller model."""
+def test_the_session_of_the_guide(clone, start, trained):
+    """As shown, but with fewer epochs and a smaller model; it ends like an undisturbed run."""
     files = set(clone.rglob("*"))
     terminal = start()
-    assert shows(terminal.screen, SESSION[0][1]), terminal.screen
+    assert shows(terminal.welcome, SESSION[0][1]), terminal.welcome
     for command, output in SESSION[1:-1]:
+        command = command.replace(" 60", f" {' '.join(ARGS)}")
+        if command == "rm practice*":
+            assert same_bits(clone / "practice.pt", trained("03", *ARGS))
         if output.endswith("^C\n"):
-            terminal.type(f"{command}\n")
-            until = output.removesuffix("^C\n")
-            terminal.wait_for(lambda screen, until=until: shows(screen, until))
-            terminal.type("\x03")
+            terminal.sendline(command)
+            for line in shape(output.removesuffix("^C\n")):
+                if line != "...":
+                    words = re.sub("#", r"[\\d,.]+", re.escape(line).replace(r"\#", "#"))
+                    terminal.expect(words.replace(r"\ ", " +"))
+            terminal.sendintr()
             terminal.prompt()
             continue
         end = time.monotonic() + 120
-        while not shows(screen := terminal.run(command.replace(*FEWER)), output):
+        while not shows(screen := terminal.run(command), output):
             assert command.split()[0] in LOOKING and time.monotonic() < end, (command, screen)
             time.sleep(0.5)  # a reader would look again, too
     assert SESSION[-1] == ["exit", ""]
-    assert ended(terminal, lambda: terminal.type("exit\n")) == 0
+    assert terminal.end(lambda: terminal.sendline("exit")) == 0
     assert set(clone.rglob("*")) == files
 
 
@@ -214,7 +172,7 @@ def test_the_shell_belongs_to_the_user_of_sudo(clone, start):
         assert "reached" in terminal.run(f"for n in {{1..30}}; do {reach} && break; done")
     for words in ("power-off", "power-on node3", "pull-cable node1 node2"):
         assert terminal.run(words) == f"usage: {words.split()[0]} NODE, one of node1, node2\n"
-    assert ended(terminal, lambda: terminal.type("\x04")) == 0  # Ctrl-D
+    assert terminal.end(terminal.sendeof) == 0  # Ctrl-D
 
 
 @SLOW
@@ -226,9 +184,9 @@ def test_power_on_comes_after_slurm_has_given_the_node_up(start):
     terminal.run("sbatch --nodes=2 --output=job.out --wrap='srun bash -c \"echo runs; sleep 600\"'")
     terminal.run("until [ $(grep -sc runs job.out) = 2 ]; do sleep 0.1; done")
     assert terminal.run("power-off node2") == ""
-    terminal.type("power-on node2\n")
-    terminal.wait_for(lambda screen: LATE in screen)
-    terminal.type("\x03")  # the node boots anyway
+    terminal.sendline("power-on node2")
+    terminal.expect_exact(LATE.strip())
+    terminal.sendintr()  # the node boots anyway
     terminal.prompt()
     assert terminal.run("power-on node2") == ""
     show = "scontrol show job 1 | grep -oE '(JobState|Restarts)=[A-Z0-9]+'"
@@ -236,22 +194,13 @@ def test_power_on_comes_after_slurm_has_given_the_node_up(start):
     assert terminal.run(running) == "JobState=RUNNING\nRestarts=1\n"
 
 
-@SLOW
 @ON_A_CLUSTER
-@pytest.mark.weekly
-@pytest.mark.parametrize(
-    "end",
-    [
-        lambda terminal: terminal.process.terminate(),
-        lambda terminal: terminal.process.kill(),
-        lambda terminal: terminal.close(),
-    ],
-    ids=["SIGTERM", "SIGKILL", "its terminal is closed"],
-)
-def test_it_is_ended_from_outside(start, end):
+@pytest.mark.weekly("three more ways to end it; exit and Ctrl-D are shown above")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP])
+def test_it_is_ended_from_outside(start, number):
     terminal = start()
-    terminal.type("sleep 60\n")
-    ended(terminal, lambda: end(terminal))
+    terminal.sendline("sleep 60")
+    terminal.end(lambda: os.kill(terminal.pid, number))
 
 
 @SLOW
@@ -270,9 +219,7 @@ def test_what_is_missing(tmp_path):
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="apt-get install shellcheck")
 def test_shellcheck():
-    """Batch files use what may not exist: .venv and in_container."""
     practice = ROOT / "slurm" / "practice"
     programs = [ROOT / ".ci" / "run", practice / "shell.rc", *practice.glob("*.sh")]
-    subprocess.run(["shellcheck", *programs], check=True)
     batch = ROOT.glob("*/*.sbatch")
-    subprocess.run(["shellcheck", "--exclude=SC1091,SC2154", *batch], check=True)
+    subprocess.run(["shellcheck", "--exclude=SC1091", *programs, *batch], check=True)

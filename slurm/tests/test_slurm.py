@@ -1,255 +1,166 @@
 """The batch files, submitted to a real Slurm cluster whose nodes really fail."""
 
 import contextlib
-import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 import time
-import uuid
 from pathlib import Path
 
 import pytest
-from clusters import BATCH, ON_A_CLUSTER, ON_TWO_NODES, TWO_BY_TWO, Submitted
-from practice.cluster import Cluster
-from support.jobs import environment
+from clusters import BATCH, ON_A_CLUSTER, ON_TWO_NODES, ONE_CLUSTER, TWO_BY_TWO
 from support.results import same_bits
-from support.scripts import LONG, ROOT, SCRIPT, SCRIPTS, SMALL, edit, exact
+from support.scripts import ROOT, SMALL, edit
+from tracing import look_until
 
 FILES = sorted((ROOT / "slurm").glob("*.sbatch"))
+GUIDE = (ROOT / "slurm" / "README.md").read_text(encoding="utf-8")
 SLOW = pytest.mark.slow
-AGAIN = pytest.mark.weekly
-ON_NODE_1 = ("--nodes=1", "--nodelist=node1")
+ON_NODE_1 = ("--nodes=1", "--nodelist=node1", "--gpus-per-node=1")
+ONE, TWO = ("1", *SMALL), ("2", *SMALL)
+COMMAND = re.compile(r"^srun .*\\\n(?: .*\n)+", re.MULTILINE)  # of steps 4 and 5
 
-ONE = ("1", *SMALL)
-
-# This script replaces a step, and prints what it finds.
-LOOK = """\
-import os, sys
-size = os.environ.get("WORLD_SIZE") or sys.argv[1]
-found = [size, os.environ["OMP_NUM_THREADS"], os.environ["CUDA_VISIBLE_DEVICES"]]
+# What concerns the batch file alone is shown with this script in place of the step: it says what it
+# finds, and waits until it is told to stop or, as some tests do at once, to go on.
+SIMPLE = """\
+import os, signal, sys, time
+told = []
+signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+path, rank = sys.argv[1].partition("=")[2], os.environ["RANK"]
+found = [os.environ[n] for n in ("WORLD_SIZE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")]
 os.write(1, f"finds {' '.join(found)}\\n".encode())
+open(f"{path}.waiting-{rank}", "w").close()
+while not told and not os.path.exists("go"):
+    time.sleep(0.05)
+if told:
+    open(f"{path}.interrupted", "w").close()
+    sys.exit(75)
 """
 
-pytestmark = ON_A_CLUSTER
+pytestmark = [ON_A_CLUSTER, ONE_CLUSTER]
 
 
 @pytest.fixture
-def looking(cluster, clone, submit, monkeypatch):
-    """Return a function that submits a step in a copy that only looks at its environment.
+def simple(clone, submit):
+    """Submit a step in a clone whose step 4 is SIMPLE; it goes on at once unless `go` is false."""
 
-    It returns what each process found: the number of processes, its threads and its GPUs.
-    """
-    monkeypatch.delitem(cluster.environment, "OMP_NUM_THREADS")
-    for path in SCRIPTS:
-        (clone / path.name).write_text(LOOK, encoding="utf-8")
+    def submit_simple(step="04", *options, go=True, change=("", "")):
+        (clone / "04_multinode.py").write_text(SIMPLE.replace(*change), encoding="utf-8")
+        if go:
+            (clone / "go").touch()
+        job = submit(step, options=options)
+        if not go:
+            job.wait_for(Path(f"{job.checkpoint}.waiting-0").exists)
+        return job
 
-    def look(step, *options):
-        output = submit(step, options=options).completed().output
-        return sorted(re.findall(r"^finds (.*)$", output, re.MULTILINE))
-
-    return look
+    return submit_simple
 
 
-def values(cluster, node, variable):
-    """Return the set of values of a variable in the environments of a node's processes."""
-    found = f"grep -azhE ^{variable}= /proc/[0-9]*/environ 2> /dev/null | tr '\\0' '\\n'"
-    lines = cluster.run("bash", "-c", found, node=node).splitlines()
-    return {line.split("=", 1)[1] for line in lines}
+@pytest.fixture
+def alone(clone):
+    """A copy of step 4's batch file with the guide's second launcher."""
+    launch = re.search(r'^(srun --kill(?s:.*?)"\$@"\n)```', GUIDE, re.MULTILINE)[1]
+    text = (clone / BATCH["04"]).read_text(encoding="utf-8")
+    text, count = COMMAND.subn(lambda _: launch, text)
+    assert count == 1
+    (clone / "alone.sbatch").write_text(text, encoding="utf-8")
+    return "alone.sbatch"
+
+
+# ---------------------------------------------------------------- the text
+
+
+def test_what_is_the_same_is_the_same_to_the_letter():
+    """The lines to edit, but for numbers and their reasons, and all lines of steps 4 and 5."""
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in FILES}
+    assert (
+        texts["04_multinode"].replace("04_multinode", "05_gather_eval") == texts["05_gather_eval"]
+    )
+    edits = {}
+    for name, text in texts.items():
+        part = re.search(r"^# EDIT .*?^source .*?\n", text, re.MULTILINE | re.DOTALL)[0]
+        why = r"^# .*\n(?=#SBATCH --(?:nodes|time)=)"
+        edits[name] = re.sub(why, "", re.sub(r"=[\d:]+$", "=", part, flags=re.M), flags=re.M)
+    assert len(set(edits.values())) == 1, edits
+
+
+def test_torchrun_kills_before_slurm_does():
+    text = (ROOT / BATCH["04"]).read_text(encoding="utf-8")
+    warned = int(re.search(r"^#SBATCH --signal=TERM@(\d+)$", text, re.MULTILINE)[1])
+    allowed = int(re.search(r"^export TORCH_\w+_SHUTDOWN_TIMEOUT=(\d+) ", text, re.MULTILINE)[1])
+    assert 30 < allowed < warned  # 30 is torchrun's default
+
+
+def test_every_line_is_read(cluster):
+    """A misspelt #SBATCH would be a mere comment; sbatch -v prints the options that it has read."""
+    for path in FILES:
+        text = path.read_text(encoding="utf-8")
+        lines = [line for line in text.splitlines() if re.search("SBATCH *--", line)]
+        lines.remove("##SBATCH --account=project")
+        read = cluster.run("bash", "-c", f"sbatch -v --test-only {path} 2>&1")
+        understood = set(re.findall(r"^sbatch: ([a-z-]+) +: ", read, re.MULTILINE)) - {"verbose"}
+        written = {re.fullmatch(r"#SBATCH --([a-z-]+)(=\S+)?", line)[1] for line in lines}
+        assert understood == written | {"test-only"}, path
 
 
 # ---------------------------------------------------------------- unchanged
 
 
-@pytest.mark.parametrize("step", [pytest.param(n, marks=() if n == "04" else AGAIN) for n in BATCH])
+def test_the_first_small_job(cluster, clone, submit, trained):
+    """As the guide shows it, but for fewer epochs and a smaller model."""
+    seen = cluster.run("bash", "-c", re.search("^sinfo .*$", GUIDE, re.MULTILINE)[0])
+    assert seen.split("\n")[1].split() == ["gpu*", "2", "gpu:4", "256", "100000"]
+    job = submit("01", *ONE).completed()
+    assert job.epochs() == [1]
+    assert re.search(r"^accuracy [\d.]+% \(\d+/359\)$", job.output, re.MULTILINE)
+    assert same_bits(job.checkpoint, trained("01", *ONE))
+
+
+@pytest.mark.weekly("each file once as it is: what differs from steps 1 and 4 are a few options")
+@pytest.mark.parametrize("step", ["02", "03", "04", "05"])
 def test_submitted_as_it_is(submit, trained, step):
-    """Step 4, whose file is that of step 5, runs on two GPUs per node to save time."""
-    size = {"01": 1, "02": 2, "03": 2, "04": 4, "05": 8}[step]
-    job = submit(step, *ONE, options=TWO_BY_TWO if step == "04" else ()).completed()
+    size = {"02": 2, "03": 2}.get(step, 8)
+    job = submit(step, *ONE).completed()
     if size > 2:
         port = 20000 + job.number % 10000
         assert f"world size {size} on node[1-2], rendezvous at node1:{port}\n" in job.output
     assert job.epochs() == [1]
-    assert re.search(r"^accuracy [\d.]+% \(\d+/359\)$", job.output, re.MULTILINE)
-    assert same_bits(job.checkpoint, trained("01" if step == "01" else "03", *ONE, nprocs=size))
+    assert same_bits(job.checkpoint, trained("03", *ONE, nprocs=size))
 
 
-def test_steps_4_and_5_differ_in_their_names():
-    texts = [(ROOT / BATCH[step]).read_text(encoding="utf-8") for step in ("04", "05")]
-    assert texts[0].replace("04_multinode", "05_gather_eval") == texts[1]
+# ---------------------------------------------------------------- a job whose nodes fail
+
+# In a copy of step 4, the ranks wait twice in each life of the job for a test to do something.
+ASK = "            if step % 10 == 0 and self._stop_agreed():"
+GATE = f"""\
+            place = os.environ.get("SLURM_RESTART_COUNT", "0") + f"-{{step}}"
+            if self.epochs_run == 0 and step in (15, 35):
+                open(f"at-{{place}}", "w").close()
+                while not (os.path.exists(f"go-{{place}}") or stop_signals):
+                    time.sleep(0.01)
+{ASK}"""
 
 
-def ranks(cluster):
-    """Return the set of ranks on each node."""
-    found = [{int(value) for value in values(cluster, node, "RANK")} for node in (1, 2)]
-    return sorted(found, key=min)
+class Gated:
+    """A job of step 4 with gates."""
 
+    def __init__(self, clone, submit, *options):
+        edit(clone / "04_multinode.py", ASK, GATE)
+        self.folder, self.job = clone, submit("04", *TWO, options=options)
 
-@pytest.fixture
-def alone(clone):
-    """A copy of step 4's batch file with its second launcher, outside of slurm/."""
-    text = (clone / BATCH["04"]).read_text(encoding="utf-8")
-    comment = re.search(r"^# launch=.*\n(#     .*\n)+", text, re.MULTILINE)[0]
-    text = text.replace(comment, re.sub("^# ", "", comment, flags=re.MULTILINE))
-    (clone / "alone.sbatch").write_text(text, encoding="utf-8")
-    return "alone.sbatch"
+    def wait_at(self, life, step=15):
+        self.job.wait_for((self.folder / f"at-{life}-{step}").exists)
 
+    def go(self, life, step=15):
+        (self.folder / f"go-{life}-{step}").touch()
 
-@SLOW
-def test_srun_alone(cluster, alone, gated, trained_with):
-    job = gated(*TWO_BY_TWO, step=alone, changes=exact(4))
-    assert ranks(cluster) == [{0, 1}, {2, 3}]
-    assert not values(cluster, 1, "TORCHELASTIC_RUN_ID")
-    cluster.run("scancel", "--signal=TERM", job.number)
-    job.wait_for(lambda: stopped(job.output, 4))
-    job.open_the_gate()
-    job.completed()
-    went_on(job, trained_with, 4)
-
-
-@pytest.mark.weekly
-def test_two_jobs_at_once_on_one_node(gated, submit, trained):
-    options = (*ON_NODE_1, "--gpus-per-node=2")
-    a = gated(*options, "--job-name=a")
-    b = submit("04", *LONG, options=(*options, "--job-name=b")).wait_at_the_gate()
-    assert a.show("JobState") == b.show("JobState") == "RUNNING"
-    a.open_the_gate()
-    for job in (a, b):
-        assert "world size 2 on node1" in job.completed().output
-        assert same_bits(job.checkpoint, trained("03", *LONG))
-
-
-@SLOW
-def test_by_hand(cluster, clone, trained):
-    """Run the commands that the guide shows for salloc."""
-    guide = (ROOT / "slurm" / "README.md").read_text(encoding="utf-8")
-    allocate, launch = re.search(r"^(salloc .*)\n((?:.*\n)*?)```", guide, re.MULTILINE).groups()
-    launch = launch.replace("04_multinode.py", f"04_multinode.py {' '.join(ONE)}")
-    assert "accuracy" in cluster.run(*allocate.split(), "bash", "-c", launch, cwd=clone)
-    assert same_bits(clone / "checkpoint.pt", trained("03", *ONE, nprocs=4))
-
-
-@SLOW
-def test_threads_follow_the_cpus_of_the_job(looking):
-    assert looking("02", "--cpus-per-task=6") == ["--nprocs=2 3 0,1"]
-    assert looking("04", *ON_NODE_1, "--gpus-per-node=2", "--cpus-per-task=4") == ["2 2 0,1"] * 2
-
-
-@pytest.mark.weekly
-def test_scaling_over_nodes(submit):
-    quick = ("--repeats=1", "--epochs=2", "--width=4", "--batch-size=256")
-    job = submit("slurm/scaling.sbatch", *quick, options=("--gpus-per-node=1",))
-    job.completed(timeout=300)
-    measured = re.findall(r"^\| (weak|strong) \| (\d) \| (\d+) \|", job.output, re.MULTILINE)
-    assert sorted(measured) == [
-        ("strong", "1", "512"),
-        ("strong", "2", "256"),
-        ("weak", "1", "256"),
-        ("weak", "2", "256"),
-    ]
-    assert (job.folder / "scaling.json").exists()
-
-
-# ---------------------------------------------------------------- told to stop
-
-
-def stopped(output, ranks=2):
-    """Return whether a gated job stopped after 20 steps of 64 samples per rank, as it should."""
-    return f"interrupted after {ranks * 20 * 64:,} samples of the epoch" in output
-
-
-def went_on(job, trained_with, ranks=2):
-    """Check that a stopped job resumed, ran no epoch twice, and ended like an undisturbed one."""
-    assert stopped(job.output, ranks)
-    assert "resuming from 04_multinode.pt after epoch 1" in job.output
-    assert job.epochs() == [1, 2, 3, 4], job.output
-    assert job.show("Restarts") == "1"
-    assert not Path(f"{job.checkpoint}.interrupted").exists()
-    assert same_bits(job.checkpoint, trained_with("03", exact(ranks), LONG, nprocs=ranks))
-
-
-@SLOW
-def test_told_to_stop_it_requeues_itself(cluster, gated, trained_with):
-    job = gated(*TWO_BY_TWO, changes=exact(4))
-    assert ranks(cluster) == [{0, 1}, {2, 3}]
-    assert values(cluster, 1, "TORCHELASTIC_RUN_ID")
-    cluster.run("scancel", "--signal=TERM", job.number)
-    job.wait_for(lambda: stopped(job.output, 4))
-    job.open_the_gate()
-    job.completed()
-    assert re.search(r"SignalException: Process \d+ got signal: 15", job.output)  # harmless
-    went_on(job, trained_with, 4)
-
-
-@SLOW
-def test_at_the_end_of_its_time(cluster, gated, trained_with):
-    """The limit is moved nearer, which is the same to Slurm: it looks at the clock every 30 s."""
-    job = gated(*ON_TWO_NODES)
-    hours, minutes, seconds = map(int, job.show("RunTime").split(":"))
-    near = 60 * hours + minutes + (1 if seconds < 30 else 2)  # 30 to 90 seconds are left
-    cluster.run("scontrol", "update", f"JobId={job.number}", f"TimeLimit={near}")
-    job.wait("PENDING")
-    cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=5")
-    job.open_the_gate()
-    job.completed()
-    went_on(job, trained_with)
-
-
-@SLOW
-def test_a_save_that_takes_too_long(cluster, clone, gated):
-    """Longer than the batch file allows; this also shows that its setting takes effect."""
-    slow = "        os.replace("
-    edit(clone / "04_multinode.py", slow, f"        time.sleep(15 * self.interrupted)\n{slow}")
-    edit(clone / BATCH["04"], "SHUTDOWN_TIMEOUT=60", "SHUTDOWN_TIMEOUT=3")
-    job = gated(*ON_TWO_NODES)
-    cluster.run("scancel", "--signal=TERM", job.number)
-    assert job.wait() == "FAILED", job.output
-    assert "SignalException: Process" in job.output
-    assert "interrupted after" not in job.output
-    assert Path(f"{job.checkpoint}.new").exists()
-
-
-@pytest.mark.parametrize("step", ["04", "05"])
-def test_torchrun_kills_before_slurm_does(step):
-    text = (ROOT / BATCH[step]).read_text(encoding="utf-8")
-    warned = int(re.search(r"^#SBATCH --signal=TERM@(\d+)$", text, re.MULTILINE)[1])
-    allowed = int(re.search(r"^export TORCH_\w+_SHUTDOWN_TIMEOUT=(\d+)$", text, re.MULTILINE)[1])
-    assert 30 < allowed < warned  # 30 is torchrun's default
-
-
-@SLOW
-def test_cancelled_it_stays_cancelled(cluster, gated, submit, trained):
-    job = gated(*ON_TWO_NODES)
-    cluster.run("scancel", job.number)
-    assert job.wait() == "CANCELLED"
-    cluster.wait_until_idle()  # by then, the batch file has ended
-    assert stopped(job.output)
-    assert (job.show("JobState"), job.show("Restarts")) == ("CANCELLED", "0")
-    job.open_the_gate()
-    again = submit("04", *LONG, options=ON_TWO_NODES).completed()
-    assert "resuming from 04_multinode.pt after epoch 1" in again.output
-    assert job.epochs() + again.epochs() == [1, 2, 3, 4]
-    assert same_bits(again.checkpoint, trained("03", *LONG))
-
-
-@SLOW
-def test_a_chain(cluster, clone, gated, trained):
-    """The first of two jobs is told to stop, and the second finishes the training run."""
-    job = gated(*ON_TWO_NODES, "--array=1-2%1")
-    cluster.run("scancel", "--signal=TERM", f"{job.number}_1")
-    assert cluster.wait(f"{job.number}_1") == "FAILED"
-    job.open_the_gate()
-    assert cluster.wait(f"{job.number}_2") == "COMPLETED"
-    texts = [path.read_text(encoding="utf-8") for path in clone.glob("*.out")]
-    first, second = sorted(texts, key=stopped, reverse=True)
-    assert stopped(first)
-    assert "resuming from 04_multinode.pt after epoch 1" in second
-    assert same_bits(job.checkpoint, trained("03", *LONG))
-
-
-# ---------------------------------------------------------------- failing
+    def go_on(self):
+        """Open all gates."""
+        for life in range(6):
+            self.go(life)
+            self.go(life, 35)
 
 
 @pytest.fixture
@@ -263,112 +174,250 @@ def healed(cluster):
     cluster.wait_until_idle(timeout=120)
 
 
-def restarted(job, trained):
-    """Check that a job that Slurm has requeued resumes and ends like an undisturbed one."""
-    job.open_the_gate()
-    job.completed(timeout=300)
-    assert job.show("Restarts") == "1"
-    assert job.epochs() == [1, 2, 3, 4]
-    assert same_bits(job.checkpoint, trained("03", *LONG))
+def move_the_limit(cluster, job):
+    """Let the job's time be up in 30 to 90 seconds; Slurm looks at the clock every 30 s."""
+    hours, minutes, seconds = map(int, job.show("RunTime").split(":"))
+    near = 60 * hours + minutes + (1 if seconds < 30 else 2)
+    cluster.run("scontrol", "update", f"JobId={job.number}", f"TimeLimit={near}")
 
 
 @SLOW
 @pytest.mark.usefixtures("healed")
-def test_a_node_loses_its_power(cluster, gated, trained):
-    """Slurm marks the node down, and starts the job again once there are enough nodes."""
-    job = gated(*ON_TWO_NODES)
-    cluster.cut_the_power(2)
+def test_a_job_outlives_all_of_this(cluster, clone, submit, trained):
+    """Its cable is pulled for a while, its time is up, a node is cut off, another reboots.
+
+    It ends with the weights of an undisturbed run.
+    """
+    gated = Gated(clone, submit, *ON_TWO_NODES)
+    job = gated.job
+    gated.wait_at(0)
+    cluster.cable(2, "down")
+    gated.go(0)
+    time.sleep(4)
+    assert not (clone / "at-0-35").exists()  # all ranks wait in the next collective ...
+    cluster.cable(2, "up")
+    gated.wait_at(0, 35)  # ... and go on
+
+    move_the_limit(cluster, job)
+    job.wait("PENDING")
+    cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=9")
+    assert "interrupted after 5,120 samples of the epoch" in job.output  # 40 steps of 2 x 64
+    assert re.search(r"SignalException: Process \d+ got signal: 15", job.output)  # harmless
+
+    # The node is switched off before it returns: then, Slurm cleans up the old run there, and has
+    # been seen to kill the new one, whose step has the same number.
+    gated.wait_at(1)
+    assert not Path(f"{job.checkpoint}.interrupted").exists()
+    cluster.cable(2, "down")
+    gated.go(1)
     job.wait("PENDING", timeout=120)
+    cluster.cut_the_power(2)
+    cluster.cable(2, "up")
     cluster.switch_on(2)
-    restarted(job, trained)
+
+    gated.wait_at(2)  # the first node runs the batch file, so Slurm requeues the job at once
+    cluster.cut_the_power(1)
+    cluster.switch_on(1)
+
+    gated.go_on()
+    job.completed()
+    assert job.show("Restarts") == "3"
+    assert job.output.count(f"resuming from {job.checkpoint.name} after epoch 0") == 3
+    assert job.epochs() == [1, 2], job.output
+    assert same_bits(job.checkpoint, trained("03", *TWO))
 
 
-@pytest.mark.weekly
+@pytest.mark.weekly("takes minutes, twice: Slurm gives up the lost task late")
 @pytest.mark.parametrize("end", ["shut_down", "cut_the_power"])
 @pytest.mark.usefixtures("healed")
-def test_a_node_reboots_before_slurm_misses_it(cluster, clone, gated, submit, trained, end):
+def test_a_node_reboots_before_slurm_misses_it(cluster, clone, submit, trained, end):
     """Its task is lost: the other ranks fail, srun gives up, and Slurm does not requeue the job.
 
     After a shutdown, which closes the connections, srun would wait without end for that task.
     """
     edit(clone / BATCH["04"], "SLURM_WAIT=300", "SLURM_WAIT=5")
-    job = gated(*ON_TWO_NODES)
+    gated = Gated(clone, submit, *ON_TWO_NODES)
+    gated.wait_at(0)
     getattr(cluster, end)(2)
     cluster.switch_on(2)
-    job.open_the_gate()  # at the latest, the next collective fails
-    assert job.wait(timeout=120) == "FAILED"
-    assert "Timed out waiting for job step to complete" in job.output
-    assert job.show("Restarts") == "0"
-    again = submit("04", *LONG, options=ON_TWO_NODES).completed()
-    assert job.epochs() + again.epochs() == [1, 2, 3, 4]
-    assert same_bits(again.checkpoint, trained("03", *LONG))
+    gated.go_on()  # at the latest, the next collective fails
+    assert gated.job.wait(timeout=120) == "FAILED"
+    assert "Timed out waiting for job step to complete" in gated.job.output
+    assert gated.job.show("Restarts") == "0"
+    again = submit("04", *TWO, options=ON_TWO_NODES).completed()
+    assert same_bits(again.checkpoint, trained("03", *TWO))
+
+
+@pytest.mark.weekly("waits 45 seconds; what is saved is shown by the other jobs")
+def test_a_save_of_45_seconds(cluster, clone, submit, trained):
+    """Longer than torchrun waits by default, but within the limit that the batch file sets."""
+    replace = "        os.replace("
+    slow = f"        time.sleep(45 * self.interrupted)\n{replace}"
+    edit(clone / "04_multinode.py", replace, slow)
+    gated = Gated(clone, submit, *ON_TWO_NODES)
+    gated.wait_at(0)
+    gated.job.cancel("--signal=TERM")
+    gated.job.wait_for(lambda: "interrupted after 2,560 samples" in gated.job.output)
+    gated.go_on()
+    gated.job.completed()
+    assert "forcefully exiting via" not in gated.job.output
+    assert same_bits(gated.job.checkpoint, trained("03", *TWO))
 
 
 @SLOW
-def test_the_first_node_reboots_before_slurm_misses_it(cluster, gated, trained):
-    """That node ran the batch file, so Slurm requeues the job at once."""
-    job = gated(*ON_TWO_NODES)
-    cluster.cut_the_power(1)
-    cluster.switch_on(1)
-    restarted(job, trained)
+def test_a_save_that_takes_too_long(clone, simple):
+    """Longer than the batch file allows; this also shows that its setting takes effect."""
+    edit(clone / BATCH["04"], "SHUTDOWN_TIMEOUT=60", "SHUTDOWN_TIMEOUT=2")
+    slow = ("if told:\n", "if told:\n    time.sleep(15)\n")
+    job = simple("04", *ON_NODE_1, go=False, change=slow)
+    job.cancel("--signal=TERM")
+    assert job.wait() == "FAILED", job.output
+    assert "SignalException: Process" in job.output
+    assert not Path(f"{job.checkpoint}.interrupted").exists()
 
 
 @SLOW
-@pytest.mark.usefixtures("healed")
-def test_a_cable_is_pulled_for_good(cluster, gated, trained):
-    """The node must be restarted before it returns.
-
-    When a node returns, Slurm cleans up the old run there, and has been seen to kill the new one,
-    whose step has the same number.
-    """
-    job = gated(*ON_TWO_NODES)
-    cluster.cable(2, "down")
-    job.open_the_gate()
-    job.wait("PENDING", timeout=120)
-    cluster.cut_the_power(2)
-    cluster.cable(2, "up")
-    cluster.switch_on(2)
-    restarted(job, trained)
-
-
-@SLOW
-@pytest.mark.usefixtures("healed")
-def test_a_cable_is_pulled_for_a_while(cluster, gated, trained):
-    job = gated(*ON_TWO_NODES)
-    cluster.cable(2, "down")
-    job.open_the_gate()
-    time.sleep(4)
-    assert job.epochs() == [1]
-    cluster.cable(2, "up")
-    job.completed()
-    assert job.show("Restarts") == "0"
-    assert job.epochs() == [1, 2, 3, 4]
-    assert same_bits(job.checkpoint, trained("03", *LONG))
-
-
-@SLOW
-def test_an_exception_on_one_rank_of_one_node(clone, submit):
-    line = "        self.optimizer.step()\n"
-    bad = f"{line}        assert dist.get_rank() != 1, 'the first cause'\n"
-    edit(clone / "04_multinode.py", line, bad)
-    job = submit("04", *ONE, options=ON_TWO_NODES)
+def test_an_exception_on_one_rank_of_one_node(simple):
+    """The other, which would wait for ever, ends too, and the job is not requeued."""
+    bad = ("while not told", 'assert rank != "1", "the first cause"\nwhile True')
+    job = simple("04", *ON_TWO_NODES, go=False, change=bad)
     assert job.wait() == "FAILED", job.output
     assert "AssertionError: the first cause" in job.output
-    reports = job.output.split(" FAILED\n")[1:]
-    assert any("AssertionError: the first cause" in report for report in reports), job.output
     assert job.show("Restarts") == "0"
 
 
-@SLOW
-def test_submitted_from_another_folder(clone, submit, tmp_path_factory):
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
-    job = submit(clone / BATCH["01"], folder=elsewhere)
-    assert job.wait() == "FAILED"
-    assert ".venv/bin/activate: No such file or directory" in job.output
+# ---------------------------------------------------------------- requeued, or not
+
+TRAIN = """\
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+told = []
+signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+dist.init_process_group("gloo")
+path = sys.argv[1].removeprefix("--output=")
+saved = torch.load(path) if os.path.exists(path) else {"step": 0}
+if dist.get_rank() == 0 and saved["step"]:  # a restart in place would leave it, too
+    open(f"{path}.interrupted", "x").close()
+model = DDP(torch.nn.Linear(1, 1))
+for step in range(saved["step"], 20):
+    open(f"at-{step}", "w").close()
+    while step == 10 and not saved["step"] and not told:
+        time.sleep(0.01)
+    votes = torch.tensor(len(told))
+    dist.all_reduce(votes)
+    if votes:
+        if dist.get_rank() == 0:
+            torch.save({"step": step}, path)
+            open(f"{path}.interrupted", "x").close()
+        dist.destroy_process_group()
+        sys.exit(75)
+    model(torch.ones(1)).backward()
+print(f"rank {dist.get_rank()} went on at step {saved['step']}", flush=True)
+dist.destroy_process_group()
+"""
 
 
 @SLOW
-def test_a_host_that_has_no_name(cluster, submit):
+def test_a_train_py_of_your_own(clone, submit):
+    """It is requeued when it has failed and left the file, and not when it has succeeded."""
+    old, new = re.search(r"^```diff\n-(.*\n)\+(.*\n)```", GUIDE, re.MULTILINE).groups()
+    edit(clone / BATCH["04"], old, new)
+    (clone / "train.py").write_text(TRAIN, encoding="utf-8")
+    job = submit("04", options=(*ON_NODE_1, "--gpus-per-node=2", "--job-name=own"))
+    job.wait_for((clone / "at-10").exists)
+    job.cancel("--signal=TERM")
+    job.completed()
+    for rank in (0, 1):
+        assert f"rank {rank} went on at step 10\n" in job.output
+    assert (job.show("Restarts"), job.checkpoint.name) == ("1", "own.pt")
+    assert Path(f"{job.checkpoint}.interrupted").exists()
+
+
+@SLOW
+def test_a_chain_and_a_cancelled_job(cluster, simple):
+    """The first of two jobs is told to stop, and the second goes on; cancelled, it stays so."""
+    job = simple("04", *ON_NODE_1, "--array=1-2%1", go=False)
+    first, second = f"{job.number}_1", f"{job.number}_2"
+    file = Path(f"{job.checkpoint}.interrupted")
+    cluster.run("scancel", "--signal=TERM", first)
+    assert cluster.wait(first) == "FAILED"
+    logs = job.folder.glob
+    look_until(
+        lambda count: count == 2, lambda: sum("finds" in path.read_text() for path in logs("*.out"))
+    )
+    assert not file.exists()
+    cluster.run("scancel", second)
+    assert cluster.wait(second) == "CANCELLED"
+    cluster.wait_until_idle()  # by then, the batch file has ended
+    assert file.exists()
+    shown = cluster.show(second)
+    assert (shown["JobState"], shown["Restarts"]) == ("CANCELLED", "0")
+
+
+@SLOW
+def test_srun_alone(cluster, alone, simple):
+    """It finds what torchrun would set, saves and requeues itself in the same way."""
+    job = simple(alone, *TWO_BY_TWO, go=False)
+    job.wait_for(lambda: job.output.count("finds 4 1 0,1\n") == 4)
+    job.cancel("--signal=TERM")
+    job.wait("PENDING")
+    (job.folder / "go").touch()
+    job.completed()
+    assert job.show("Restarts") == "1"
+    assert job.output.count("finds") == 8
+    assert not Path(f"{job.checkpoint}.interrupted").exists()
+
+
+@pytest.mark.weekly("trains as with torchrun; what the batch file does is shown without training")
+def test_srun_alone_trains(alone, submit, trained):
+    job = submit(alone, *ONE, options=TWO_BY_TWO).completed()
+    assert same_bits(job.checkpoint, trained("03", *ONE, nprocs=4))
+
+
+# ---------------------------------------------------------------- does not start
+
+
+def listening(cluster, port):
+    """Let a program listen at a port of the first node; return its process ID."""
+    listen = f"import socket, time; s = socket.create_server(('', {port})); time.sleep(120)"
+    start = f'"{sys.executable}" -c "{listen}" > /dev/null 2>&1 & echo $!'
+    listener = cluster.run("bash", "-c", start, node=1).strip()
+    until = f"until (: < /dev/tcp/node1/{port}) 2> /dev/null; do sleep 0.1; done"
+    cluster.run("bash", "-c", until, node=1)
+    return listener
+
+
+def test_what_is_refused(cluster, clone, submit, tmp_path_factory):
+    """Each with the message that the lookup table quotes."""
+    for option, said in (
+        ("--gpus-per-node=5", "Requested node configuration is not available"),
+        ("--mem=200G", "Memory specification can not be satisfied"),
+        ("--gpus-per-task=1", "requested number of tasks per node differ from --ntasks-per-node"),
+    ):
+        words = f"sbatch --gpus-per-node=2 {option} {BATCH['04']} 2>&1 || true"
+        assert said in cluster.run("bash", "-c", words, cwd=clone)
+
+    elsewhere = submit(clone / BATCH["01"], folder=tmp_path_factory.mktemp("elsewhere"))
+    taken = submit("04", options=(*ON_NODE_1, "--hold"))
+    listener = listening(cluster, port := 20000 + taken.number % 10000)
+    cluster.run("scontrol", "release", taken.number)
+    expected = {
+        elsewhere: ".venv/bin/activate: No such file or directory",
+        taken: f"port {port} of node1 is already in use",
+    }
+    images = re.search(r"^```bash\n(apptainer .*)\n(--container.*)\n```", GUIDE, re.M).groups()
+    for words, said in zip(images, ("error: execve(): apptainer: No such file", "unrecognized")):
+        shutil.copy(ROOT / BATCH["04"], clone / BATCH["04"])
+        edit(clone / BATCH["04"], "--cpu-bind=cores", f"--cpu-bind=cores {words}")
+        expected[submit("04", options=ON_NODE_1)] = said
+    for job, said in expected.items():
+        assert job.wait() == "FAILED"
+        assert said in job.output
+    cluster.run("kill", listener, node=1)
+
     hosts = cluster.folder / "hosts"
     text = hosts.read_text(encoding="utf-8")
     try:
@@ -380,21 +429,6 @@ def test_a_host_that_has_no_name(cluster, submit):
     assert "host 'node1' cannot be resolved" in job.output
 
 
-@SLOW
-def test_a_port_that_is_taken(cluster, submit):
-    job = submit("04", options=(*ON_NODE_1, "--hold"))
-    port = 20000 + job.number % 10000
-    listen = f"import socket, time; s = socket.create_server(('', {port})); time.sleep(120)"
-    start = f'"{sys.executable}" -c "{listen}" > /dev/null 2>&1 & echo $!'
-    listener = cluster.run("bash", "-c", start, node=1).strip()
-    until = f"until (: < /dev/tcp/node1/{port}) 2> /dev/null; do sleep 0.1; done"
-    cluster.run("bash", "-c", until, node=1)
-    cluster.run("scontrol", "release", job.number)
-    assert job.wait() == "FAILED"
-    cluster.run("kill", listener, node=1)
-    assert f"port {port} of node1 is already in use" in job.output
-
-
 def by_hand(cluster, folder, launch, gpus="--gpus-per-node=2"):
     """Submit one command on two nodes; return the job's state and its output."""
     options = ["--nodes=2", "--ntasks-per-node=1", gpus, "--output=out"]
@@ -404,73 +438,36 @@ def by_hand(cluster, folder, launch, gpus="--gpus-per-node=2"):
 
 
 @SLOW
-@pytest.mark.parametrize(
-    "launch",
-    [
-        "torchrun --nnodes=2 --rdzv-endpoint=node1:29400",
-        "srun torchrun --nnodes=2 --rdzv-endpoint=localhost:29400",
-    ],
-    ids=["without srun", "localhost"],
-)
-def test_agents_that_do_not_meet(cluster, tmp_path, launch):
-    options = "--nproc-per-node=2 --rdzv-backend=c10d --rdzv-conf=join_timeout=5"
-    state, output = by_hand(cluster, tmp_path, f"{launch} {options} {SCRIPT['04']} 1")
+def test_agents_that_do_not_meet(cluster, tmp_path):
+    launch = "srun torchrun --nnodes=2 --rdzv-endpoint=localhost:29400 --nproc-per-node=2"
+    options = "--rdzv-backend=c10d --rdzv-conf=join_timeout=5 --no-python true"
+    state, output = by_hand(cluster, tmp_path, f"{launch} {options}")
     assert state == "FAILED"
     assert "RendezvousTimeoutError" in output
-    assert "epoch" not in output
 
 
-@pytest.mark.weekly
-def test_one_job_of_two_nodes_is_two_of_one(cluster, tmp_path):
-    """Each has its own checkpoint; with one, the slower node would find nothing to do."""
-    train = f"{SCRIPT['04']} {' '.join(ONE)} --checkpoint-path=$SLURMD_NODENAME.pt"
-    launch = f"srun bash -c 'torchrun --standalone --nproc-per-node=1 {train}'"
-    state, output = by_hand(cluster, tmp_path, launch)
-    assert state == "COMPLETED", output
-    assert output.count("epoch 1 ") == output.count("accuracy") == 2
-
-
-# ---------------------------------------------------------------- what differs between clusters
+# ---------------------------------------------------------------- ways to ask for nodes and GPUs
 
 
 @SLOW
-@pytest.mark.parametrize(
-    ("step", "options", "found"),
-    [
-        ("02", ["--exclusive"], ["--nprocs=4 9 0,1,2,3"]),
-        ("04", ["--exclusive", *ON_NODE_1, "--gpus-per-node=2"], ["4 18 0,1,2,3"] * 4),
-        ("04", [*ON_NODE_1, "--gpus-per-node=2", "--gpus-per-task=2"], ["2 36 0,1"] * 2),
-        ("alone.sbatch", ["--exclusive", "--gpus-per-node=2"], ["8 18 0,1,2,3"] * 8),
-        ("alone.sbatch", ["--gres=gpu:2"], ["4 36 0,1"] * 4),
-    ],
-)
-@pytest.mark.usefixtures("alone")
-def test_ways_to_ask_for_gpus(looking, step, options, found):
-    """A node runs as many processes as it has GPUs, and each process sees all of them."""
-    assert looking(step, *options) == found
-
-
-@SLOW
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [
-        ("--gpus-per-node=5", "Requested node configuration is not available"),
-        ("--mem=200G", "Memory specification can not be satisfied"),
-        ("--gpus-per-task=1", "requested number of tasks per node differ from --ntasks-per-node"),
-    ],
-)
-def test_refused_by_sbatch(cluster, clone, option, said):
-    submit = f"sbatch --gpus-per-node=2 {option} {BATCH['04']} 2>&1 || true"
-    assert said in cluster.run("bash", "-c", submit, cwd=clone)
-    there = cluster.run("sinfo", "-h", "-o", "%P %G %c %m")
-    assert there.split() == ["gpu*", "gpu:4", "256", "100000"]
-
-
-@SLOW
-def test_gpus_bound_to_tasks(alone, looking):
-    """With one task per process, each process sees only its own GPU."""
-    bound = ["--gpus-per-task=1", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=18"]
-    assert looking(alone, *bound) == ["4 9 0", "4 9 0", "4 9 1", "4 9 1"]
+def test_a_node_runs_as_many_processes_as_it_has_gpus(cluster, alone, clone, simple, monkeypatch):
+    """And each process sees all of them, with its share of the CPUs as threads."""
+    monkeypatch.delitem(cluster.environment, "OMP_NUM_THREADS")
+    spawns = SIMPLE.replace("sys.argv[1]", "sys.argv[2]").replace('os.environ["RANK"]', '"0"')
+    spawns = f"import os\nos.environ['WORLD_SIZE'] = 'none'\n{spawns}"
+    (clone / "02_multigpu_spawn.py").write_text(spawns, encoding="utf-8")
+    for step, options, found in (
+        ("02", ["--exclusive"], ["none 9 0,1,2,3"]),
+        ("04", [*ON_NODE_1, "--gpus-per-node=2", "--exclusive"], ["4 18 0,1,2,3"] * 4),
+        ("04", [*ON_NODE_1, "--gpus-per-node=2", "--gpus-per-task=2", "--cpus-per-task=4"],
+         ["2 2 0,1"] * 2),
+        (alone, ["--exclusive", "--gpus-per-node=2"], ["8 18 0,1,2,3"] * 8),
+        (alone, ["--gres=gpu:2"], ["4 36 0,1"] * 4),
+        (alone, ["--gpus-per-task=1", "--ntasks-per-node=2", "--gpus-per-node=2",
+                 "--cpus-per-task=18"], ["4 9 0", "4 9 0", "4 9 1", "4 9 1"]),
+    ):  # fmt: skip
+        output = simple(step, *options).completed().output
+        assert sorted(re.findall(r"^finds (.*)$", output, re.MULTILINE)) == found, output
 
 
 @SLOW
@@ -479,69 +476,43 @@ def test_nodes_with_different_numbers_of_gpus(cluster, clone, submit, tmp_path_f
     edit(clone / BATCH["04"], "--gpus-per-node=4", "--gpus=3")
     job = submit("04")
     assert job.wait() == "FAILED"
-    assert "world size 4 on node[1-2]" in job.output
     refused = "Invalid generic resource (gres) specification"
     assert f"srun: error: Unable to create step for job {job.number}: {refused}" in job.output
-    (clone / "look.py").write_text(LOOK, encoding="utf-8")
-    launch = "srun bash -c 'torchrun --nproc-per-node=$SLURM_GPUS_ON_NODE --nnodes=2"
-    launch = f"{launch} --rdzv-backend=c10d --rdzv-endpoint=node1:29400 {clone}/look.py'"
+    launch = re.search(r"`(srun bash -c 'torchrun .*?) \.\.\.'`", GUIDE)[1]
+    launch += " --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node1:29400 --no-python bash -c "
+    launch += '"echo finds \\$WORLD_SIZE \\$CUDA_VISIBLE_DEVICES"\''
     folder = tmp_path_factory.mktemp("by_hand")
     state, output = by_hand(cluster, folder, launch, gpus="--gpus=3")
     assert state == "COMPLETED", output
     found = sorted(re.findall("^finds (.*)$", output, re.MULTILINE))
-    assert found == ["3 1 0", "3 1 0,1", "3 1 0,1"]
-
-
-MEMORY = Path("/sys/fs/cgroup/memory")  # where a kernel has cgroups v1
-
-
-class Strict(Cluster):
-    """A cluster of one node that kills jobs that exceed the memory they asked for."""
-
-    def _write_files(self):
-        super()._write_files()
-        self.group = MEMORY / uuid.uuid4().hex
-        self.group.mkdir()
-        inside = self.folder / "cgroup" / "memory"
-        inside.mkdir(parents=True)
-        mount = f"hostname login\nmount --bind {self.group} {inside}\n"
-        edit(self.folder / "controller.sh", "hostname login\n", mount)
-        edit(self.folder / "slurm.conf", "task/none", "task/cgroup")
-        edit(self.folder / "slurm.conf", "CR_Core", "CR_Core_Memory")
-        limit = f"CgroupMountpoint={inside.parent}\nConstrainRAMSpace=yes\n"
-        edit(self.folder / "cgroup.conf", "cgroup/v1\n", f"cgroup/v1\n{limit}")
-
-    def __exit__(self, *error):
-        super().__exit__(*error)
-        for folder, _, _ in os.walk(self.group, topdown=False):
-            os.rmdir(folder)
+    assert found == ["3 0", "3 0,1", "3 0,1"]
 
 
 @SLOW
-@pytest.mark.skipif(not os.access(MEMORY, os.W_OK), reason="needs cgroups v1")
-def test_out_of_memory(clone, tmp_path_factory):
-    """Slurm, torchrun and the kernel each report a rank that takes 2 GB more than the others."""
-    train = "    trainer.train("
-    take = "    taken = torch.ones(2**29) if dist.get_rank() == 1 else None\n"
-    edit(clone / "04_multinode.py", train, f"{take}{train}")
-    options = [*ON_NODE_1, "--gpus-per-node=2"]
-    with Strict(tmp_path_factory.mktemp("strict"), nodes=1, environment=environment()) as strict:
-        job = Submitted(strict, clone, BATCH["04"], "1", *SMALL, options=[*options, "--mem=1G"])
-        job.wait("FAILED", "OUT_OF_MEMORY", "COMPLETED")
-        kernel = strict.run("dmesg")
-        assert f"error: Detected 1 oom-kill event(s) in StepId={job.number}.0" in job.output
-        assert "srun: error: node1: task 0: Out Of Memory" in job.output
-        assert "Signal 9 (SIGKILL) received by PID" in job.output
-        assert f"/{strict.group.name}/" in kernel
-        assert "Memory cgroup out of memory: Killed process" in kernel
-        more = [*options, "--mem-per-gpu=3G"]
-        job = Submitted(strict, clone, BATCH["04"], "1", *SMALL, options=more).completed()
-        assert "accuracy" in job.output
+def test_by_hand(cluster, clone):
+    """Run the commands that the guide shows for salloc."""
+    (clone / "04_multinode.py").write_text(SIMPLE, encoding="utf-8")
+    (clone / "go").touch()
+    allocate, launch = re.search(r"^(salloc .*)\n((?:.*\n)*?)```", GUIDE, re.MULTILINE).groups()
+    launch = launch.replace("04_multinode.py", "04_multinode.py path=run")
+    output = cluster.run(*allocate.split(), "bash", "-c", launch, cwd=clone)
+    assert output.count("finds 4 1 0,1\n") == 4
+
+
+@SLOW
+def test_two_jobs_at_once_on_one_node(simple, submit):
+    a = simple("04", *ON_NODE_1, "--job-name=a", go=False)
+    b = submit("04", options=(*ON_NODE_1, "--job-name=b"))
+    b.wait_for(Path(f"{b.checkpoint}.waiting-0").exists)
+    assert a.show("JobState") == b.show("JobState") == "RUNNING"
+    (a.folder / "go").touch()
+    for job in (a, b):
+        assert "world size 1 on node1" in job.completed().output
 
 
 @SLOW
 @pytest.mark.skipif(not shutil.which("ch-run"), reason="apt-get install charliecloud-runtime")
-def test_in_a_container(cluster, clone, gated, trained, monkeypatch):
+def test_in_a_container(cluster, clone, simple, monkeypatch):
     """Charliecloud takes any folder as an image; this one holds only what is bound into it."""
     monkeypatch.setitem(cluster.environment, "USER", "root")  # ch-run needs it
     monkeypatch.delitem(cluster.environment, "TMPDIR")  # ch-run would mount it as /tmp
@@ -555,54 +526,22 @@ def test_in_a_container(cluster, clone, gated, trained, monkeypatch):
         (image / "etc" / name).touch()
     options = [f"--bind={name}" for name in bound]
     words = shlex.join(["ch-run", *options, f"--cd={clone}", str(image), "--"])
-    line = "# in_container=(apptainer exec --nv image.sif)"
-    edit(clone / BATCH["04"], line, f"in_container=({words})")
-    job = gated("--nodes=2", "--gres=gpu:1")
-    assert ranks(cluster) == [{0}, {1}]
-    roots = "for found in $(grep -alz ^RANK= */environ); do ls ${found%environ}root/etc; done"
-    inside = cluster.run("bash", "-c", roots, node=1, cwd="/proc").split()
-    assert set(inside) == {"group", "hosts", "passwd", "resolv.conf"}
-    job.open_the_gate()
-    job.completed()
-    assert same_bits(job.checkpoint, trained("03", *LONG))
+    edit(clone / BATCH["04"], "--cpu-bind=cores", f"--cpu-bind=cores {words}")
+    look = (
+        "told = []\n",
+        "told = []\nos.write(1, f\"in {sorted(os.listdir('/etc'))}\\n\".encode())\n",
+    )
+    job = simple("04", "--nodes=2", "--gres=gpu:1", change=look).completed()
+    assert job.output.count("finds 2 ") == 2
+    assert job.output.count(f"in {['group', 'hosts', 'passwd', 'resolv.conf']}\n") == 2
 
 
-@SLOW
-@pytest.mark.parametrize(
-    ("start", "said"),
-    [
-        ("# in_container=(apptainer", "error: execve(): apptainer: No such file or directory"),
-        ("# in_container=(--", "srun: unrecognized option '--container-image=./image.sqsh'"),
-    ],
-    ids=["Apptainer", "Pyxis"],
-)
-def test_a_container_that_is_not_installed(clone, submit, start, said):
-    """This also shows that srun gets the words of these lines in the right place."""
-    edit(clone / BATCH["04"], start, start[2:])
-    job = submit("04", options=ON_NODE_1)
-    assert job.wait() == "FAILED"
-    assert said in job.output
-
-
-# ---------------------------------------------------------------- each line is read
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_line_is_read(cluster, path):
-    """A misspelt #SBATCH would be a mere comment; sbatch -v prints the options that it has read."""
-    text = path.read_text(encoding="utf-8")
-    lines = [line for line in text.splitlines() if re.search("SBATCH *--", line)]
-    lines.remove("##SBATCH --account=project")
-    read = cluster.run("bash", "-c", f"sbatch -v --test-only {path} 2>&1")
-    understood = set(re.findall(r"^sbatch: ([a-z-]+) +: ", read, re.MULTILINE)) - {"verbose"}
-    written = {re.fullmatch(r"#SBATCH --([a-z-]+)(=\S+)?", line)[1] for line in lines}
-    assert understood == written | {"test-only"}
-
-
-def test_the_lines_to_edit_are_the_same():
-    """Except in scaling.sbatch, which has no container, as its program calls srun."""
-    for path in FILES:
-        if path.stem != "scaling":
-            part = re.search(r"^# EDIT: .*?\n\n", path.read_text(encoding="utf-8"), re.M | re.S)[0]
-            assert part.count("in_container=(") == 2
-            assert part == re.search(r"^# EDIT: .*?\n\n", FILES[0].read_text(), re.M | re.S)[0]
+@pytest.mark.weekly("takes minutes: it trains dozens of times")
+def test_scaling_over_nodes(submit):
+    quick = ("--repeats=1", "--epochs=2", "--width=4", "--batch-size=256")
+    job = submit("slurm/scaling.sbatch", *quick, options=("--gpus-per-node=1",))
+    job.completed(timeout=300)
+    measured = re.findall(r"^\| (weak|strong) \| (\d) \| (\d+) \|", job.output, re.MULTILINE)
+    sizes = {("strong", "1", "512"), ("strong", "2", "256")}
+    assert set(measured) == sizes | {("weak", "1", "256"), ("weak", "2", "256")}
+    assert (job.folder / "scaling.json").exists()

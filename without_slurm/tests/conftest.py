@@ -1,4 +1,3 @@
-"""The fixtures of a Slurm cluster, and of machines without Slurm."""
+"""The fixtures of machines without Slurm."""
 
 from machines import holder, machines  # noqa: F401
-from clusters import clone, cluster, gated, submit  # noqa: F401

@@ -15,8 +15,8 @@ import nbclient
 import nbformat
 import psutil
 import pytest
-from support.jobs import kill
 from machines import LIVE
+from support.jobs import kill
 from support.results import epochs, resumed, same_bits
 from support.scripts import ROOT, SCRIPT, edit, edited
 
