@@ -18,6 +18,8 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 from pathlib import Path
 
@@ -38,22 +40,18 @@ def at_once(checks, seconds):
 
     A function that hangs (in a name server, a driver, a file system) is abandoned in its thread.
     """
-    results = dict.fromkeys(checks, (False, f"not finished after {seconds:g} s"))
-
-    def call(name):
+    pool = ThreadPoolExecutor(len(checks))
+    started = {name: pool.submit(check) for name, check in checks.items()}
+    end, results = time.monotonic() + seconds, {}
+    for name, future in started.items():
         try:
-            results[name] = True, checks[name]()
+            results[name] = True, future.result(max(0, end - time.monotonic()))
+        except FutureTimeout:
+            results[name] = False, f"not finished after {seconds:g} s"
         except Exception as error:
             reason = getattr(error, "strerror", None) or str(error) or repr(error)
             results[name] = False, reason.splitlines()[0][:200]
-
-    threads = [threading.Thread(target=call, args=[name], daemon=True) for name in checks]
-    for thread in threads:
-        thread.start()
-    end = time.monotonic() + seconds
-    for thread in threads:
-        thread.join(max(0, end - time.monotonic()))
-    return dict(results)
+    return results
 
 
 # ---------------------------------------------------------------- what each task checks
@@ -346,22 +344,14 @@ def print_table(*rows):
     print(flush=True)
 
 
-def print_speeds(measured, ranks):
-    """Print what the first node measured for each size, and the extremes of each node's pairs."""
-    result = next(iter(measured.values()))
+def print_speeds(result, ranks):
+    """Print what one rank measured for each size: milliseconds and bus bandwidth."""
     print(f"all_reduce over world size {ranks}, {result['backend']}; GB/s is the bus bandwidth")
     rows = [("KiB", "ms", "GB/s")]
     for size, seconds in zip(SIZES, result["times"], strict=True):
         speed = bus_bandwidth(size, seconds, ranks)
         rows.append((f"{size / 2**10:g}", f"{seconds * 1e3:.3f}", f"{speed:.3f}"))
     print_table(*rows)
-    if len(measured) > 1:
-        print(f"all_reduce of {SIZES[-1] / 2**10:g} KiB between two nodes, GB/s")
-        rows = [("node", "fastest pair", "slowest pair")]
-        for node, found in measured.items():
-            speeds = found["pairs"].values()
-            rows.append((node, f"{max(speeds):.3f}", f"{min(speeds):.3f}"))
-        print_table(*rows)
 
 
 def speed_faults(reports, nodes, tasks):
@@ -375,32 +365,33 @@ def speed_faults(reports, nodes, tasks):
     if any(not fine for fine, _ in worst.values()):
         return {node: [f"all_reduce: {text}"] for node, (fine, text) in worst.items() if not fine}
     measured = {node: result for node, (_, result) in worst.items()}
-    print_speeds(measured, len(reports))
+    print_speeds(measured[nodes[0]], len(reports))
     return slow_nodes({node: result["pairs"] for node, result in measured.items()})
 
 
 # ---------------------------------------------------------------- the program on the first node
 
 
-def listen(port):
-    """Return a server at the port that training uses."""
+def listen(port, nodes):
+    """Tell all who connect to the port of training the time, and where this host's gloo listens."""
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     try:
-        return socket.create_server(("", port), family=family, dualstack_ipv6=dual)
+        server = socket.create_server(("", port), family=family, dualstack_ipv6=dual)
     except OSError as error:
         raise Fault(f"cannot listen at {port}: {os.strerror(error.errno)}") from error
+    threading.Thread(target=answer, args=[server, nodes], daemon=True).start()
+    return server
 
 
 def answer(server, nodes):
-    """Tell all who connect the time, and an address where this host listens, as gloo will."""
     address = None
     with contextlib.suppress(Fault, OSError):
         _, own = gloo_address()
         family = socket.AF_INET6 if ":" in own else socket.AF_INET
         gloo = socket.create_server((own, 0), family=family, backlog=nodes)  # it accepts none
         address = None if own.startswith("127.") else gloo.getsockname()
-    with contextlib.suppress(OSError):  # the server is shut down
+    with contextlib.suppress(OSError):  # until the server is shut down
         while True:
             link, _ = server.accept()
             with link, contextlib.suppress(OSError):
@@ -428,19 +419,16 @@ def judge(launch, seconds):
     port, folder = 20000 + int(job) % 10000, f".preflight-{job}.{life}"
     nodes = subprocess.check_output(["scontrol", "show", "hostnames"], text=True).split()
     tasks = int(os.environ.get("SLURM_GPUS_ON_NODE", 1))
-    own = at_once({"port": lambda: listen(port), "folder": lambda: os.mkdir(folder)}, seconds)
-    if own["port"][0]:
-        server = own["port"][1]
-        threading.Thread(target=answer, args=[server, len(nodes)], daemon=True).start()
+    checks = {"port": lambda: listen(port, len(nodes)), "folder": lambda: os.mkdir(folder)}
+    own = at_once(checks, seconds)
     plan = [port, nodes, folder, seconds]
     rows = node_rows(run_tasks([*launch, "check"], plan, 2 * seconds), nodes, tasks)
     rows[nodes[0]].update((name, cell) for name, cell in own.items() if not cell[0])
-    print_table(
-        ("node", *COLUMNS), *((node, *(row[c][1] for c in COLUMNS)) for node, row in rows.items())
-    )
+    cells = [(node, *(row[name][1] for name in COLUMNS)) for node, row in rows.items()]
+    print_table(("node", *COLUMNS), *cells)
     bad = node_faults(rows, nodes[0])
     if not bad:
-        server.shutdown(socket.SHUT_RDWR)  # the ranks need the port
+        own["port"][1].shutdown(socket.SHUT_RDWR)  # the ranks need it
         reports = run_tasks([*launch, "measure"], plan, 2.5 * seconds)
         bad = speed_faults(reports, nodes, tasks)
     for node, reasons in bad.items():

@@ -1,6 +1,7 @@
-"""The fixture of the pitfalls' tests."""
+"""The fixture of the pitfalls' tests, and those of a Slurm cluster."""
 
 import pytest
+from clusters import clone, cluster, submit  # noqa: F401
 from support.jobs import finished
 from support.scripts import SMALL, forked, patched
 

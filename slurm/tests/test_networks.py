@@ -11,6 +11,7 @@ from support.results import epochs, resumed, same_bits
 from support.scripts import LONG, ROOT, SCRIPT, SMALL, edited
 
 SLOW = pytest.mark.slow
+pytestmark = pytest.mark.xdist_group("machines")
 GUIDE = (ROOT / "slurm" / "README.md").read_text(encoding="utf-8")
 
 
@@ -21,10 +22,11 @@ def section(title):
 # ---------------------------------------------------------------- two machines, two terminals
 
 
-@pytest.mark.weekly
+@pytest.mark.weekly("four runs; the tests of nodes have the same command on one machine")
 def test_two_terminals(machines, tmp_path, trained):
     """Run the guide's commands in a folder on each machine; the second time, they resume."""
-    typed = dict(re.findall(r"^node(\d)\$ (torchrun .*)$", section("Without Slurm"), re.MULTILINE))
+    commands = r"^node(\d)\$ (torchrun .*\\\n.*)$"
+    typed = dict(re.findall(commands, section("Without Slurm"), re.MULTILINE))
     folders = {number: tmp_path / f"node{number}" for number in typed}
     for folder in folders.values():
         folder.mkdir()
@@ -99,14 +101,8 @@ NEEDED = {  # what is needed: a change without it, and the message
 }
 
 
-@SLOW
-@pytest.mark.parametrize(
-    "name",
-    [
-        "endpoint",
-        *(pytest.param(n, marks=pytest.mark.weekly) for n in ("is_host", "local_addr")),
-    ],
-)
+@pytest.mark.weekly("each setting of the test above left out once: three runs that fail")
+@pytest.mark.parametrize("name", NEEDED)
 def test_what_the_names_of_another_network_need(launch, name):
     """Only the second node is checked: the first one waits for it."""
     change, message = NEEDED[name]
@@ -116,7 +112,7 @@ def test_what_the_names_of_another_network_need(launch, name):
     assert re.search(message, two.stderr), two
 
 
-@pytest.mark.weekly
+@pytest.mark.weekly("waits for gloo's timeouts; the preflight's tests find the interface")
 def test_the_wrong_interface(launch):
     one, two = launch(("GLOO_SOCKET_IFNAME=eth0", "GLOO_SOCKET_IFNAME=eth1"), limit=3)
     with one, two:
@@ -179,7 +175,7 @@ GATE = """\
 """
 
 
-@pytest.mark.weekly
+@pytest.mark.weekly("two runs beside three strangers; it shows that nothing happens")
 def test_a_stranger_connects(machines, tmp_path, trained):
     """Random bytes on each port before and during training are harmless; keys are set and read."""
     short = ("minutes=5", "seconds=20")

@@ -12,13 +12,14 @@ import tempfile
 import time
 from pathlib import Path
 
-import pexpect
 import psutil
 import pytest
 from clusters import ON_A_CLUSTER
 from support.jobs import environment, run
 from support.results import same_bits, shape
 from support.scripts import ROOT, SMALL, edited
+
+pexpect = pytest.importorskip("pexpect", reason="pip install -r slurm/requirements.txt")
 
 PROMPT = "login$ "
 GUIDE = (ROOT / "slurm" / "README.md").read_text(encoding="utf-8")
@@ -128,8 +129,8 @@ def test_the_session_of_the_guide(clone, start, trained):
     files = set(clone.rglob("*"))
     terminal = start()
     assert shows(terminal.welcome, SESSION[0][1]), terminal.welcome
-    for command, output in SESSION[1:-1]:
-        command = command.replace(" 60", f" {' '.join(ARGS)}")
+    for typed, output in SESSION[1:-1]:
+        command = typed.replace(" 60", f" {' '.join(ARGS)}")
         if command == "rm practice*":
             assert same_bits(clone / "practice.pt", trained("03", *ARGS))
         if output.endswith("^C\n"):
