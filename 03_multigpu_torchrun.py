@@ -6,7 +6,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # now: imported later, by DDP, it would keep the process group alive
+import torch.distributed.nn  # DDP would import it too late: the group's threads would not end
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 def ddp_setup():
-    """Join the process group as the rank that torchrun has put into the environment."""
+    """Join the process group as the rank that torchrun has set in the environment."""
     gpu = None
     if torch.cuda.is_available():
         gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -27,11 +27,11 @@ def ddp_setup():
 
 
 def load_datasets():
-    """Scikit-learn's 1797 scans: 1438 to train on, in nine one-pixel shifts, and 359 held out."""
+    """1797 scans: 1438 to train on, in nine positions one pixel apart, and 359 held out."""
     digits = load_digits()
     scans = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16  # N x 1 x 8 x 8
     labels = torch.tensor(digits.target)
-    # 359 is a prime: no number of processes divides it, so a sample counted twice shows.
+    # 359 is a prime: 2 to 358 processes cannot share it evenly, so samples counted twice show.
     train, test = train_test_split(range(len(scans)), test_size=359, random_state=0)
     padded = nn.functional.pad(scans[train], (1, 1, 1, 1))
     shifted = torch.cat([padded[:, :, y : y + 8, x : x + 8] for y in range(3) for x in range(3)])
@@ -62,7 +62,7 @@ class Trainer:
         self.epochs_run = 0
         if os.path.exists(self.path):
             self._load_checkpoint()
-        self.model = DDP(model)  # backward() averages the gradients over all ranks
+        self.model = DDP(model)  # rank 0's weights go to all; backward() averages the gradients
 
     def _run_batch(self, source, targets):
         source = source.to(self.device, non_blocking=True)
@@ -84,7 +84,7 @@ class Trainer:
             total[0] += self._run_batch(source, targets)
             total[1] += len(targets)
         dist.all_reduce(total)  # the sum over all ranks
-        loss, samples = total.tolist()  # on a GPU, this waits for it: read the clock afterwards
+        loss, samples = total.tolist()  # waits until a GPU is done, so read the clock after it
         speed = samples / (time.perf_counter() - start)
         log(f"epoch {self.epochs_run + 1}  loss {loss / samples:.4f}  {speed:,.0f} samples/s")
 
@@ -146,7 +146,7 @@ def train_and_evaluate(device, args):
     trainer = Trainer(model, prepare_dataloader(train_set, args), optimizer, device, args)
     trainer.train(args.total_epochs, args.save_every)
     if dist.get_rank() == 0:
-        evaluate(model, test_set, device, args)
+        evaluate(model, test_set, device, args)  # without DDP's wrapper, which needs all ranks
 
 
 def parse_args():

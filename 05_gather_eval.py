@@ -9,7 +9,7 @@ from itertools import islice
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # now: imported later, by DDP, it would keep the process group alive
+import torch.distributed.nn  # DDP would import it too late: the group's threads would not end
 from sklearn.datasets import load_digits
 from sklearn.metrics import classification_report
 from sklearn.model_selection import train_test_split
@@ -19,25 +19,25 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-stop_signals = []  # that this process has received
+stop_signals = []  # SIGTERMs that this process has received
 
 
 def ddp_setup():
-    """Join the process group as the rank that torchrun has put into the environment."""
+    """Join the process group as the rank that torchrun has set in the environment."""
     gpu = None
     if torch.cuda.is_available():
         gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(gpu)  # from now on, "cuda" is this process's GPU
-    backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"  # gloo sums the votes, which are on the CPU
-    dist.init_process_group(backend, device_id=gpu, timeout=timedelta(minutes=5))
+    backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"  # NCCL takes GPU tensors, gloo CPU tensors
+    dist.init_process_group(backend, device_id=gpu, timeout=timedelta(minutes=5))  # then it fails
 
 
 def load_datasets():
-    """Scikit-learn's 1797 scans: 1438 to train on, in nine one-pixel shifts, and 359 held out."""
+    """1797 scans: 1438 to train on, in nine positions one pixel apart, and 359 held out."""
     digits = load_digits()
     scans = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16  # N x 1 x 8 x 8
     labels = torch.tensor(digits.target)
-    # 359 is a prime: no number of processes divides it, so a sample counted twice shows.
+    # 359 is a prime: 2 to 358 processes cannot share it evenly, so samples counted twice show.
     train, test = train_test_split(range(len(scans)), test_size=359, random_state=0)
     padded = nn.functional.pad(scans[train], (1, 1, 1, 1))
     shifted = torch.cat([padded[:, :, y : y + 8, x : x + 8] for y in range(3) for x in range(3)])
@@ -62,7 +62,7 @@ class ResumableSampler(DistributedSampler):
 
     samples_run = 0
 
-    def __len__(self):
+    def __len__(self):  # so that len(loader) is what is left
         return super().__len__() - self.samples_run // self.num_replicas
 
     def __iter__(self):
@@ -82,7 +82,7 @@ class Trainer:
         self.interrupted = False
         if os.path.exists(self.path):
             self._load_checkpoint()
-        self.model = DDP(model)  # backward() averages the gradients over all ranks
+        self.model = DDP(model)  # rank 0's weights go to all; backward() averages the gradients
 
     def _run_batch(self, source, targets):
         source = source.to(self.device, non_blocking=True)
@@ -103,19 +103,19 @@ class Trainer:
         epoch_seed = self.config["seed"] + self.epochs_run  # so a resume between epochs is exact
         torch.manual_seed(epoch_seed + 1000 * dist.get_rank())  # or all ranks have the same dropout
         self.train_loader.sampler.set_epoch(self.epochs_run)  # or every epoch has the same order
-        self.train_loader.sampler.samples_run = self.samples_run  # the loss is then of the rest
+        self.train_loader.sampler.samples_run = self.samples_run  # skipped, and not in the loss
         self.model.train()
         start = time.perf_counter()
         total = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss and samples
         for step, (source, targets) in enumerate(self.train_loader):
-            if step % 10 == 0 and self._stop_agreed():  # asking in each step would cost time
+            if step % 10 == 0 and self._stop_agreed():  # asking at every step would cost time
                 self.interrupted = True
                 return
             total[0] += self._run_batch(source, targets)
             total[1] += len(targets)
-            self.samples_run += len(targets) * dist.get_world_size()
+            self.samples_run += len(targets) * dist.get_world_size()  # equal batches on all ranks
         dist.all_reduce(total)  # the sum over all ranks
-        loss, samples = total.tolist()  # on a GPU, this waits for it: read the clock afterwards
+        loss, samples = total.tolist()  # waits until a GPU is done, so read the clock after it
         speed = samples / (time.perf_counter() - start)
         log(f"epoch {self.epochs_run + 1}  loss {loss / samples:.4f}  {speed:,.0f} samples/s")
 
@@ -135,7 +135,7 @@ class Trainer:
             os.fsync(file.fileno())
         os.replace(f"{self.path}.new", self.path)
         if self.interrupted:
-            open(f"{self.path}.interrupted", "w").close()  # tells the batch script to requeue
+            open(f"{self.path}.interrupted", "w").close()  # the batch file then requeues the job
 
     def _load_checkpoint(self):
         try:
@@ -145,7 +145,7 @@ class Trainer:
             self.model.load_state_dict(checkpoint["MODEL_STATE"])
             self.optimizer.load_state_dict(checkpoint["OPTIMIZER_STATE"])
             self.epochs_run = checkpoint["EPOCHS_RUN"]
-            self.samples_run = checkpoint.get("SAMPLES_RUN", 0)
+            self.samples_run = checkpoint.get("SAMPLES_RUN", 0)  # steps 1 to 3 do not save it
         except Exception as error:
             raise RuntimeError(f"cannot load {self.path}, move it away: {error!r}") from error
         log(f"resuming from {self.path} after epoch {self.epochs_run}")
@@ -164,8 +164,8 @@ class Trainer:
 
 
 def outlive_sigterm(worker_id):
-    """With num_workers > 0: torchrun signals workers, too, and they have to outlive the save."""
-    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(300))  # by five minutes
+    """With num_workers > 0: let a worker live on during the save, as torchrun signals it, too."""
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(300))  # for five minutes
 
 
 def prepare_dataloader(dataset, args):
@@ -179,23 +179,23 @@ def prepare_dataloader(dataset, args):
 @torch.inference_mode()
 def evaluate(model, test_set, device, args):
     model.eval()
-    for buffer in model.buffers():  # with BatchNorm: its statistics differ from rank to rank
+    for buffer in model.buffers():  # none here; BatchNorm's differ from rank to rank
         dist.broadcast(buffer, 0)
-    shard = range(dist.get_rank(), len(test_set), dist.get_world_size())  # no sample twice
+    shard = range(dist.get_rank(), len(test_set), dist.get_world_size())  # each sample once
     correct = torch.tensor(0)
     results = []  # a target and a prediction for each sample of the shard
     for source, targets in DataLoader(test_set, args.batch_size, sampler=shard):
         predictions = model(source.to(device)).argmax(dim=1).cpu()
         correct += (predictions == targets).sum()
         results.extend(zip(targets.tolist(), predictions.tolist()))
-    dist.all_reduce(correct)  # a number is summed: every rank now has the total
+    dist.all_reduce(correct)  # a number: every rank gets the sum
     gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(results, gathered)  # an object is sent: rank 0 now has the list of each rank
+    dist.gather_object(results, gathered)  # an object: rank 0 gets the list of each rank
     if dist.get_rank() == 0:
-        pairs = [pair for results in gathered for pair in results]
+        pairs = [pair for part in gathered for pair in part]
         targets = [target for target, _ in pairs]
         predictions = [prediction for _, prediction in pairs]
-        print(classification_report(targets, predictions, zero_division=0))
+        print(classification_report(targets, predictions))
     log(f"accuracy {correct / len(test_set):.2%} ({correct}/{len(test_set)})")
 
 
@@ -206,7 +206,7 @@ def train_and_evaluate(device, args):
     trainer = Trainer(model, prepare_dataloader(train_set, args), optimizer, device, args)
     trainer.train(args.total_epochs, args.save_every)
     if not trainer.interrupted:
-        evaluate(model, test_set, device, args)
+        evaluate(model, test_set, device, args)  # without DDP's wrapper, which needs all ranks
     return trainer.interrupted
 
 
@@ -237,7 +237,7 @@ def main(args):
     dist.barrier()  # wait until every rank has finished with the group
     dist.destroy_process_group()
     if interrupted:
-        raise SystemExit(os.EX_TEMPFAIL)
+        raise SystemExit(75)  # EX_TEMPFAIL: try again later
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # now: imported later, by DDP, it would keep the process group alive
+import torch.distributed.nn  # DDP would import it too late: the group's threads would not end
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -28,17 +28,17 @@ lr = 5e-3
 warm_up = 50  # steps
 path = "gpt.pt"
 
-stop_signals = []  # that this process has received
+stop_signals = []  # SIGTERMs that this process has received
 
 
 def ddp_setup():
-    """Join the process group as the rank that torchrun has put into the environment."""
+    """Join the process group as the rank that torchrun has set in the environment."""
     gpu = None
     if torch.cuda.is_available():
         gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(gpu)  # from now on, "cuda" is this process's GPU
-    backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"  # gloo sums the votes, which are on the CPU
-    dist.init_process_group(backend, device_id=gpu, timeout=timedelta(minutes=5))
+    backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"  # NCCL takes GPU tensors, gloo CPU tensors
+    dist.init_process_group(backend, device_id=gpu, timeout=timedelta(minutes=5))  # then it fails
 
 
 def log(message):
@@ -77,7 +77,7 @@ class ResumableSampler(DistributedSampler):
 
     samples_run = 0
 
-    def __len__(self):
+    def __len__(self):  # so that len(loader) is what is left
         return super().__len__() - self.samples_run // self.num_replicas
 
     def __iter__(self):
@@ -158,7 +158,7 @@ def save(epochs_run, samples_run=0, interrupted=False):
         os.fsync(file.fileno())
     os.replace(f"{path}.new", path)
     if interrupted:
-        open(f"{path}.interrupted", "w").close()  # tells the batch script to requeue
+        open(f"{path}.interrupted", "w").close()  # the batch file then requeues the job
 
 
 @torch.inference_mode()
@@ -192,7 +192,7 @@ def train(model, samples_run):
         start = time.perf_counter()
         total = torch.zeros(2, dtype=torch.float64, device=device)  # loss and samples
         for step, (x, y) in enumerate(train_data):
-            if step % 10 == 0 and stop_agreed():  # asking in each step would cost time
+            if step % 10 == 0 and stop_agreed():  # asking at every step would cost time
                 save(epoch, samples_run, interrupted=True)
                 log(f"interrupted after {samples_run:,} samples of the epoch")
                 return True
@@ -206,7 +206,7 @@ def train(model, samples_run):
             total[1] += len(x)
             samples_run += len(x) * dist.get_world_size()
         dist.all_reduce(total)  # the sum over all ranks
-        loss, samples = total.tolist()  # on a GPU, this waits for it: read the clock afterwards
+        loss, samples = total.tolist()  # waits until a GPU is done, so read the clock after it
         speed = samples * context / (time.perf_counter() - start)
         log(f"epoch {epoch + 1}  loss {loss / samples:.4f}  {speed:,.0f} characters/s")
         samples_run = 0
@@ -216,7 +216,7 @@ def train(model, samples_run):
 
 train_set, test_set = Windows(numbers[:split]), Windows(numbers[split:])
 train_data = DataLoader(train_set, batch_size, sampler=ResumableSampler(train_set))
-shard = range(dist.get_rank(), len(test_set), dist.get_world_size())  # no sample twice
+shard = range(dist.get_rank(), len(test_set), dist.get_world_size())  # each sample once
 test_data = DataLoader(test_set, batch_size, sampler=shard)
 steps = epochs * len(train_data)
 model = GPT().to(device)
@@ -243,4 +243,4 @@ if not interrupted:
 dist.barrier()  # wait until every rank has finished with the group
 dist.destroy_process_group()
 if interrupted:
-    raise SystemExit(os.EX_TEMPFAIL)
+    raise SystemExit(75)  # EX_TEMPFAIL: try again later

@@ -290,7 +290,7 @@ def test_inference_in_the_order_of_the_data_set(tmp_path, monkeypatch):
 def test_save_every_n_steps(tmp_path, trained):
     """A rank is killed after ten steps of an epoch; the resumed run ends with the same bits."""
     save = blocks("How do I save every N steps", "python")[0].replace("500 == 499", "5 == 4")
-    counted = "            self.samples_run += len(targets) * dist.get_world_size()\n"
+    counted = "            self.samples_run += len(targets) * dist.get_world_size()  # equal batches on all ranks\n"
     changes = [at(1, 12, KILLED, ON_RANK_1), (counted, f"{counted}{save}")]
     path = edited(tmp_path, "05", *changes)
     assert run(forked(path, *LONG), tmp_path).returncode != 0

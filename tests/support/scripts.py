@@ -129,7 +129,7 @@ WITHOUT_SPAWN = [
         '    main(int(os.environ["RANK"]), os.environ["MASTER_PORT"], args)\n',
     ),
 ]
-WRAPPED = "        self.model = DDP(model)  # backward() averages the gradients over all ranks\n"
+WRAPPED = "        self.model = DDP(model)  # rank 0's weights go to all; backward() averages the gradients\n"
 
 
 def exact(nprocs):
