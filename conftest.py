@@ -29,9 +29,9 @@ def pytest_configure(config):
 
 
 def pytest_deselected(items):
-    if items:
-        config = items[0].config
-        config.stash[LEFT_OUT] = config.stash.get(LEFT_OUT, 0) + len(items)
+    for item in items:
+        if item.get_closest_marker("slow") or item.get_closest_marker("weekly"):
+            item.config.stash[LEFT_OUT] = item.config.stash.get(LEFT_OUT, 0) + 1
 
 
 LEFT_OUT = pytest.StashKey()  # how many tests the marks leave out
