@@ -19,7 +19,7 @@ try:
 
     from lookup import sections, weave
 except ModuleNotFoundError as error:
-    sys.exit(f"generate.py: {error}: pip install -r requirements-dev.txt")
+    sys.exit(f"generate.py: {error}: pip install -r diffs/requirements.txt")
 
 WRITTEN = "Written by diffs/generate.py from the scripts: edit those."
 BEGIN = """\
@@ -33,7 +33,8 @@ and the place in the documentation where you can read more.
 
 The same text in two other forms:
 
-- [`index.html`](index.html) shows both files side by side: download it and open it in a browser.
+- `index.html` shows them in colour, with figures to play with, all recipes and pitfalls, and a
+  search: in your clone, open `diffs/index.html` in a browser.
 - [`walkthrough.ipynb`](walkthrough.ipynb) also runs each step, in Jupyter or on a notebook service,
   with or without GPUs: download this one file and open it there.
 
@@ -57,7 +58,7 @@ TESTS = """\
 ## The tests
 
 {}
-To run one of them, type `pytest --everything -k 'NAME'` at the top of the repository.
+To run one of them, type `pytest -m "" -k "NAME" {}` at the top of the repository.
 """
 
 
@@ -69,7 +70,7 @@ def index(kind, collections):
         "pitfalls": "| what you see | pitfall | what to do |\n|---|---|---|",
     }[kind]
     source = f"<!-- Written by diffs/generate.py: edit {kind}/*.md. -->"
-    more = f"[`diffs/index.html`](../diffs/index.html) shows the {kind} beside the scripts"
+    more = f"In your clone, `diffs/index.html` shows the {kind} in a browser"
     more += ", with a search for what you see on your screen."
     parts = [f"# {KINDS[kind].title}\n\n{source}\n\n{KINDS[kind].story}\n{more}\n"]
     if kind == "recipes":
@@ -81,7 +82,7 @@ def index(kind, collections):
         "recipes": "Each page names the tests that show what it says.",
         "pitfalls": "Each page names the tests that show the symptom in the broken script only.",
     }[kind]
-    return "\n".join([*parts, TESTS.format(said)])
+    return "\n".join([*parts, TESTS.format(said, kind)])
 
 
 def recipe_row(patch):
@@ -108,13 +109,13 @@ def walkthrough(diffs):
         for part in diff.told:
             parts += [f"{part.markdown}\n", *play(f"{diff.slug}-{part.slug}")]
     said = "Each change names the tests that fail if you revert it alone."
-    return "\n".join([*parts, TESTS.format(said)])
+    return "\n".join([*parts, TESTS.format(said, "tests slurm")])
 
 
 def play(place):
     """Return a link to the figure that stands here on the page, if there is one."""
     for name in PLACES.get(place, []):
-        yield f"[Play with it](index.html#fig-{name}) (download the page, open it in a browser).\n"
+        yield f"Play with it: in your clone, open `diffs/index.html#fig-{name}` in a browser.\n"
 
 
 def exercise(folder):

@@ -1,36 +1,46 @@
 // A run with saves that is interrupted once: what is lost, and what is repeated when it runs again.
 {
-  // Return how many batches a run has trained when it stops, after how many the next run continues,
-  // and whether the run is finished instead. The event comes during batch `at`, counted from 0;
-  // in each epoch, the ranks ask each other before every asks-th batch whether to stop.
-  function crashed({ steps }, saveEvery, at) {
-    const span = saveEvery * steps;
-    return { stopped: at, from: Math.floor(at / span) * span, finished: false };
+  const [EPOCHS, STEPS, ASKS] = [6, 51, 10]; // two ranks take 128 of 12,942 samples each in a batch
+  const TOTAL = EPOCHS * STEPS;
+  const SCRIPTS = ["Steps 1 and 2", "Step 3", "Steps 4 and 5"];
+  const AGAIN = "Start it again.";
+  const EVENTS = [ // who listens to it, and how each of SCRIPTS runs again
+    ["SIGTERM arrives", [false, false, true], [AGAIN, AGAIN, AGAIN]],
+    ["A Slurm job nears its time limit", [false, false, true], [
+      "Slurm sends SIGTERM at the limit. Submit the job again.",
+      "Slurm sends SIGTERM at the limit. Submit the job again.",
+      "Slurm sends SIGTERM 90 s before the limit (--signal=TERM@90), and the batch file requeues the job.",
+    ]],
+    ["A rank is killed (kill -9, out of memory)", [false, false, false], [
+      AGAIN,
+      "torchrun --max-restarts restarts all ranks; otherwise start it again.",
+      "torchrun --max-restarts restarts all ranks; otherwise start it again.",
+    ]],
+    ["A node of a Slurm job loses power", [false, false, false], [
+      "Slurm requeues the job, if your site allows it (JobRequeue).",
+      "Slurm requeues the job (--requeue).",
+      "Slurm requeues the job (--requeue).",
+    ]],
+  ];
+
+  // Return how many batches a run has trained when it stops, and after how many the next continues.
+  // The event comes during batch `at`, counted from 0.
+  function outcome(listens, saveEvery, at) {
+    const epoch = Math.floor(at / STEPS);
+    const saved = Math.floor(epoch / saveEvery) * saveEvery * STEPS;
+    const next = ASKS * (Math.floor((at % STEPS) / ASKS) + 1);
+    const agreed = epoch * STEPS + Math.min(next, STEPS);
+    const [stopped, from] = listens ? [agreed, agreed] : [at, saved];
+    return { stopped, from, lost: stopped - from, finished: stopped === TOTAL };
   }
 
-  function told({ epochs, steps, asks }, saveEvery, at) {
-    const next = asks * (Math.floor((at % steps) / asks) + 1);
-    const epoch = Math.floor(at / steps);
-    const stopped = epoch * steps + (next < steps ? next : steps);
-    return { stopped, from: stopped, finished: stopped === epochs * steps };
+  function sentence({ stopped, lost, finished }, at) {
+    if (finished) return "nothing lost, the run ends normally";
+    if (lost) return `${plural(lost, "batch")} lost and repeated`;
+    if (stopped === at) return "just saved, nothing lost";
+    const later = stopped % STEPS ? `${plural(stopped - at, "batch")} later` : "at the end of the epoch";
+    return `stopped and saved ${later}, nothing repeated`;
   }
-
-  // Return what becomes of one step of the ladder: the row of the fault table that says so, and
-  // where the run stops and continues.
-  function outcome(data, event, script, saveEvery, at) {
-    const found = data.events[event].outcomes.find(({ steps }) => steps.includes(script));
-    const loses = data.rows[found.row].lost !== "none";
-    const how = (loses ? crashed : told)(data, saveEvery, at);
-    const late = found.late && how.stopped % data.steps === 0;
-    const again = how.finished ? "The run was about to end anyway." : found.again;
-    return { row: late ? found.late : found.row, again, ...how, lost: how.stopped - how.from };
-  }
-
-  function place({ epochs, steps }, at) {
-    return `epoch ${Math.floor(at / steps) + 1} of ${epochs}, batch ${(at % steps) + 1} of ${steps}`;
-  }
-
-  const batches = (number) => `${number} batch${number === 1 ? "" : "es"}`;
 
   // ---------------------------------------------------------------- the drawing
 
@@ -38,127 +48,64 @@
   const GAP = 30; // batches
 
   // Return the pieces of a bar: [kind, first step, last step, where it starts].
-  function pieces({ epochs, steps }, { stopped, from, finished }) {
-    const total = epochs * steps;
-    if (finished) return [["kept", 0, total, 0]];
+  function pieces({ stopped, from, finished }) {
+    if (finished) return [["kept", 0, TOTAL, 0]];
     const shift = stopped + GAP - from;
     return [
       ["kept", 0, from, 0], ["lost", from, stopped, 0],
-      ["again", from, stopped, shift], ["kept", stopped, total, shift],
+      ["again", from, stopped, shift], ["kept", stopped, TOTAL, shift],
     ].filter(([, first, last]) => first < last);
   }
 
-  function draw(svg, data, found, saveEvery, at, width) {
-    const { epochs, steps } = data;
-    const scale = (width - 4) / ((epochs + saveEvery) * steps + GAP);
-    svg.replaceChildren();
+  function draw(svg, found, saveEvery, at) {
+    const scale = (blank(svg, 1000, BAR + 12) - 4) / ((EPOCHS + saveEvery) * STEPS + GAP);
     const bar = add(svg, "g", { transform: "translate(2 4)" });
-    const saves = []; // [x, batch]
-    for (const [kind, first, last, shift] of pieces(data, found)) {
-      for (let epoch = Math.floor(first / steps); epoch * steps < last; epoch++) {
-        const [start, end] = [Math.max(first, epoch * steps), Math.min(last, (epoch + 1) * steps)];
-        const [x, size] = [scale * (start + shift), scale * (end - start)];
-        const cell = { class: kind, x, y: 0, width: size, height: BAR, "data-from": start, "data-to": end };
-        const title = `epoch ${epoch + 1}: ${batches(end - start)} ${kind === "again" ? "repeated" : kind}`;
-        add(add(bar, "rect", cell), "title", {}, title);
-        if (size > 14) add(bar, "text", { x: x + size / 2, y: BAR / 2 + 4 }, `${epoch + 1}`);
-        const saved = (epoch + 1) % saveEvery === 0 || epoch + 1 === epochs;
-        if (end === (epoch + 1) * steps && saved && kind !== "lost") {
-          saves.push([x + size, end]);
-        }
+    const saves = [];
+    for (const [kind, first, last, shift] of pieces(found)) {
+      for (let epoch = Math.floor(first / STEPS); epoch * STEPS < last; epoch++) {
+        const [start, end] = [Math.max(first, epoch * STEPS), Math.min(last, (epoch + 1) * STEPS)];
+        const [x, width] = [scale * (start + shift), scale * (end - start)];
+        add(bar, "rect", { class: kind, x, y: 0, width, height: BAR, "data-from": start, "data-to": end });
+        if (width > 14) add(bar, "text", { x: x + width / 2, y: BAR / 2 + 4 }, `${epoch + 1}`);
+        const whole = end === (epoch + 1) * STEPS && kind !== "lost";
+        if (whole && ((epoch + 1) % saveEvery === 0 || end === TOTAL)) saves.push(x + width);
       }
     }
     if (!found.finished) {
       const [x, end] = [scale * found.stopped, scale * (found.stopped + GAP)];
       add(bar, "line", { class: "down", x1: x + 4, x2: end - 2, y1: BAR / 2, y2: BAR / 2 });
-      if (!found.lost && found.stopped !== at) saves.push([x, found.stopped]);
+      if (!found.lost && found.stopped !== at) saves.push(x);
     }
-    for (const [cx, end] of saves) {
-      add(bar, "circle", { class: "save", cx, cy: BAR + 1, r: 5, "data-at": end });
-    }
-    const x = scale * at;
-    add(bar, "line", { class: "moment", x1: x, x2: x, y1: -4, y2: BAR + 4 });
-    const size = { width, height: BAR + 12 };
-    for (const [name, value] of Object.entries(size)) svg.setAttribute(name, value);
-    svg.setAttribute("viewBox", `0 0 ${width} ${BAR + 12}`);
+    for (const cx of saves) add(bar, "circle", { class: "save", cx, cy: BAR + 1, r: 5 });
+    add(bar, "line", { class: "moment", x1: scale * at, x2: scale * at, y1: -4, y2: BAR + 4 });
   }
 
-  // ---------------------------------------------------------------- the words
-
-  function sentence({ stopped, lost, finished }, at, steps) {
-    if (finished) return "nothing lost, the run ends normally";
-    if (lost) return `${batches(lost)} lost and repeated`;
-    if (stopped === at) return "just saved, nothing lost";
-    const later = stopped % steps ? `${batches(stopped - at)} later` : "at the end of the epoch";
-    return `stopped and saved ${later}, nothing repeated`;
-  }
-
-  // Append text in which words between backticks are code.
-  function addText(parent, text) {
-    text.split("`").forEach((part, number) => {
-      if (number % 2) add(parent, "code", {}, part);
-      else parent.append(part);
+  function start(figure) {
+    const form = figure.querySelector("form");
+    EVENTS.forEach(([name], number) => add(form.elements.event, "option", { value: number }, name));
+    const jobs = SCRIPTS.map((scripts) => {
+      const item = add(figure.querySelector(".jobs"), "li", { "data-steps": scripts });
+      return { text: add(item, "p"), svg: add(item, "svg", { "aria-hidden": "true" }) };
     });
-  }
 
-  function addRules(parent, data, rows) {
-    parent.replaceChildren();
-    for (const name of new Set(rows)) {
-      const { happens, lost, tests } = data.rows[name];
-      const text = `${name}: ${happens}. Work lost: ${lost}.`;
-      addText(add(parent, "p"), text[0].toUpperCase() + text.slice(1));
-      for (const test of tests) add(add(add(parent, "ul"), "li"), "code", {}, test);
-    }
-    add(parent, "p", {}, "These are rows of the table in tests/README.md.");
-  }
-
-  function summed(data, found, at) {
-    const groups = {};
-    for (const script of Object.keys(found)) {
-      (groups[sentence(found[script], at, data.steps)] ??= []).push(Number(script));
-    }
-    const parts = Object.entries(groups).map(([text, scripts]) => {
-      const between = scripts.length > 2 ? " to " : " and ";
-      return `steps ${scripts[0]}${between}${scripts.at(-1)}: ${text}`;
-    });
-    return `Interrupted in ${place(data, at)}. ${parts.map((part) => `S${part.slice(1)}.`).join(" ")}`;
-  }
-
-  function start(figure, data) {
-    const [event, when, save] = ["event", "at", "save"].map((name) => figure.querySelector(`[name="${name}"]`));
-    data.events.forEach(({ name }, number) => add(event, "option", { value: number }, name));
-    when.max = data.epochs * data.steps - 1;
-    when.value = 3 * data.steps + 23;
-    save.value = 2;
-    const jobs = Object.fromEntries(["01", "02", "03", "04", "05"].map((script) => {
-      const item = add(figure.querySelector(".jobs"), "li", { "data-step": script });
-      const text = add(item, "p");
-      return [script, { text, svg: add(item, "svg", { "aria-hidden": "true" }) }];
-    }));
-
-    function update() {
-      const [number, at, saveEvery] = [event, when, save].map((control) => Number(control.value));
-      const width = Math.max(280, Math.min(1000, figure.querySelector(".live").clientWidth));
-      const found = {};
-      for (const [script, { text, svg }] of Object.entries(jobs)) {
-        found[script] = outcome(data, number, script, saveEvery, at);
+    follow(form, () => {
+      const { event, at, save } = chosen(form);
+      const [, listens, again] = EVENTS[event];
+      const place = `epoch ${Math.floor(at / STEPS) + 1} of ${EPOCHS}, batch ${(at % STEPS) + 1} of ${STEPS}`;
+      const told = jobs.map(({ text, svg }, number) => {
+        const found = outcome(listens[number], save, at);
+        const words = sentence(found, at);
         text.replaceChildren();
-        add(text, "b", {}, `Step ${Number(script)}`);
-        text.append(`: ${sentence(found[script], at, data.steps)}. `);
-        add(text, "i", {}, found[script].again);
-        draw(svg, data, found[script], saveEvery, at, width);
-      }
-      tell(when, place(data, at));
-      const said = summed(data, found, at);
-      const region = figure.querySelector(".said");
-      if (region.textContent !== said) region.textContent = said;
-      addRules(figure.querySelector(".rules"), data, Object.values(found).map(({ row }) => row));
-    }
-
-    figure.querySelector(".controls").addEventListener("input", update);
-    new ResizeObserver(update).observe(figure);
-    update();
+        add(text, "b", {}, SCRIPTS[number]);
+        text.append(`: ${words}. `);
+        add(text, "i", {}, found.finished ? "The run was about to end anyway." : again[number]);
+        draw(svg, found, save, at);
+        return `${SCRIPTS[number]}: ${words}.`;
+      });
+      tell(form.elements.at, place);
+      say(figure.querySelector(".said"), `Interrupted in ${place}. ${told.join(" ")}`);
+    });
   }
 
-  figures["life-of-a-job"] = { start, crashed, told, outcome, pieces };
+  figures["life-of-a-job"] = { start, outcome };
 }

@@ -7,10 +7,10 @@ function startFigures() {
     const name = figure.dataset.figure;
     const data = document.getElementById(`${name}-data`);
     const settings = JSON.parse(figure.dataset.settings || "{}");
-    figures[name].start(figure, data && JSON.parse(data.textContent), settings);
     figure.querySelector(".live").hidden = false;
     figure.classList.add("started");
     figure.hidden = false;
+    figures[name].start(figure, data && JSON.parse(data.textContent), settings);
   }
 }
 
@@ -25,6 +25,38 @@ function add(parent, tag, attributes = {}, text = "") {
   return parent.appendChild(element);
 }
 
+// Return what is chosen in a form, by the names of its controls: numbers, texts, ticked or not.
+function chosen(form) {
+  const named = [...form.elements].filter((control) => control.name);
+  return Object.fromEntries(named.map(({ name, type, checked, value }) => {
+    const text = value === "" || Number.isNaN(Number(value)) ? value : Number(value);
+    return [name, type === "checkbox" ? checked : text];
+  }));
+}
+
+// Call `update` now, at each change of a form, after its reset, and when it is shown or resized.
+function follow(form, update) {
+  form.addEventListener("input", () => update());
+  form.addEventListener("reset", () => setTimeout(update));
+  form.addEventListener("submit", (event) => event.preventDefault());
+  new ResizeObserver(() => update()).observe(form);
+  update();
+}
+
+// Empty a drawing and give it a size; the width is that of the figure, up to a limit.
+function blank(svg, most, height) {
+  const width = Math.max(280, Math.min(most, svg.closest(".live").clientWidth));
+  svg.replaceChildren();
+  const size = { width, height, viewBox: `0 0 ${width} ${height}` };
+  for (const [name, value] of Object.entries(size)) svg.setAttribute(name, value);
+  return width;
+}
+
+// Write a text, so that a screen reader says it only if it is another.
+function say(region, text) {
+  if (region.textContent !== text) region.textContent = text;
+}
+
 // Write what a slider stands at beside it, and have a screen reader say so instead of the number.
 function tell(slider, text) {
   slider.nextElementSibling.value = text;
@@ -36,3 +68,7 @@ function shown(number, digits = 2) {
   const text = Math.abs(number).toFixed(digits);
   return number < 0 && Number(text) !== 0 ? `−${text}` : text;
 }
+
+const sumOf = (numbers) => numbers.reduce((sum, number) => sum + number, 0);
+const upTo = (count) => [...Array(count).keys()];
+const plural = (number, noun) => `${number} ${noun}${number === 1 ? "" : noun.endsWith("ch") ? "es" : "s"}`;

@@ -88,13 +88,12 @@ def panel(name, way, x, y):
         for rank in range(RANKS):
             mine = held(line, rank)
             yield f'<g data-what="{what}" data-rank="{rank}" data-held="{"".join(map(str, mine))}">'
-            for quarter in range(4):
-                left, css = (
-                    LEFT + CELL * rank + BOX * quarter,
-                    "held" if quarter in mine else "free",
-                )
-                box = f'x="{left}" y="{top}" width="{BOX - 2}" height="{BOX}"'
-                yield f'<rect class="{name}-{css}" {box}/>'
+            for css in ("held", "free"):
+                boxes = [n for n in range(4) if (n in mine) == (css == "held")]
+                lefts = (LEFT + CELL * rank + BOX * n for n in boxes)
+                d = "".join(f"M{left} {top}h{BOX - 2}v{BOX}h{2 - BOX}z" for left in lefts)
+                if d:
+                    yield f'<path class="{name}-{css}" d="{d}"/>'
             yield "</g>"
     yield f'<text class="{name}-muted" x="20" y="{HEIGHT - 18}">{note}</text>'
     yield "</g>"

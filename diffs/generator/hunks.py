@@ -72,10 +72,13 @@ class Note:
 
     @property
     def markdown(self):
-        tests = ", ".join(f"`{test}`" for test in self.tests)
-        tests = f"<summary>Tests that fail without it</summary>\n\n{tests}\n\n"
         links = ", ".join(f"[{title}]({address})" for title, address in self.links)
-        return f"{self.why}\n\nRead more: {links}\n\n<details>\n{tests}</details>"
+        text = f"{self.why}\n\nRead more: {links}"
+        if not self.tests:
+            return text
+        tests = ", ".join(f"`{test}`" for test in self.tests)
+        fold = f"<summary>Tests that fail without it</summary>\n\n{tests}\n\n"
+        return f"{text}\n\n<details>\n{fold}</details>"
 
 
 @dataclass
@@ -222,7 +225,7 @@ def cut(text, mark):
 NOTE = re.compile(
     r"\s*```diff\n(?P<anchor>[+-].*)\n```\n+"
     r"(?P<why>.+?)\n\n"
-    r"Fails without it: (?P<tests>.+)\n"
+    r"(?:Fails without it: (?P<tests>[^\n]+)\n)?"
     r"Read more: (?P<links>.+)\s*",
     re.DOTALL,
 )
@@ -236,12 +239,12 @@ def read_part(title, body):
     if not match:
         raise Problem(
             f'notes.md: the note "{title}" needs a line of its hunk in a diff block, the reason, '
-            "a line `Fails without it: ` and a line `Read more: `"
+            "perhaps a line `Fails without it: `, and a line `Read more: `"
         )
-    tests = re.findall(r"`(test_[^`]+)`", match["tests"])
+    tests = re.findall(r"`(test_[^`]+)`", match["tests"] or "")
     links = re.findall(r"\[([^]]+)\]\(((?:https://|\.\./)[^)]+)\)", match["links"])
-    if not tests or not links:
-        raise Problem(f'notes.md: the note "{title}" names no {"links" if tests else "tests"}')
+    if not links or (match["tests"] and not tests):
+        raise Problem(f'notes.md: the note "{title}" names no {"tests" if links else "links"}')
     return Note(title, match["anchor"], match["why"].strip(), tests, links)
 
 

@@ -13,7 +13,10 @@ function show() {
     if (link.hash === `#${chosen.id}`) link.setAttribute("aria-current", "true");
     else link.removeAttribute("aria-current");
   }
-  if (target) target.scrollIntoView();
+  if (target) {
+    document.body.classList.add("scrolled"); // before the bar's height moves what it scrolls to
+    target.scrollIntoView();
+  }
   if (moved || (target && target.matches(".entry"))) {
     const heading = target.querySelector("h2, h3") || target;
     heading.tabIndex = -1; // the keyboard continues from here
@@ -59,5 +62,7 @@ for (const button of document.querySelectorAll(".command button")) {
   button.hidden = false;
 }
 
+new IntersectionObserver(([{ isIntersecting }]) => document.body.classList.toggle("scrolled", !isIntersecting))
+  .observe(document.querySelector("header"));
 addEventListener("hashchange", show);
 show();

@@ -1,13 +1,12 @@
-"""The page diffs/index.html: old step left, new step right, notes beside the hunks."""
+"""The page diffs/index.html: both steps with what changes between them, notes beside the hunks."""
 
 import re
-from collections import Counter
 from difflib import SequenceMatcher
-from itertools import accumulate, groupby, islice, pairwise, zip_longest
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 
 from holds import pictures
-from hunks import compare, ladder
+from hunks import Aside
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markdown_it import MarkdownIt
 from markupsafe import Markup, escape
@@ -21,10 +20,12 @@ HERE = Path(__file__).resolve().parent
 FIGURES = HERE.parent / "figures"  # per figure: its HTML, its script and its data, if it has any
 PLACES = {  # the step, tab or hunk at which figures stand
     "01-to-02": ["one-step"],
+    "01-to-02-wrap-the-model": ["where-the-time-goes"],
     "01-to-02-give-each-rank-its-share-of-the-data": ["who-gets-which"],
     "03-to-04": ["life-of-a-job"],
+    "03-to-04-a-sampler-that-can-start-inside-an-epoch": ["who-resumes"],
     "04-to-05": ["who-is-counted"],
-    "recipes": ["which-one", "where-the-time-goes"],
+    "recipes": ["which-one"],
 }
 STYLES = {  # the CSS class for each of Pygments' token types that the page colours
     Comment: "c",
@@ -44,7 +45,7 @@ def names_of(kind):
 
 
 SLUGS = {name: f"{kind[:-1]}-{name.replace('_', '-')}" for kind in KINDS for name in names_of(kind)}
-ALIKE = 0.5  # lines less similar than this are not placed side by side
+ALIKE = 0.5  # of lines less similar than this, no words are marked
 
 
 # ---------------------------------------------------------------- one line
@@ -74,15 +75,10 @@ def paint(pieces, marks=()):
     html, start = [], 0
     for css, text in pieces:
         for part, marked in split(text, start, marks):
-            shown = Markup('<span class="{}">{}</span>').format(css, part) if css else wrap(part)
+            shown = Markup("<b class={}>{}</b>").format(css, part) if css else escape(part)
             html.append(Markup("<mark>{}</mark>").format(shown) if marked else shown)
         start += len(text)
     return Markup().join(html).replace(Markup("</mark><mark>"), Markup())
-
-
-def wrap(text):
-    """Return code as HTML that can be wrapped after a dot or a bracket."""
-    return Markup(re.sub(r"(?<=[.(])(?=\w|$)", "<wbr>", str(escape(text))))
 
 
 def split(text, start, marks):
@@ -96,13 +92,8 @@ def split(text, start, marks):
 def changed_words(old, new):
     """Return the ranges of characters that differ: (in the old line, in the new line)."""
     old_words, new_words = (re.findall(r"\w+|\s+|[^\w\s]", line) for line in (old, new))
-    changes = [
-        (i1, i2, j1, j2)
-        for tag, i1, i2, j1, j2 in SequenceMatcher(
-            None, old_words, new_words, autojunk=False
-        ).get_opcodes()
-        if tag != "equal"
-    ]
+    matcher = SequenceMatcher(None, old_words, new_words, autojunk=False)
+    changes = [change[1:] for change in matcher.get_opcodes() if change[0] != "equal"]
     return (
         ranges(old_words, [(i1, i2) for i1, i2, _, _ in changes]),
         ranges(new_words, [(j1, j2) for _, _, j1, j2 in changes]),
@@ -115,116 +106,85 @@ def ranges(words, stretches):
     return [(ends[a], ends[b]) for a, b in stretches if "".join(words[a:b]).strip()]
 
 
-# ---------------------------------------------------------------- rows of two lines
+# ---------------------------------------------------------------- stretches of lines
 
 
-def likeness(old, new):
-    """Return how similar two lines are, from ALIKE to 1, or 0 if they are less."""
-    matcher = SequenceMatcher(None, old.strip(), new.strip(), autojunk=False)
-    if matcher.quick_ratio() <= ALIKE:  # an upper bound, and much faster
-        return 0
-    ratio = matcher.ratio()
-    return ratio if ratio > ALIKE else 0
+def alike(old, new):
+    """Yield the positions of lines that replace each other: (old, new)."""
+    done = 0
+    for i, line in enumerate(old):
+        for j in range(done, len(new)):
+            matcher = SequenceMatcher(None, line.strip(), new[j].strip(), autojunk=False)
+            if matcher.ratio() > ALIKE:
+                yield i, j
+                done = j + 1
+                break
 
 
-def align(old, new):
-    """Return the positions of the similar lines to place side by side: [(old, new)]."""
-    best = {}  # {(start in old, in new): (total likeness from there on, first pair)}
-    for i in range(len(old), -1, -1):
-        for j in range(len(new), -1, -1):
-            choices = []
-            if i < len(old) and j < len(new) and (alike := likeness(old[i], new[j])):
-                choices.append((alike + best[i + 1, j + 1][0], (i, j)))
-            if i < len(old):
-                choices.append((best[i + 1, j][0], (i, None)))
-            if j < len(new):
-                choices.append((best[i, j + 1][0], (None, j)))
-            best[i, j] = max(choices, key=lambda choice: choice[0], default=(0, None))
-    pairs, i, j = [], 0, 0
-    while pair := best[i, j][1]:
-        if None not in pair:
-            pairs.append(pair)
-        i, j = i + (pair[0] is not None), j + (pair[1] is not None)
-    return pairs
-
-
-def side_by_side(old, new):
-    """Yield (old position, new position, alike); None where a side has no line."""
-    i, j = 0, 0
-    for a, b in [*align(old, new), (len(old), len(new))]:
-        yield from ((*pair, False) for pair in zip_longest(range(i, a), range(j, b)))
-        if a < len(old):
-            yield a, b, True
-        i, j = a + 1, b + 1
-
-
-class Sides:
-    """The two files of a diff as rows for the template."""
+class Code:
+    """The lines of both files of a diff as HTML."""
 
     def __init__(self, diff):
         self.lines = diff.old_lines, diff.new_lines
         self.pieces = [highlight(lines) for lines in self.lines]
 
-    def same(self, old, new, count):
-        """Return the rows of unchanged lines."""
-        return [self.row(old + n, new + n) for n in range(count)]
+    def line(self, tag, number, marks=()):
+        """Return a line of the old file, if the tag is "del", or of the new one."""
+        return Markup("<{0}>{1}</{0}>\n").format(
+            tag, paint(self.pieces[tag != "del"][number], marks)
+        )
 
-    def change(self, old, old_count, new, new_count):
-        """Return the rows of replaced lines."""
-        stretch = self.lines[0][old : old + old_count], self.lines[1][new : new + new_count]
-        return [
-            self.row(None if i is None else old + i, None if j is None else new + j, True, alike)
-            for i, j, alike in side_by_side(*stretch)
-        ]
+    def same(self, new, count):
+        return Markup().join(self.line("span", new + n) for n in range(count))
 
-    def row(self, old, new, changed=False, alike=False):
-        """Return a row; the number is None where a side has no line."""
-        marks = changed_words(self.lines[0][old], self.lines[1][new]) if alike else ((), ())
-        cells = [
-            None if number is None else self.cell(side, number, marks[side])
-            for side, number in enumerate((old, new))
-        ]
-        return {"kind": "change" if changed else "same", "old": cells[0], "new": cells[1]}
+    def changed(self, old, gone, new, come):
+        """Return lines that go, and those that come in their place, with changed words marked."""
+        both = self.lines[0][old : old + gone], self.lines[1][new : new + come]
+        words = {(i, j): changed_words(both[0][i], both[1][j]) for i, j in alike(*both)}
+        before = {i: marks for (i, _), (marks, _) in words.items()}
+        after = {j: marks for (_, j), (_, marks) in words.items()}
+        html = [self.line("del", old + n, before.get(n, ())) for n in range(gone)]
+        html += [self.line("ins", new + n, after.get(n, ())) for n in range(come)]
+        return Markup().join(html)
 
-    def cell(self, side, number, marks):
-        line = self.lines[side][number]
-        indent = len(line) - len(line.lstrip())
-        html = paint(self.pieces[side][number], marks)
-        return {"number": number + 1, "indent": indent, "html": html}
+    def hunk(self, hunk):
+        old, new, html = hunk.old_start, hunk.new_start, []
+        for kept, run in groupby(hunk.lines, key=lambda line: line[0] == " "):
+            signs = [line[0] for line in run]
+            gone, come = len(signs) - signs.count("+"), len(signs) - signs.count("-")
+            html.append(self.same(new, come) if kept else self.changed(old, gone, new, come))
+            old, new = old + gone, new + come
+        return numbered(Markup().join(html), hunk.new_start)
 
-
-def stretches(hunk, sides):
-    """Yield the rows of a hunk, grouped into unchanged and changed stretches."""
-    old, new = hunk.old_start, hunk.new_start
-    for kept, run in groupby(hunk.lines, key=lambda line: line[0] == " "):
-        signs = [line[0] for line in run]
-        if kept:
-            old_count = new_count = len(signs)
-            yield sides.same(old, new, old_count)
-        else:
-            old_count, new_count = signs.count("-"), signs.count("+")
-            yield sides.change(old, old_count, new, new_count)
-        old, new = old + old_count, new + new_count
+    def fold(self, start, count):
+        return numbered(self.same(start, count), start)
 
 
-def parts(diff, slugs):
-    """Return the whole of both files in parts: folded lines and hunks."""
-    sides, old, new = Sides(diff), 0, 0
-    for number, hunk in enumerate(diff.hunks):
-        yield from fold(sides, old, new, hunk.old_start - old)
-        title = hunk.note.title if hunk.note else ""
-        shown = {"hunk": hunk, "id": slugs[number], "number": number + 1, "title": title}
-        yield {**shown, "stretches": list(stretches(hunk, sides))}
-        old, new = hunk.old_start + hunk.old_count, hunk.new_start + hunk.new_count
-    yield from fold(sides, old, new, len(diff.old_lines) - old)
+def numbered(html, start):
+    """Return lines of code whose numbers count on from here."""
+    return Markup('<div class="code" style="counter-reset:line {}">\n{}</div>').format(start, html)
 
 
-def fold(sides, old, new, count):
+def parts(diff):
+    """Yield the whole of both files in parts: folded lines, and hunks with what follows them."""
+    code, done = Code(diff), 0
+    for number, hunk in enumerate(diff.hunks, 1):
+        yield from fold(code, done, hunk.new_start - done)
+        yield {"hunk": hunk, "number": number, "html": code.hunk(hunk)}
+        for part in diff.told[diff.told.index(hunk) + 1 :]:
+            if not isinstance(part, Aside):
+                break
+            yield {"aside": part}
+        done = hunk.new_start + hunk.new_count
+    yield from fold(code, done, len(diff.new_lines) - done)
+
+
+def fold(code, start, count):
     """Yield a part that hides these lines until they are unfolded, if there are any."""
     if count:
-        text = "\n".join(sides.lines[0][old : old + count])
+        text = "\n".join(code.lines[1][start : start + count])
         names = re.findall(r"^ *(?:class|def) (\w+)", text, re.MULTILINE)
-        yield {"hunk": None, "names": names, "count": count, "rows": sides.same(old, new, count)}
+        yield {"names": names, "count": count, "html": code.fold(start, count)}
 
 
 # ---------------------------------------------------------------- the page
@@ -240,11 +200,11 @@ def markdown(root):
         svg = drawn.get(path.name) or path.read_text(encoding="utf-8")
         return Markup('<span class="picture">{}</span>').format(Markup(svg[svg.index("<svg") :]))
 
-    def here(link):  # pages that are no patches stay files
+    def on_page(link):  # pages that are no patches stay files
         return f"](#{SLUGS[link[1]]})" if link[1] in SLUGS else link[0]
 
     def to_html(text):
-        return Markup(parser.render(LINK.sub(here, text)))
+        return Markup(parser.render(LINK.sub(on_page, text)))
 
     parser.add_render_rule("image", picture)
     return to_html
@@ -252,79 +212,24 @@ def markdown(root):
 
 def view(diff):
     """Return what the template shows for one step."""
-    ids = [f"{diff.slug}-{hunk.note.slug}" for hunk in diff.hunks]
-    story, mark, picture = diff.story.partition("\n\n![")
-    shown = {"diff": diff, "story": story, "picture": (mark + picture).strip()}
-    return {**shown, **heading(diff), "parts": list(parts(diff, ids))}
+    opening, _, story = here(diff, diff.story).partition("\n\n")
+    story, mark, picture = story.partition("\n\n![")
+    shown = {"slug": diff.slug, "title": f"{diff.name}: {diff.title}", "diff": diff}
+    shown |= {"opening": opening, "story": story, "picture": (mark + picture).strip()}
+    return {**shown, "parts": list(parts(diff))}
 
 
-def heading(diff):
-    return {"slug": diff.slug, "title": f"{diff.name}: {diff.title}"}
-
-
-def directly(root, diffs):
-    """Return what the template shows for the first step against the last."""
-    first, *_, last = ladder(root)
-    diff = compare(first, last)
-    diff.title = "all steps in one diff"
-    shown = {"diff": diff, "story": "", "picture": "", **heading(diff)}
-    shown["parts"] = list(parts(diff, [f"{diff.slug}-{n + 1}" for n in range(len(diff.hunks))]))
-    traced = trace(diffs)
-    for part in shown["parts"]:
-        if part["hunk"]:
-            part.update(united(diffs, Counter(sources(part["hunk"], *traced))))
-    return shown
-
-
-def trace(diffs):
-    """Follow each line from the first script to the last.
-
-    Return what each line of the last comes from, the hunk that added it or its number in the first,
-    and the hunks that removed lines of the first: ([hunk or number], {number: hunk}).
-    """
-    lines, removed = list(range(len(diffs[0].old_lines))), {}
-    for diff in diffs:
-        before, lines = iter(lines), []
-        for hunk in diff.hunks:
-            lines += islice(before, hunk.new_start - len(lines))
-            for line in hunk.lines:
-                if line[0] == "-":
-                    removed[next(before)] = hunk
-                else:
-                    lines.append(hunk if line[0] == "+" else next(before))
-        lines += before
-    return lines, removed
-
-
-def sources(hunk, added, removed):
-    """Yield what each changed line of a hunk between the first script and the last comes from."""
-    old, new = hunk.old_start, hunk.new_start
-    for line in hunk.lines:
-        if line[0] == "+":
-            yield added[new]
-        elif line[0] == "-":
-            yield removed.get(old)
-        old, new = old + (line[0] != "+"), new + (line[0] != "-")
-
-
-def united(diffs, counts):
-    """Return the hunks that a hunk unites, and its title: those of the two with most lines."""
-    found = [(diff, hunk) for diff in diffs for hunk in diff.hunks if counts[hunk]]
-    least = min(sorted(counts[hunk] for _, hunk in found)[-2:])
-    titles = [hunk.note.title for _, hunk in found if counts[hunk] >= least]
-    origins = [
-        {"id": f"{diff.slug}-{hunk.note.slug}", "step": diff.name, "title": hunk.note.title}
-        for diff, hunk in found
-    ]
-    return {"title": " · ".join(titles), "origins": origins}
+def here(diff, text):
+    """Return a text of the notes whose links to other notes lead to them on the page."""
+    return text.replace("](#", f"](#{diff.slug}-")
 
 
 def tab(kind, collected):
     """Return what the template shows for the patches of one kind."""
     shown = []
     for patch in collected:
-        sides = Sides(patch.diff)
-        shown.append({"patch": patch, "hunks": [stretches(h, sides) for h in patch.diff.hunks]})
+        code = Code(patch.diff)
+        shown.append({"patch": patch, "hunks": [code.hunk(hunk) for hunk in patch.diff.hunks]})
     return {"slug": kind, "title": KINDS[kind].title, "story": KINDS[kind].story, "patches": shown}
 
 
@@ -354,10 +259,9 @@ def render(root, diffs, collections, messages, asked):
     )
     env.filters["markdown"] = markdown(root)
     env.filters["inline"] = lambda text: Markup(MarkdownIt("commonmark").renderInline(text))
-    env.globals["figures"] = figures
-    env.globals["places"] = PLACES
+    env.globals |= {"figures": figures, "places": PLACES, "here": here}
     template = env.get_template("page.html.j2")
-    steps = [*map(view, diffs), directly(root, diffs)]
+    steps = list(map(view, diffs))
     tabs = [tab(*item) for item in collections.items()]
     lookup = {"slug": "troubleshooting", "title": "Troubleshooting: look up what you see"}
     lookup |= {"entries": entries(messages, collections, anchors(diffs)), "asked": asked}

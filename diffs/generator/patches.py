@@ -24,8 +24,7 @@ Each recipe adds one feature (bf16, FSDP2, …) to one of the five scripts, or s
 GPT over several ranks. The page is also the patch: type its command at the top of the repository
 to write the patched script to a new file and run it. The new file is standalone, so you can copy
 it as it is. For a script of your own, copy the lines with `+` by hand: those with `-` show where.
-Each page names the tests that prove what it says: `pytest --everything -k 'NAME'` runs one of
-them.""",
+Each page names the tests that prove what it says.""",
         40,
         {
             "Large models and batches": [
@@ -90,7 +89,7 @@ them.""",
 Each pitfall breaks one of the five scripts, or the batch file of step 4, with a small patch. Most
 of the broken scripts still train without an error. The page is the patch: type its command at the
 top of the repository to write the broken script to a new file and run it. Tests show the symptom in
-the broken script, and not in ours: `pytest --everything -k 'NAME'` runs the test of that name.""",
+the broken script, and not in ours.""",
         12,
         {
             "The job does not start, or starts as several jobs": [

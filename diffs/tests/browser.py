@@ -11,7 +11,7 @@ BROWSER = shutil.which("chromium")
 NEEDS_BROWSER = pytest.mark.skipif(not BROWSER, reason="needs a browser: apt-get install chromium")
 PAGE = ROOT / "diffs" / "index.html"
 QUIET = ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-SIZES = {"phone": (390, 844), "laptop": (1280, 800), "wide": (1600, 1000)}
+SIZES = {"phone": (390, 844), "tablet": (980, 800), "laptop": (1280, 800), "wide": (1600, 1000)}
 
 
 @pytest.fixture(scope="module")

@@ -1,17 +1,21 @@
-"""The generated files match the scripts and the notes, and the walk-through is correct."""
+"""The generated files match their sources, the diffs are patches, the walk leads to its hunks."""
 
-import json
 import re
 import shutil
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 
+import hunks
+import nbformat
+import patches
 import pytest
 from generating import generate
 from support.scripts import NEEDS_PATCH, ROOT, SCRIPTS, edit
 
 STEPS = list(pairwise(SCRIPTS))
+DIFFS = ROOT / "diffs"
 TERMS = [  # in the order in which the notes define them
     "rank",
     "world size",
@@ -22,18 +26,17 @@ TERMS = [  # in the order in which the notes define them
     "rendezvous",
 ]
 ANCHORS = {  # how each page's viewers turn a heading into an anchor: GitHub, Jupyter
-    "README.md": lambda title: re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-"),
+    "README.md": hunks.anchor,
     "walkthrough.ipynb": lambda title: title.replace(" ", "-"),
 }
 
 
 def markdown(name):
     """Return the text of a page of the walk-through, without the notebook's code."""
-    text = (ROOT / "diffs" / name).read_text(encoding="utf-8")
     if name.endswith(".md"):
-        return text
-    cells = json.loads(text)["cells"]
-    return "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+        return (DIFFS / name).read_text(encoding="utf-8")
+    cells = nbformat.read(DIFFS / name, 4).cells
+    return "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
 
 
 # ---------------------------------------------------------------- nothing generated is stale
@@ -45,64 +48,41 @@ def test_nothing_is_stale():
 
 
 def test_without_its_packages_it_says_what_to_install():
-    start = [sys.executable, "-S", ROOT / "diffs" / "generate.py", "--check"]  # no site-packages
+    start = [sys.executable, "-S", DIFFS / "generate.py", "--check"]  # no site-packages
     result = subprocess.run(start, capture_output=True, text=True, check=False)
+    said = r"generate.py: No module named '\w+': pip install -r diffs/requirements.txt\n"
     assert result.returncode == 1
-    said = r"generate.py: No module named '\w+': pip install -r requirements-dev.txt\n"
     assert re.fullmatch(said, result.stderr)
 
 
 @pytest.mark.slow
-def test_what_is_stale_is_named_and_rewritten(copy):
-    script, diff = copy / SCRIPTS[1].name, copy / "diffs" / "01_to_02.diff"
-    edit(script, "as process number", "as member number")
-    diff.unlink()
-    result = generate(copy, "--check")
-    assert result.returncode == 1
-    assert result.stdout.splitlines() == [
-        "stale: diffs/01_to_02.diff",
-        "stale: diffs/02_to_03.diff",
-        "stale: diffs/README.md",
-        "stale: diffs/index.html",
-        "stale: diffs/walkthrough.ipynb",
-    ]
-    assert not diff.exists()
-    assert generate(copy).returncode == 0
-    for name in ("01_to_02.diff", "README.md", "index.html", "walkthrough.ipynb"):
-        assert "as member number" in (copy / "diffs" / name).read_text(encoding="utf-8"), name
-    assert generate(copy, "--check").returncode == 0
-
-
-@pytest.mark.slow
-def test_a_word_changed_by_hand_is_stale(copy):
-    for name in ("README.md", "index.html", "walkthrough.ipynb"):
-        edit(copy / "diffs" / name, "copies rank 0's weights", "forgets rank 0's weights")
-    result = generate(copy, "--check")
-    assert result.returncode == 1
-    assert result.stdout.splitlines() == [
-        "stale: diffs/README.md",
-        "stale: diffs/index.html",
-        "stale: diffs/walkthrough.ipynb",
-    ]
-
-
-@pytest.mark.slow
-def test_the_notes_outlive_unrelated_edits(copy):
+def test_what_is_stale_is_named_and_rewritten_and_the_rest_is_kept(copy):
+    """Notes and patches follow their lines; cells that did not change keep their outputs."""
     for path in copy.glob("0[1-9]_*.py"):
         edit(path, "\n\ndef parse_args(", "\n\n# The command line:\n\n\ndef parse_args(")
+    edit(copy / "diffs" / "README.md", "copies rank 0's weights", "forgets rank 0's weights")
+    (copy / "diffs" / "01_to_02.diff").unlink()
+    before = nbformat.read(copy / "diffs" / "walkthrough.ipynb", 4)
+    result = generate(copy, "--check")
+    assert result.returncode == 1
+    stale = result.stdout.replace("stale: ", "").split()
+    for name in ("01_to_02.diff", "README.md", "index.html", "walkthrough.ipynb"):
+        assert f"diffs/{name}" in stale
+    assert not (copy / "diffs" / "01_to_02.diff").exists()
     assert generate(copy).returncode == 0
+    assert generate(copy, "--check").returncode == 0
+    assert "copies rank 0's weights" in (copy / "diffs" / "README.md").read_text("utf-8")
+    moved = [copy / name for name in stale if name.startswith(("recipes/", "pitfalls/"))]
+    assert moved
+    for page in moved:
+        assert "# The command line:" in patches.read(copy, page).result, page
+    after = nbformat.read(copy / "diffs" / "walkthrough.ipynb", 4)
+    runs = [[c for c in book.cells if c.id.startswith("run-")] for book in (before, after)]
+    assert runs[0] == runs[1]
 
 
 def without_a_note(text):
     return re.sub(r"### Print on rank 0 only\n.*?(?=### )", "", text, flags=re.DOTALL)
-
-
-def without_a_lesson(text):
-    return re.sub(r"\*\*In \w+ lines\*\*\n\n", "", text, count=1)
-
-
-def with_a_wrong_count(text):
-    return re.sub(r"\*\*In \w+ lines\*\*", "**In nine lines**", text, count=1)
 
 
 @pytest.mark.parametrize(
@@ -110,52 +90,99 @@ def with_a_wrong_count(text):
     [
         (without_a_note, "of 01 → 02: -    print(message"),
         (lambda text: text.replace("+import signal", "+import gone"), 'the line of "What the new'),
-        (lambda text: text.replace("+import signal", "+"), "hunks of 03 → 04"),
         (lambda text: text.replace("## 04 → 05:", "## 04 → 06:"), 'there is no diff "04 → 06"'),
-        (lambda text: text.replace("`test_help[03]`", "-"), "A launcher instead"),
-        (lambda text: text.replace("Read more: [device", "[device"), "One process per GPU"),
         (
-            lambda text: text.replace("### Wrap the model", "### One process per GPU"),
-            "two notes share",
+            lambda text: text.replace("`test_help_names_the_same_arguments_in_all_steps[03]`", "-"),
+            "A launcher instead",
         ),
+        (lambda text: text.replace("### Wrap the model", "### One process per GPU"), "two notes"),
         (
             lambda text: text.replace("`self.model = DDP(", "`self.model = FSDP("),
             "`self.model = FSDP(model)` is in no hunk of 01 → 02",
         ),
-        (lambda text: text.replace("`self.model = DDP(model)`", "`if dist.`"), "`if dist.` is in"),
-        (without_a_lesson, "01 → 02 does not begin with **In five lines**"),
-        (with_a_wrong_count, '01 → 02 says "In nine lines" and lists'),
+        (lambda text: text.replace("**In six lines**", "", 1), "01 → 02 does not begin with"),
+        (lambda text: text.replace("**In six", "**In nine", 1), '01 → 02 says "In nine lines"'),
     ],
 )
-def test_errors_in_the_notes_are_reported_in_one_line(copy, change, said):
-    path = copy / "diffs" / "notes.md"
-    text = path.read_text(encoding="utf-8")
-    path.write_text(change(text), encoding="utf-8")
-    assert path.read_text(encoding="utf-8") != text
-    result = generate(copy)
-    assert (result.returncode, result.stdout) == (1, "")
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("generate.py: notes.md: ")
-    assert said in line
+def test_errors_in_the_notes_are_reported_in_one_line(tmp_path, change, said):
+    for path in SCRIPTS:
+        shutil.copy(path, tmp_path)
+    (tmp_path / "diffs").mkdir()
+    text = (DIFFS / "notes.md").read_text(encoding="utf-8")
+    (tmp_path / "diffs" / "notes.md").write_text(change(text), encoding="utf-8")
+    with pytest.raises(hunks.Problem, match=f"notes.md: .*{re.escape(said)}") as problem:
+        hunks.explained(tmp_path)
+    assert "\n" not in str(problem.value)
+
+
+# ---------------------------------------------------------------- the diffs are patches
 
 
 @NEEDS_PATCH
-@pytest.mark.parametrize(("old", "new"), STEPS, ids=lambda path: path.name[:2])
-def test_patch_turns_each_step_into_the_next(copy, old, new):
-    diff = copy / "diffs" / f"{old.name[:2]}_to_{new.name[:2]}.diff"
-    with diff.open("rb") as file:
-        subprocess.run(["patch", old.name], cwd=copy, stdin=file, check=True, capture_output=True)
-    assert (copy / old.name).read_bytes() == new.read_bytes()
-
-
-@pytest.mark.skipif(not shutil.which("git"), reason="needs git: apt-get install git")
-@pytest.mark.parametrize(("old", "new"), STEPS, ids=lambda path: path.name[:2])
-def test_git_apply_does_too(copy, old, new):
+def test_patch_and_git_apply_turn_each_step_into_the_next(tmp_path):
     """git looks for the new name, so the old step is copied there."""
-    shutil.copy(old, copy / new.name)
-    diff = copy / "diffs" / f"{old.name[:2]}_to_{new.name[:2]}.diff"
-    subprocess.run(["git", "apply", "-p0", diff], cwd=copy, check=True, capture_output=True)
-    assert (copy / new.name).read_bytes() == new.read_bytes()
+    for old, new in STEPS:
+        diff = DIFFS / f"{old.name[:2]}_to_{new.name[:2]}.diff"
+        for name, start in {
+            old.name: ["patch", old.name, diff],
+            new.name: ["git", "apply", "-p0", diff],
+        }.items():
+            if shutil.which(start[0]):
+                shutil.copy(old, tmp_path / name)
+                subprocess.run(start, cwd=tmp_path, check=True, capture_output=True)
+                assert (tmp_path / name).read_bytes() == new.read_bytes(), start
+
+
+@NEEDS_PATCH
+def test_each_page_of_a_recipe_or_pitfall_is_a_patch(tmp_path):
+    """Its command writes the script that the page on the web shows; so does BusyBox's patch."""
+    for patch in [patch for kind in patches.KINDS for patch in patches.collect(ROOT, kind)]:
+        *_, command, start = patch.command.split(" &&\n")
+        *words, new, old, page = command.split()
+        assert (new, old, page) == (patch.new, patch.old, patch.path)
+        assert new in start.split()
+        commands = [[*words, tmp_path / new, ROOT / old, ROOT / page]]
+        if shutil.which("busybox"):  # which has no option -o
+            shutil.copy(ROOT / old, tmp_path / "copy")
+            commands.append(["busybox", "patch", "copy", ROOT / page])
+        for each in commands:
+            said = subprocess.run(each, cwd=tmp_path, check=True, capture_output=True, text=True)
+            assert not re.search("fuzz|offset", said.stdout), patch.path
+            written = tmp_path / ("copy" if "busybox" in each else new)
+            assert written.read_text(encoding="utf-8") == patch.result, (patch.path, each[0])
+
+
+def test_a_recipe_is_as_tidy_as_a_step(tmp_path):
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for patch in patches.collect(ROOT, "recipes"):
+        (tmp_path / Path(patch.new).name).write_text(patch.result, encoding="utf-8")
+    for words in (["check"], ["format", "--check"]):
+        start = [sys.executable, "-m", "ruff", *words, "--no-cache", tmp_path]
+        result = subprocess.run(start, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (".sampler.set_epoch(", ".set_epoch(", "no longer applies to 05_gather_eval.py: @@ -"),
+        ("Read more: ", "", "not in the form of the others"),
+        ("`test_pitfall[no_set_epoch]`", "test", "names no tests"),
+        ("--- 05_gather_eval.py", "--- 06.py", "there is no 06.py to patch"),
+        ("     def _run_epoch", "+\n" * 13 + "     def _run_epoch", "14 lines, 12 are allowed"),
+        ("patch -o no_set_epoch.py", "patch", "its command does not end with 'patch -o no_set"),
+    ],
+)
+def test_errors_in_a_patch_are_reported_in_one_line(tmp_path, old, new, said):
+    (tmp_path / "pitfalls").mkdir()
+    page = tmp_path / "pitfalls" / "no_set_epoch.md"
+    for path in (SCRIPTS[-1], ROOT / "pitfalls" / page.name):
+        shutil.copy(path, tmp_path / path.relative_to(ROOT))
+    edit(page, old, new)
+    with pytest.raises(hunks.Problem, match=r"^pitfalls/no_set_epoch\.md: ") as problem:
+        patches.read(tmp_path, page)
+    assert said in str(problem.value)
+    assert "\n" not in str(problem.value)
 
 
 # ---------------------------------------------------------------- the walk-through
@@ -172,36 +199,26 @@ def test_each_step_opens_with_lines_that_lead_to_their_hunks(name):
         assert 3 <= len(lesson) <= 6
         for code, anchor in lesson:
             assert re.search(rf"^\+ *{re.escape(code)}", diffs[anchor], re.MULTILINE), code
-
-
-@pytest.mark.parametrize("name", ANCHORS)
-def test_the_names_of_tests_are_folded_away(name):
-    text = markdown(name)
-    hunks = text.count("```diff\n")
-    text, folds = re.subn(r"<details>\n<summary>Tests.*?\n</details>", "", text, flags=re.DOTALL)
-    assert folds == hunks
-    assert "`test_" not in text
+        shown = re.sub(r"<details>\n<summary>Tests.*?\n</details>", "", step, flags=re.DOTALL)
+        assert "`test_" not in shown.partition("## The tests")[0]  # folded away
 
 
 def test_its_commands_show_the_diff():
-    text = (ROOT / "diffs" / "README.md").read_text(encoding="utf-8")
-    (commands,) = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    (commands,) = re.findall(r"```bash\n(.*?)```", markdown("README.md"), re.DOTALL)
     for command in commands.splitlines():
         program, *words = command.split()
-        assert {"02_multigpu_spawn.py", "03_multigpu_torchrun.py"} <= set(words)
+        assert {"02_multigpu_spawn.py", "03_multigpu_torchrun.py"} <= {*words}
         if program in ("diff", "git") and shutil.which(program):  # the others are editors
             result = subprocess.run([program, *words], cwd=ROOT, capture_output=True, check=False)
             assert (result.returncode, result.stderr) == (1, b"")
-            assert b"TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in result.stdout
-
-
-# ---------------------------------------------------------------- the notes
+            assert b"LOCAL_RANK" in result.stdout
 
 
 def test_each_term_is_defined_once_where_it_is_first_used():
-    text = (ROOT / "diffs" / "notes.md").read_text(encoding="utf-8")
+    text = (DIFFS / "notes.md").read_text(encoding="utf-8")
     text = re.sub(r"\*\*In \w+ lines\*\*", "", text[text.index("\n## ") :])
-    assert re.findall(r"\*\*(.+?)\*\*", text.replace("\n", " ")) == TERMS
+    bold = re.findall(r"\*\*(.+?)\*\*", text.replace("\n", " "))
+    assert [term for term in bold if "→" not in term] == TERMS
     text = re.sub(r"```.*?```|`[^`]+`|!?\[[^]]*\]\([^)]*\)", "", text, flags=re.DOTALL)
     for term in TERMS:
         before, _, _ = " ".join(text.split()).partition(f"**{term}**")

@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.backbone, self.head = nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+        self.backbone = nn.Linear(4, 4)
+        self.head = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
 
     def forward(self, x):
         return self.head(self.backbone(x))

@@ -1,0 +1,91 @@
+"""What the pages in Markdown name exists, and the README shows what its commands print."""
+
+import re
+import shutil
+
+import hunks
+import pytest
+from support.jobs import finished
+from support.results import shape
+from support.scripts import ON_PATH, ROOT, SCRIPT, SCRIPTS
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+ROOMS = ("lookup", "recipes", "pitfalls")
+PAGES = {ROOT / "README.md", *ROOT.glob("[!.]*/README.md"), *ROOT.glob("slurm/*/README.md")}
+PAGES = sorted(PAGES | {path for room in ROOMS for path in ROOT.glob(f"{room}/*.md")})
+TEXTS = {path: path.read_text(encoding="utf-8") for path in PAGES}
+SHOWN = re.findall(r"^```console\n\$ (.+)\n((?:.*\n)*?)```$", README, re.MULTILINE)
+
+
+def anchors(path):
+    """Return what a link to this page may name after its #."""
+    text = TEXTS.get(path) or path.read_text(encoding="utf-8")
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {*map(hunks.anchor, titles), *re.findall(r'id="([^"]+)"', text)}
+
+
+def test_links_lead_somewhere():
+    broken = []
+    for page, text in TEXTS.items():
+        for target in re.findall(r"\]\((?!https?:|mailto:)([^)\s]+)\)", text):
+            name, _, anchor = target.partition("#")
+            path = (page.parent / name).resolve() if name else page
+            if not path.exists() or (anchor and anchor not in anchors(path)):
+                broken.append(f"{page.relative_to(ROOT)}: {target}")
+    assert not broken, "\n".join(broken)
+
+
+def test_the_tests_that_pages_name_exist():
+    """A name stands between backticks, perhaps with the parameters of one case behind it."""
+    files = [path for path in ROOT.glob("**/tests/**/test_*.py") if ".venv" not in path.parts]
+    files += ROOT.glob("tests/test_*.py")
+    names = {path.stem for path in files}
+    for path in files:
+        names |= {*re.findall(r"def (test_\w+)\(", path.read_text(encoding="utf-8"))}
+    named = [
+        (str(page.relative_to(ROOT)), name)
+        for page, text in TEXTS.items()
+        for name in re.findall(r"`(test_\w+)[`\[]", text)
+    ]
+    missing = [f"{page}: {name}" for page, name in named if name not in names]
+    assert not missing, "\n".join(missing)
+
+
+def test_what_starts_two_ranks_says_what_to_type_with_one_gpu():
+    """What `srun` starts is left out: there, Slurm gives each rank a GPU."""
+    start = re.compile(r"^(?!.*srun).*torchrun .*--nproc-per-node=2 .*\.py", re.MULTILINE)
+    silent = [
+        str(page.relative_to(ROOT))
+        for page, text in TEXTS.items()
+        if start.search(text) and "CUDA_VISIBLE_DEVICES=" not in text
+    ]
+    assert not silent, "\n".join(silent)
+
+
+def test_the_lines_that_ddp_takes_are_those_of_the_scripts():
+    (shown,) = re.findall(r"^```diff\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    texts = {"-": SCRIPT["01"].read_text("utf-8"), "+": SCRIPT["03"].read_text("utf-8")}
+    for line in shown.splitlines():
+        assert line[0] == " " or f"{line[1:]}\n" in texts[line[0]], line
+    assert {line[0] for line in shown.splitlines()} == {" ", *texts}
+
+
+@pytest.mark.weekly("trains each step once more, with the README's own commands")
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name[:2])
+def test_the_command_prints_what_is_shown(tmp_path, path):
+    """A line of three dots stands for any number of lines."""
+    for each in SCRIPTS:
+        shutil.copy(each, tmp_path)
+    shown = [(command, output) for command, output in SHOWN if path.name in command]
+    assert shown
+    for command, output in shown:
+        job = finished(["bash", "-c", command], tmp_path, ON_PATH)
+        lines = ["(.*\n)*" if line == "..." else f"{re.escape(line)}\n" for line in shape(output)]
+        assert re.fullmatch("".join(lines), "\n".join([*shape(job.stdout), ""])), job
+        wanted = results(output)
+        assert results(job.stdout)[-len(wanted) :] == pytest.approx(wanted, rel=0.03)  # CPUs differ
+
+
+def results(text):
+    """Return the losses and the accuracy in an output, as numbers."""
+    return [float(number) for number in re.findall(r"(?:loss|accuracy) ([\d.]+)", text)]
