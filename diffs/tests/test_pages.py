@@ -7,14 +7,13 @@ import hunks
 import pytest
 from support.jobs import finished
 from support.results import shape
-from support.scripts import ON_PATH, ROOT, SCRIPT, SCRIPTS
+from support.scripts import ON_PATH, ROOT, SCRIPTS
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ROOMS = ("lookup", "recipes", "pitfalls")
 PAGES = {ROOT / "README.md", *ROOT.glob("[!.]*/README.md"), *ROOT.glob("slurm/*/README.md")}
 PAGES = sorted(PAGES | {path for room in ROOMS for path in ROOT.glob(f"{room}/*.md")})
 TEXTS = {path: path.read_text(encoding="utf-8") for path in PAGES}
-SHOWN = re.findall(r"^```console\n\$ (.+)\n((?:.*\n)*?)```$", README, re.MULTILINE)
 
 
 def anchors(path):
@@ -62,23 +61,15 @@ def test_what_starts_two_ranks_says_what_to_type_with_one_gpu():
     assert not silent, "\n".join(silent)
 
 
-def test_the_lines_that_ddp_takes_are_those_of_the_scripts():
-    (shown,) = re.findall(r"^```diff\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    texts = {"-": SCRIPT["01"].read_text("utf-8"), "+": SCRIPT["03"].read_text("utf-8")}
-    for line in shown.splitlines():
-        assert line[0] == " " or f"{line[1:]}\n" in texts[line[0]], line
-    assert {line[0] for line in shown.splitlines()} == {" ", *texts}
-
-
-@pytest.mark.weekly("trains each step once more, with the README's own commands")
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name[:2])
-def test_the_command_prints_what_is_shown(tmp_path, path):
+@pytest.mark.weekly("trains for minutes what tests/ trains anyway, with the README's own words")
+def test_the_commands_print_what_is_shown(tmp_path):
     """A line of three dots stands for any number of lines."""
-    for each in SCRIPTS:
-        shutil.copy(each, tmp_path)
-    shown = [(command, output) for command, output in SHOWN if path.name in command]
-    assert shown
-    for command, output in shown:
+    for path in SCRIPTS:
+        shutil.copy(path, tmp_path)
+    blocks = re.findall(r"^```console\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    assert blocks
+    for shown in [shown for block in blocks for shown in block.split("$ ")[1:]]:
+        command, _, output = shown.partition("\n")
         job = finished(["bash", "-c", command], tmp_path, ON_PATH)
         lines = ["(.*\n)*" if line == "..." else f"{re.escape(line)}\n" for line in shape(output)]
         assert re.fullmatch("".join(lines), "\n".join([*shape(job.stdout), ""])), job
