@@ -36,11 +36,6 @@ class Hunk:
         return [line for line in self.lines if line[0] in "+-"]
 
     @property
-    def old_count(self):
-        """How many lines of the old file it spans, changed or not."""
-        return sum(line[0] != "+" for line in self.lines)
-
-    @property
     def new_count(self):
         return sum(line[0] != "-" for line in self.lines)
 

@@ -2,7 +2,7 @@
 
 import re
 from difflib import SequenceMatcher
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby, pairwise, takewhile
 from pathlib import Path
 
 from holds import pictures
@@ -70,40 +70,29 @@ def highlight(lines):
     return result[: len(lines)]
 
 
-def paint(pieces, marks=()):
-    """Return a line as HTML, with these ranges of characters marked as changed."""
-    html, start = [], 0
+def paint(pieces, marked=(0, 0)):
+    """Return a line as HTML, with this range of characters marked as changed."""
+    html, done = [], 0
     for css, text in pieces:
-        for part, marked in split(text, start, marks):
+        edges = {min(max(edge - done, 0), len(text)) for edge in marked}
+        for a, b in pairwise(sorted({0, len(text), *edges})):
+            part = text[a:b]
             shown = Markup("<b class={}>{}</b>").format(css, part) if css else escape(part)
-            html.append(Markup("<mark>{}</mark>").format(shown) if marked else shown)
-        start += len(text)
+            inside = marked[0] <= done + a < marked[1]
+            html.append(Markup("<mark>{}</mark>").format(shown) if inside else shown)
+        done += len(text)
     return Markup().join(html).replace(Markup("</mark><mark>"), Markup())
 
 
-def split(text, start, marks):
-    """Cut a piece, which starts at this character of its line, at the edges of the marks."""
-    ends = {edge - start for mark in marks for edge in mark if 0 < edge - start < len(text)}
-    edges = [0, *sorted(ends), len(text)]
-    for a, b in pairwise(edges):
-        yield text[a:b], any(i <= start + a and start + b <= j for i, j in marks)
+def differing(old, new):
+    """Return the range of characters between what two lines begin and end with: [old, new]."""
+    start = alike_from_the_start(old, new)
+    end = alike_from_the_start(old[start:][::-1], new[start:][::-1])
+    return [(start, len(old) - end), (start, len(new) - end)]
 
 
-def changed_words(old, new):
-    """Return the ranges of characters that differ: (in the old line, in the new line)."""
-    old_words, new_words = (re.findall(r"\w+|\s+|[^\w\s]", line) for line in (old, new))
-    matcher = SequenceMatcher(None, old_words, new_words, autojunk=False)
-    changes = [change[1:] for change in matcher.get_opcodes() if change[0] != "equal"]
-    return (
-        ranges(old_words, [(i1, i2) for i1, i2, _, _ in changes]),
-        ranges(new_words, [(j1, j2) for _, _, j1, j2 in changes]),
-    )
-
-
-def ranges(words, stretches):
-    """Return the ranges of characters of these stretches of words, but for blank ones."""
-    ends = [0, *accumulate(map(len, words))]
-    return [(ends[a], ends[b]) for a, b in stretches if "".join(words[a:b]).strip()]
+def alike_from_the_start(one, other):
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other)))
 
 
 # ---------------------------------------------------------------- stretches of lines
@@ -128,23 +117,24 @@ class Code:
         self.lines = diff.old_lines, diff.new_lines
         self.pieces = [highlight(lines) for lines in self.lines]
 
-    def line(self, tag, number, marks=()):
+    def line(self, tag, number, marked=(0, 0)):
         """Return a line of the old file, if the tag is "del", or of the new one."""
-        return Markup("<{0}>{1}</{0}>\n").format(
-            tag, paint(self.pieces[tag != "del"][number], marks)
-        )
+        pieces = self.pieces[tag != "del"][number]
+        return Markup("<{0}>{1}</{0}>\n").format(tag, paint(pieces, marked))
 
     def same(self, new, count):
         return Markup().join(self.line("span", new + n) for n in range(count))
 
     def changed(self, old, gone, new, come):
-        """Return lines that go, and those that come in their place, with changed words marked."""
+        """Return lines that go, and those that come in their place, with what differs marked."""
         both = self.lines[0][old : old + gone], self.lines[1][new : new + come]
-        words = {(i, j): changed_words(both[0][i], both[1][j]) for i, j in alike(*both)}
-        before = {i: marks for (i, _), (marks, _) in words.items()}
-        after = {j: marks for (_, j), (_, marks) in words.items()}
-        html = [self.line("del", old + n, before.get(n, ())) for n in range(gone)]
-        html += [self.line("ins", new + n, after.get(n, ())) for n in range(come)]
+        marks = [{}, {}]
+        for places in alike(*both):
+            ranges = differing(both[0][places[0]], both[1][places[1]])
+            for side, place, marked in zip(marks, places, ranges):
+                side[place] = marked
+        html = [self.line("del", old + n, marks[0].get(n, (0, 0))) for n in range(gone)]
+        html += [self.line("ins", new + n, marks[1].get(n, (0, 0))) for n in range(come)]
         return Markup().join(html)
 
     def hunk(self, hunk):
