@@ -165,11 +165,11 @@ def measured(args):
 # ---------------------------------------------------------------- showing
 
 
-def report(rows):
+def report(record):
     """Return a Markdown table of the mean milliseconds of each rank."""
     names = [*PARTS, "other", "all-reduce", "hidden"]
     lines = [("ms per step", *names, "step")]
-    for rank, row in enumerate(rows):
+    for rank, row in enumerate(record["milliseconds_by_rank"]):
         total = sum(row[name] for name in [*PARTS, "other"])
         lines.append((f"rank {rank}", *(f"{row[name]:.1f}" for name in names), f"{total:.1f}"))
     return table(*lines)
@@ -222,8 +222,7 @@ def main():
         found |= {"measured": measured(args), "load_average": BUSY}
     if rank == 0:
         rows, ranks = [means(steps) for steps in by_rank], fastest_step(by_rank)
-        print(report(rows))
-        write(name, args, **found, milliseconds_by_rank=rows, ranks=ranks)
+        write(name, args, report, **found, milliseconds_by_rank=rows, ranks=ranks)
         draw(ranks, f"{name}.svg")
     dist.barrier()
     del trainer  # and DDP, before the group that it uses

@@ -1,4 +1,4 @@
-"""Measure communication: all_reduce by message size, and ways to collect results.
+"""Measure communication by message size: all_reduce, and ways to collect results.
 
     torchrun --standalone --nproc-per-node=4 benchmarks/communication.py
 
@@ -9,15 +9,13 @@ this machine's latency and time per byte to them.
 import os
 import statistics
 import time
-from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from shared import needs_torchrun, parser_of, positive_int, table, write
 
-MESSAGES = [4**n for n in range(1, 13)]  # bytes, 4 B to 16 MiB
-PAYLOADS = [4**n for n in range(2, 11)]  # bytes per rank, 16 B to 1 MiB
+SIZES = [4**n for n in range(1, 13)]  # bytes per rank, 4 B to 16 MiB
+LARGEST_OBJECT = 2**20
 
 
 def seconds(function, repeats):
@@ -33,34 +31,32 @@ def seconds(function, repeats):
     return statistics.median(found[1:])  # the first call also connects the ranks
 
 
-def gathering(payload):
-    """Return the ways to collect a payload of so many bytes from each rank: {name: a function}.
+def ways(size):
+    """Return the ways to collect so many bytes from each rank: {name: a function}.
 
     all_reduce gives every rank the sum, all_gather and all_gather_object give every rank all
-    payloads, gather_object gives them to rank 0 only.
+    messages, gather_object gives them to rank 0 only.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    mine = torch.zeros(payload // 4, device="cuda" if torch.cuda.is_available() else "cpu")
-    everything = [torch.empty_like(mine) for _ in range(world_size)]
-    object_, objects = mine.tolist(), [None] * world_size
-    return {
-        "all_reduce": lambda: dist.all_reduce(mine),
-        "all_gather": lambda: dist.all_gather(everything, mine),
-        "all_gather_object": lambda: dist.all_gather_object(objects, object_),
-        "gather_object": lambda: dist.gather_object(object_, objects if rank == 0 else None),
-    }
+    mine = torch.zeros(size // 4, device="cuda" if torch.cuda.is_available() else "cpu")
+    found = {"all_reduce": lambda: dist.all_reduce(mine)}
+    if size <= LARGEST_OBJECT:
+        everything = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        object_, objects = mine.tolist(), [None] * dist.get_world_size()
+        on_rank_0 = objects if dist.get_rank() == 0 else None
+        found["all_gather"] = lambda: dist.all_gather(everything, mine)
+        found["all_gather_object"] = lambda: dist.all_gather_object(objects, object_)
+        found["gather_object"] = lambda: dist.gather_object(object_, on_rank_0)
+    return found
 
 
-def tables(reduced, gathered, ranks):
-    """Return both results as Markdown; a ring sends 2 (n - 1) / n times the message."""
-    rows = [("bytes", "all_reduce, ms", "bus bandwidth, GB/s")]
-    for size, time_ in reduced.items():
-        speed = 2 * (ranks - 1) / ranks * size / time_ / 1e9
-        rows.append((f"{size:,}", f"{time_ * 1e3:.3f}", f"{speed:.3f}"))
-    collected = [("bytes per rank", *(f"{way}, ms" for way in gathering(4)))]
-    for size, times in gathered.items():
-        collected.append((f"{size:,}", *(f"{time_ * 1e3:.3f}" for time_ in times.values())))
-    return f"{table(*rows)}\n\n{table(*collected)}"
+def report(record):
+    """Return the milliseconds as a Markdown table."""
+    names = list(next(iter(record["seconds"].values())))
+    rows = [
+        (f"{int(size):,}", *(f"{times[name] * 1e3:.2f}" if name in times else "" for name in names))
+        for size, times in record["seconds"].items()
+    ]
+    return table((f"bytes of each of {record['world_size']} ranks", *names), *rows)
 
 
 def parse_args():
@@ -74,30 +70,17 @@ def parse_args():
 
 def main():
     args = parse_args()
-    cuda = torch.cuda.is_available()
-    if cuda:
+    if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=5))
-    ranks = dist.get_world_size()
-    dist.barrier()
-    start = time.perf_counter()
-    dist.barrier(dist.new_group())
-    connecting = time.perf_counter() - start
-    messages = {size: torch.zeros(size // 4) for size in MESSAGES if size <= args.largest}
-    reduced = {
-        size: seconds(partial(dist.all_reduce, message.cuda() if cuda else message), args.repeats)
-        for size, message in messages.items()
-    }
-    gathered = {
-        size: {name: seconds(way, args.repeats) for name, way in gathering(size).items()}
-        for size in PAYLOADS
+    dist.init_process_group()
+    found = {
+        size: {name: seconds(way, args.repeats) for name, way in ways(size).items()}
+        for size in SIZES
         if size <= args.largest
     }
     if dist.get_rank() == 0:
-        print(tables(reduced, gathered, ranks))
-        found = {"all_reduce_seconds": reduced, "gather_seconds": gathered}
-        found |= {"connecting_seconds": connecting, "backend": dist.get_backend()}
-        write(f"communication-{ranks}", args, world_size=ranks, **found)
+        ranks = dist.get_world_size()
+        write(f"communication-{ranks}", args, report, world_size=ranks, seconds=found)
     dist.barrier()
     dist.destroy_process_group()
 

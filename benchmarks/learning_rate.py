@@ -53,9 +53,9 @@ def summary(runs):
     return [{"rule": r, "processes": n, **middle(own)} for (r, n), own in found.items()]
 
 
-def summary_table(rows):
-    """Return the rows as a Markdown table, with a column for each rule."""
-    cells = {(row["processes"], row["rule"]): cell(row, ".1%") for row in rows}
+def report(record):
+    """Return the summary as a Markdown table, with a column for each rule."""
+    cells = {(row["processes"], row["rule"]): cell(row, ".1%") for row in record["summary"]}
     sizes = dict.fromkeys(size for size, _ in cells)
     lines = [(size, size * BATCH, *(cells[size, rule] for rule in RULES)) for size in sizes]
     return table(("processes", "effective batch", *RULES), *lines)
@@ -81,9 +81,7 @@ def main():
             correct, total = result.result()
             run = {"rule": rule, "processes": size, "seed": seed}
             runs.append({**run, "correct": correct, "total": total})
-    rows = summary(runs)
-    write("learning_rate", args, summary=rows, runs=runs)
-    print(summary_table(rows))
+    write("learning_rate", args, report, summary=summary(runs), runs=runs)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ The speed of a machine drifts within seconds. So each round takes all pairs of v
 order and trains both of a pair, one right after the other, on a third of the samples. The result
 is the median of the ratios with their quartiles.
 
-Baselines show how much is left to gain: for one process, a bare loop over batches that are already
-in memory; for several ranks, copies of step 1 in the same processes, which never communicate.
+With two ranks, steps 2 and 5 are also compared with copies of step 1 in the same processes, which
+never communicate: the most that these cores can do.
 """
 
 import contextlib
@@ -66,15 +66,6 @@ BETWEEN_RANKS = {
         ("def load_datasets", f"{OWN}def load_datasets"),
     ],
 }
-ON_GPUS = {
-    "pageable memory, blocking copies": [
-        (LOADER, "pin_memory=False"),
-        ("source.to(self.device, non_blocking=True)", "source.to(self.device)"),
-        ("targets.to(self.device, non_blocking=True)", "targets.to(self.device)"),
-    ],
-    "item() in each step": [("loss.detach()", "loss.item()")],
-}
-
 # ---------------------------------------------------------------- what is timed
 
 
@@ -101,20 +92,6 @@ class Run:
         """Train on rank 0; the other ranks wait, and leave their cores to it."""
         return self.train() if dist.get_rank() == 0 else 0
 
-    def train_bare(self):
-        """Run the training steps alone; the first call fetches the batches."""
-        trainer = self.trainer
-        if not hasattr(self, "batches"):
-            self.batches = [[x.to(trainer.device) for x in pair] for pair in trainer.train_loader]
-        for source, targets in self.batches:
-            trainer.optimizer.zero_grad()
-            logits = trainer.model(source)
-            loss = torch.nn.functional.cross_entropy(logits, targets, label_smoothing=0.1)
-            loss.backward()
-            trainer.optimizer.step()
-        loss.item()
-        return sum(len(targets) for _, targets in self.batches)
-
     def save(self):
         """Save on rank 0. Return the samples of an epoch, to compare the time of both."""
         if RANKS and dist.get_rank() > 0:
@@ -129,42 +106,24 @@ class Run:
         return len(self.test_set) / self.sharing
 
 
-def baselines(words):
-    """Return {name: a function to time}, and pairs of names to compare: scripts and baselines."""
-    if not RANKS:
-        runs = {"01": Run("01", words).train, "bare loop": Run("01", words).train_bare}
-        return runs, [("01", "bare loop")]
-    runs = {
-        "01 with as many threads": Run("01", words, threads=RANKS).train_on_rank_0,
-        "copies of 01": Run("01", words).train,
-        "02": Run("02", words).train,
-        "04": Run("04", words).train,
-    }
-    return runs, [("02", "01 with as many threads"), ("02", "copies of 01"), ("04", "copies of 01")]
-
-
-def changed_lines(words):
-    """Return the same for the changed lines, and for saving and evaluating."""
+def planned(words):
+    """Return {name: a function to time}, and pairs of names to compare."""
     step = Run(STEP, words)
     runs, pairs = {STEP: step.train, "a save": step.save}, [("a save", STEP)]
     if RANKS:
         copies = Run("01", words)
-        runs |= {"evaluation by 05": step.evaluate, "evaluation by copies of 01": copies.evaluate}
+        runs |= {"copies of 01": copies.train, "evaluation by copies of 01": copies.evaluate}
+        runs["01 with as many threads"] = Run("01", words, threads=RANKS).train_on_rank_0
+        runs |= {"02": Run("02", words).train, "evaluation by 05": step.evaluate}
+        pairs += [("02", "01 with as many threads"), ("02", "copies of 01"), (STEP, "copies of 01")]
         pairs += [("evaluation by 05", "evaluation by copies of 01")]
-    variants = {name: Run(STEP, words, changes).train for name, changes in tried_here().items()}
-    variants["2 threads per process"] = Run(STEP, words, threads=2).train
-    pairs += [(name, STEP) for name in variants]
-    if RANKS:
-        pairs += [("no vote", STEP)] * 2  # the difference is small: measure it three times
-    return runs | variants, pairs
-
-
-def tried_here():
-    """Return the variants that this machine can run."""
-    tried = ANYWHERE | (BETWEEN_RANKS if RANKS else {})
-    tried |= ON_GPUS if torch.cuda.is_available() else {}
     compiler = shutil.which(os.environ.get("CXX", "g++"))  # torch.compile needs it
-    return {name: c for name, c in tried.items() if compiler or "torch.compile(" not in str(c)}
+    for name, changes in (ANYWHERE | (BETWEEN_RANKS if RANKS else {})).items():
+        if compiler or "torch.compile(" not in str(changes):
+            runs[name] = Run(STEP, words, changes).train
+            pairs.append((name, STEP))
+    runs["2 threads per process"] = Run(STEP, words, threads=2).train
+    return runs, [*pairs, ("2 threads per process", STEP)]
 
 
 # ---------------------------------------------------------------- measuring
@@ -202,12 +161,20 @@ def measure(runs, pairs, seconds):
             return found, ratios
 
 
+def report(record):
+    """Return the ratios as a Markdown table; a save as a share of an epoch."""
+    form = {"a save": ".1%"}
+    rows = [
+        (r["name"], r["against"], cell(r, form.get(r["name"], ".2f"))) for r in record["ratios"]
+    ]
+    return table(("samples/s of", "relative to", "ratio (quartiles)"), *rows)
+
+
 def parse_args():
     parser = parser_of(__doc__)
     parser.add_argument("--batch-size", type=positive_int, default=128, help="per process")
     parser.add_argument("--width", type=positive_int, default=32, help="of the model; 256 for GPUs")
     parser.add_argument("--seconds", type=positive_int, default=300, help="at least")
-    parser.add_argument("--baselines", action="store_true", help="leave out the changed lines")
     return parser.parse_args()
 
 
@@ -218,20 +185,14 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         words = [f"--batch-size={args.batch_size}", f"--width={args.width}"]
         words += [f"--checkpoint-path={folder}/checkpoint.pt"]
-        runs, pairs = baselines(words)
-        if not args.baselines:
-            more_runs, more_pairs = changed_lines(words)
-            runs, pairs = runs | more_runs, pairs + more_pairs
+        runs, pairs = planned(words)
         found, ratios = measure(runs, pairs, args.seconds)
     if not RANKS or dist.get_rank() == 0:
         # For a save, the ratio of times: the share of an epoch that it takes.
         ratios = {p: [1 / r if p[0] == "a save" else r for r in own] for p, own in ratios.items()}
         rows = [{"name": a, "against": b, **middle(own)} for (a, b), own in ratios.items()]
-        cells = [(row["name"], row["against"], cell(row, ".3f")) for row in rows]
-        print(table(("", "against", "ratio of speeds"), *cells))
-        count = RANKS or 1
-        name = f"lines-{count}-of-{args.batch_size}"
-        write(name, args, processes=count, ratios=rows, samples_per_second=found)
+        found = {"processes": RANKS or 1, "ratios": rows, "samples_per_second": found}
+        write(f"lines-{RANKS or 1}-of-{args.batch_size}", args, report, **found)
     if RANKS:
         dist.barrier()
         del runs  # and with them DDP, before the group that it uses

@@ -121,11 +121,11 @@ def summary(runs):
     return sorted(rows, key=lambda row: (row["kind"], row["world_size"]))
 
 
-def summary_table(rows):
-    """Return the rows as a Markdown table."""
+def report(record):
+    """Return the summary as a Markdown table."""
     ratios = {"speed_up": "speed-up", "efficiency": "efficiency", "of_copies": "of copies"}
     lines = [("scaling", "processes", "batch each", "samples/s", *ratios.values())]
-    for row in rows:
+    for row in record["summary"]:
         cells = (row["kind"], row["world_size"], row["batch"], f"{row['samples_per_second']:,.0f}")
         lines.append((*cells, *(cell(row[name]) if name in row else "" for name in ratios)))
     return table(*lines)
@@ -158,9 +158,7 @@ def main():
                 run["samples_per_second"] = measure(kinds, size, batch, args)
                 runs += [{"kind": kind, **run} for kind in kinds]
                 progress.update()
-    rows = summary(runs)
-    write("scaling", args, summary=rows, runs=runs)
-    print(summary_table(rows))
+    write("scaling", args, report, summary=summary(runs), runs=runs)
 
 
 if __name__ == "__main__":

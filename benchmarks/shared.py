@@ -35,13 +35,19 @@ def load(name, changes=()):
     else:
         words = ["patch", "--quiet", "--output=-", STEPS["05"], ROOT / "recipes" / f"{name}.md"]
         text = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
+    module = ModuleType(name)
+    text = replaced(text, changes, name)
+    exec(compile(text, STEPS.get(name, name), "exec"), module.__dict__)
+    return module
+
+
+def replaced(text, changes, name):
+    """Return a text with changes [(old, new)], of which each `old` is there once."""
     for old, new in changes:
         if text.count(old) != 1:
             raise SystemExit(f"{old!r} is {text.count(old)} times in {name}")
         text = text.replace(old, new)
-    module = ModuleType(name)
-    exec(compile(text, STEPS.get(name, name), "exec"), module.__dict__)
-    return module
+    return text
 
 
 def parsed(script, words):
@@ -123,10 +129,12 @@ def machine():
     }
 
 
-def write(name, args, **found):
-    """Write what was found, and what it depends on, to NAME.json in the current folder."""
+def write(name, args, report, **found):
+    """Write what was found, and what it depends on, to NAME.json here, and print a report of it."""
     record = {"written_by": WRITTEN_BY, "machine": machine(), "options": vars(args), **found}
-    Path(f"{name}.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+    text = json.dumps(record, indent=1)
+    Path(f"{name}.json").write_text(text, encoding="utf-8")
+    print(report(json.loads(text)))
 
 
 def middle(ratios):

@@ -7,6 +7,7 @@ cluster.
 
 import numpy as np
 from scipy.optimize import nnls
+from shared import table
 
 # ---------------------------------------------------------------- the network
 
@@ -26,18 +27,16 @@ def fit(records):
     The relative errors are minimized, so that small messages count as much as large ones, and
     neither result is negative (non-negative least squares, from SciPy).
     """
-    measured = [row for record in records for row in rows_of(record)]
+    measured = [
+        (record["world_size"], int(size), times["all_reduce"])
+        for record in records
+        for size, times in record["seconds"].items()
+    ]
     steps = np.array([[ring(n, size, 1, 0), ring(n, size, 0, 1)] for n, size, _ in measured])
     seconds = np.array([row[2] for row in measured])
     scale = np.linalg.norm(steps / seconds[:, None], axis=0)  # alpha and beta differ by orders
     found, _ = nnls(steps / seconds[:, None] / scale, np.ones(len(measured)))
     return tuple(found / scale)
-
-
-def rows_of(record):
-    """Return a record of communication.py as rows of (ranks, bytes, seconds)."""
-    times = record["all_reduce_seconds"].items()
-    return [(record["world_size"], int(size), seconds) for size, seconds in times]
 
 
 # ---------------------------------------------------------------- the step
@@ -137,3 +136,12 @@ def compared(record, network):
         forecast = end_of(forecasted(record, slower, **settings))
         found.append((name, forecast, row["milliseconds"]))
     return found
+
+
+def report(record, network):
+    """Return what compared() does as a Markdown table."""
+    rows = [
+        (name, f"{forecast:.0f} ms", f"{measured:.0f} ms", f"{forecast / measured - 1:+.0%}")
+        for name, forecast, measured in compared(record, network)
+    ]
+    return table((f"step of {record['world_size']} ranks", "forecast", "measured", "error"), *rows)
