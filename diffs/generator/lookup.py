@@ -24,6 +24,7 @@ GROUPS = (  # pages of messages, in the order of the index
 )
 ASKED = (  # pages whose sections the search finds
     "lookup/questions.md",
+    "lookup/data_and_models.md",
     "lookup/which.md",
     "lookup/frameworks.md",
     "without_slurm/README.md",
