@@ -6,19 +6,20 @@ import random
 import shutil
 import subprocess
 import sys
-import time
 from textwrap import indent
 
 import numpy as np
 import psutil
 import pytest
 import torch
+from running import IMPATIENT, LENGTH, ONE, TWO, printed, ran, refused, script
 from support import server
-from support.jobs import Job, finished, run
+from support.jobs import Job, run
 from support.positions import BATCH, stopped, told
-from support.results import accuracy, same_bits
-from support.scripts import SMALL, command, forked, on_screen, patched
+from support.results import resumed, same_bits
+from support.scripts import on_screen, page
 from torch.utils.data import DataLoader, Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 SLOW = pytest.mark.slow
 # The first pixel of each training image encodes its index, and each rank records its batches, one
@@ -35,24 +36,17 @@ SEEN = f"""\
 {BATCH}"""
 
 
-def seen(tmp_path, rank):
+def seen(folder, rank):
     """Return the batches of a rank: [epoch, indices, targets]."""
-    lines = (tmp_path / f"seen{rank}").read_text("utf-8").splitlines()
+    lines = (folder / f"seen{rank}").read_text("utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
 
-def interrupted_and_resumed(tmp_path, name, *changes, step=SEEN, args=("1", *SMALL), resumed=()):
+def interrupted_and_resumed(folder, name, *changes, step=SEEN, args=ONE, later=()):
     """Run a recipe that is told to stop in its first epoch; start it again; return the Result."""
-    tmp_path.mkdir()
     stop = told(0)[1].removesuffix(BATCH)
-    stopped(patched(tmp_path, name, *changes, (BATCH, stop + step)), *args)
-    again = forked(patched(tmp_path, name, *changes, *resumed, (BATCH, step)), *args)
-    return finished(again, tmp_path)
-
-
-def undisturbed(tmp_path, name, *changes, step=SEEN, args=("1", *SMALL)):
-    tmp_path.mkdir()
-    return finished(forked(patched(tmp_path, name, *changes, (BATCH, step)), *args), tmp_path)
+    stopped(script(folder, name, *changes, (BATCH, stop + step)), *args)
+    return ran(folder, name, *changes, *later, (BATCH, step), args=args)
 
 
 # ---------------------------------------------------------------- DataLoader workers
@@ -61,14 +55,13 @@ def undisturbed(tmp_path, name, *changes, step=SEEN, args=("1", *SMALL)):
 @SLOW
 def test_loader_workers(tmp_path):
     """Forked workers, spawned ones after a stop mid-epoch, or no workers: the noise is the same."""
-    name = "recipes/loader_workers"
     spawned = (
         "num_workers=2",
         'num_workers=1, multiprocessing_context="spawn", persistent_workers=True',
     )
-    none = ("num_workers=2", "num_workers=0")
-    job = interrupted_and_resumed(tmp_path / "a", name, step=BATCH, resumed=[spawned])
-    assert same_bits(job, undisturbed(tmp_path / "b", name, none, step=BATCH))
+    name, none = "loader_workers", ("num_workers=2", "num_workers=0")
+    job = interrupted_and_resumed(tmp_path / "a", name, *LENGTH, step=BATCH, later=[spawned])
+    assert same_bits(job, ran(tmp_path / "b", name, none))
 
 
 class Drawn(Dataset):
@@ -91,7 +84,8 @@ def test_workers_are_seeded_alike():
     assert [len(set(numbers)) for numbers in zip(*drawn[0])] == [4, 4, 4, 4]
 
 
-FAILS = """
+WORKERS = """
+import os
 import signal
 
 from torch.utils.data import DataLoader
@@ -99,7 +93,7 @@ from torch.utils.data import DataLoader
 
 class Data(list):
     def __getitem__(self, index):
-        raise RuntimeError("a file is broken")
+        {}
 
 
 def outlive_sigterm(worker_id):
@@ -111,20 +105,26 @@ for number in DataLoader(Data(range(100)), num_workers=2, worker_init_fn=outlive
 """
 
 
-SOON = ("signal.alarm(300)", "signal.alarm(3)")
-
-
 def test_a_failed_rank_waits_for_its_workers(tmp_path):
     """If it ends by itself, `outlive_sigterm` may ignore the signal for good."""
-    script = tmp_path / "fails.py"
-    script.write_text(FAILS, encoding="utf-8")
-    with Job([sys.executable, script], tmp_path) as job:
+    path = tmp_path / "fails.py"
+    path.write_text(WORKERS.format('raise RuntimeError("a file is broken")'), encoding="utf-8")
+    with Job([sys.executable, path], tmp_path) as job:
         job.wait_for(lambda: "RuntimeError: a file is broken" in job.stderr)
-        time.sleep(3)
-        assert job.process.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            job.process.wait(3)
         for worker in psutil.Process(job.process.pid).children():
             worker.kill()
         assert job.wait().returncode == 1
+
+
+@SLOW
+def test_bus_error(tmp_path):
+    """PyTorch 2.13 no longer causes it, so the test sends the signal; the message is PyTorch's."""
+    path = tmp_path / "dies.py"
+    path.write_text(WORKERS.format("os.kill(os.getpid(), signal.SIGBUS)"), encoding="utf-8")
+    job = run(server.command(path), tmp_path)
+    assert on_screen("recipes/loader_workers")[-1] in job.stderr, job
 
 
 def may_mount():
@@ -136,38 +136,53 @@ def may_mount():
 @SLOW
 @pytest.mark.skipif(not may_mount(), reason="mounts a small /dev/shm, as only root can")
 def test_shared_memory_is_full(tmp_path):
-    """It has 128 kB, and a batch takes 65. Forked ranks would not see the small one."""
-    start = command(patched(tmp_path, "recipes/loader_workers", SOON), "1", "--batch-size=256")
+    """It has 128 kB, and a sample takes 400. A forked process would not see the small one."""
+    path = tmp_path / "large.py"
+    text = WORKERS.format("return torch.zeros(100_000)").replace("signal.SIG_IGN", "signal.SIG_DFL")
+    path.write_text(f"import torch\n{text}", encoding="utf-8")
     small = 'mount -t tmpfs -o size=128k tmpfs /dev/shm && exec "$@"'
-    job = run(["unshare", "--mount", "sh", "-c", small, "sh", *start], tmp_path)
+    start = ["unshare", "--mount", "sh", "-c", small, "sh", sys.executable, path]
+    job = run(start, tmp_path)
     assert job.returncode == 1
     assert on_screen("recipes/loader_workers")[0] in job.stderr, job
 
 
-DIES = """
-import os
-import signal
-
-from torch.utils.data import DataLoader
-
-
-class Data(list):
-    def __getitem__(self, index):
-        os.kill(os.getpid(), signal.SIGBUS)
-
-
-for number in DataLoader(Data([1]), num_workers=1):
-    pass
-"""
-
-
 @SLOW
-def test_bus_error(tmp_path):
-    """PyTorch 2.13 no longer causes it, so the test sends the signal; the message is PyTorch's."""
-    script = tmp_path / "dies.py"
-    script.write_text(DIES, encoding="utf-8")
-    job = run(server.command(script), tmp_path)
-    assert on_screen("recipes/loader_workers")[-1] in job.stderr, job
+def test_stateful_loader(tmp_path, trained):
+    """A resumed run is bit-for-bit identical, but not without the states of the workers."""
+    name = "stateful_loader"
+    nothing_loaded = ("staticmethod(torch.set_rng_state)", "lambda *_: None")
+    samples = ("        speed = ", '        log(f"{samples:.0f} samples")\n        speed = ')
+    stopped(script(tmp_path / "told", name, told(0)), *ONE)
+    undisturbed = ran(tmp_path / "undisturbed", name)
+    for change, nprocs in ((), 2), ([nothing_loaded], 2), ([samples], 1):
+        folder = tmp_path / f"{nprocs}{len(change)}"
+        shutil.copytree(tmp_path / "told", folder)
+        job = ran(folder, name, *change, nprocs=nprocs)
+        assert resumed(job) == [0]
+        assert same_bits(job, undisturbed) == (not change)
+    # In another world the epoch starts again, with all of its samples.
+    assert printed(r"(\d+) samples", job) == ["12942"]
+
+    states = torch.load(tmp_path / "told" / "checkpoint.pt", weights_only=True)["LOADER_STATES"]
+    generators = [
+        worker["dataset_state"]
+        for state in states
+        for worker in state["_snapshot"]["_worker_snapshots"].values()
+    ]
+    assert len({tuple(generator.tolist()) for generator in generators}) == 4
+    assert [generator.nbytes for generator in generators] == [5056] * 4
+    files = [job.cwd / "checkpoint.pt" for job in (undisturbed, trained("05", *ONE))]
+    grown = files[0].stat().st_size - files[1].stat().st_size
+    assert f"{round(grown, -3) // 1000} kB" in page(f"recipes/{name}")
+
+
+def test_number_of_workers_must_stay():
+    two, one = (StatefulDataLoader(range(8), num_workers=count) for count in (2, 1))
+    next(iter(two))
+    one.load_state_dict(two.state_dict())
+    with pytest.raises(AssertionError):
+        iter(one)
 
 
 # ---------------------------------------------------------------- streams and samplers
@@ -179,16 +194,13 @@ def test_streaming(tmp_path):
 
     The undisturbed run has one DataLoader worker; the other stops with two and resumes with three.
     """
-    name, args = "recipes/streaming", ("2", *SMALL)
-    odd = (
-        "    stream = Stream(dataset, ",
-        "    dataset = torch.utils.data.Subset(dataset, range(12_941))\n"
-        "    stream = Stream(dataset, ",
-    )
+    line = "    stream = Stream(dataset, "
+    odd = (line, f"    dataset = torch.utils.data.Subset(dataset, range(12_941))\n{line}")
     alone, many = (("num_workers=2", f"num_workers={count}") for count in (1, 3))
     one, other = tmp_path / "one", tmp_path / "other"
-    job = interrupted_and_resumed(one, name, INDEXED, odd, args=args, resumed=[many])
-    assert same_bits(job, undisturbed(other, name, INDEXED, odd, alone, args=args))
+    job = interrupted_and_resumed(one, "streaming", INDEXED, odd, args=TWO, later=[many])
+    whole = ran(other, "streaming", INDEXED, odd, alone, (BATCH, SEEN), args=TWO)
+    assert same_bits(job, whole)
     ranks = [seen(one, rank) for rank in (0, 1)]
     assert ranks == [seen(other, rank) for rank in (0, 1)]
     orders = []
@@ -201,26 +213,19 @@ def test_streaming(tmp_path):
     assert orders[0] != orders[1]
 
 
-@pytest.mark.weekly
-def test_streaming_learns(tmp_path):
-    """As well as step 5, with three ranks; test_recipe_ends_well runs it with two."""
-    job = finished(forked(patched(tmp_path, "recipes/streaming"), nprocs=3), tmp_path)
-    assert accuracy(job)[0] >= 98
-
-
 @SLOW
 def test_weighted_sampler(tmp_path):
     """One sample in 90 is a zero, but one in ten of those that are drawn."""
-    name = "recipes/weighted_sampler"
     rare = (
-        "    return TensorDataset(shifted, labels[train].repeat(9)), ",
+        TRAINING_SET,
         "    digits = labels[train].repeat(9)\n"
         "    kept = (digits > 0) | (torch.arange(len(digits)) % 10 == 0)\n"
         "    return TensorDataset(shifted[kept], digits[kept]), ",
     )
-    one, other = tmp_path / "one", tmp_path / "other"
-    job = interrupted_and_resumed(one, name, INDEXED, rare, args=("2", *SMALL))
-    assert same_bits(job, undisturbed(other, name, INDEXED, rare, args=("2", *SMALL)))
+    one, other, changes = tmp_path / "one", tmp_path / "other", (INDEXED, rare, *LENGTH)
+    job = interrupted_and_resumed(one, "weighted_sampler", *changes, args=TWO)
+    whole = ran(other, "weighted_sampler", *changes, (BATCH, SEEN), args=TWO)
+    assert same_bits(job, whole)
     batches = [seen(one, rank) for rank in (0, 1)]
     assert batches == [seen(other, rank) for rank in (0, 1)]
     for epoch in (0, 1):
@@ -245,10 +250,8 @@ def test_prepare_once(tmp_path):
 
     Here, a node is a rank in its own folder.
     """
-    name, save = "recipes/prepare_once", "        torch.save((scans, labels)"
-    short = ("timedelta(minutes=5)", "timedelta(seconds=5)")
+    save, main = "        torch.save((scans, labels)", "@record"
     slow = f'        print("prepares", flush=True)\n        time.sleep({{}})\n{save}'
-    main = "@record"
     nodes = """\
 os.environ["LOCAL_RANK"] = "0"
 os.mkdir(os.environ["RANK"])
@@ -257,17 +260,14 @@ os.chdir(os.environ["RANK"])
 
 """
     one_of_them = (save, slow.format("8 * dist.get_rank()"))
-    path = patched(tmp_path, name, short, one_of_them, (main, nodes + main))
-    job = finished(forked(path, "1", *SMALL, f"--checkpoint-path={tmp_path}/both.pt"), tmp_path)
+    changes = IMPATIENT, one_of_them, (main, nodes + main)
+    args = (*ONE, f"--checkpoint-path={tmp_path}/both.pt")
+    job = ran(tmp_path, "prepare_once", *changes, args=args)
     assert job.stdout.count("prepares") == 2
     assert all((tmp_path / rank / "digits.pt").exists() for rank in "01")
     impatient = ("dist.barrier(patient)", "dist.barrier()")
-    path = patched(tmp_path, name, short, (save, slow.format(8)), impatient)
-    job = run(forked(path, "1", *SMALL), tmp_path)
-    assert job.returncode == 1
+    job = refused(tmp_path, "prepare_once", IMPATIENT, (save, slow.format(8)), impatient)
     assert job.stdout.count("prepares") == 1  # two ranks on one node
-    for text in on_screen(name):
-        assert text in job.stderr, job
 
 
 @SLOW
@@ -276,16 +276,13 @@ def test_uneven_inputs(tmp_path):
 
     In the steps that both take, their weights are the same, also in the second epoch.
     """
-    name, line = "recipes/uneven_inputs", "    sampler = UnevenSampler("
+    line = "    sampler = UnevenSampler("
     odd = "    dataset.tensors = [part[:12_929] for part in dataset.tensors]\n"
     total = "sum(part.double().sum().item() for part in self.model.parameters())"
     step = indent(SEEN.replace("targets.tolist()", total), "    ")
-    changes = (line, odd + line), (indent(BATCH, "    "), step)
-    one, other = tmp_path / "one", tmp_path / "other"
-    one.mkdir()
-    other.mkdir()
-    finished(forked(patched(one, name, INDEXED, *changes), "2", *SMALL), one)
-    batches = [seen(one, rank) for rank in (0, 1)]
+    changes = INDEXED, (line, odd + line), (indent(BATCH, "    "), step)
+    ran(tmp_path, "uneven_inputs", *changes, args=TWO)
+    batches = [seen(tmp_path, rank) for rank in (0, 1)]
     for epoch in (0, 1):
         mine = [[indices for number, indices, _ in part if number == epoch] for part in batches]
         assert [len(part) for part in mine] == [102, 101]
@@ -293,9 +290,5 @@ def test_uneven_inputs(tmp_path):
         assert dealt == list(range(12_929))
         totals = [[total for number, _, total in part if number == epoch] for part in batches]
         assert totals[0][:101] == totals[1]
-    short = ("timedelta(minutes=5)", "timedelta(seconds=5)")
     alone = ("with self.model.join():", "if True:"), ("dist.broadcast_object_list(state)", "pass")
-    job = run(forked(patched(other, name, INDEXED, *changes, short, *alone), "2", *SMALL), other)
-    assert job.returncode == 1
-    for text in on_screen(name):
-        assert text in job.stderr, job
+    refused(tmp_path / "alone", "uneven_inputs", *changes, IMPATIENT, *alone, args=TWO)

@@ -5,66 +5,30 @@ import shutil
 
 import pytest
 import torch
+from running import (
+    IMPATIENT,
+    ONE,
+    TRAIN,
+    difference,
+    printed,
+    ran,
+    refused,
+    said_at_the_end,
+    same,
+    saved,
+    script,
+    with_and_without_a_stop,
+)
 from support import server
 from support.jobs import finished, run
 from support.positions import AT_ONCE, BATCH, stopped, told, writes_nothing_again
-from support.results import accuracy, error_lines, losses, resumed, same_bits, weights
-from support.scripts import DOUBLE, SMALL, forked, on_screen, page, patched
+from support.results import accuracy, epochs, losses, resumed, said, same_bits, weights
+from support.scripts import DOUBLE, LONG, digest, forked, page
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-SLOW = pytest.mark.slow
-TRAIN = "    trainer.train("
-BARRIER = "    dist.barrier()"
-ONE = ("1", *SMALL)
+pytestmark = pytest.mark.slow
 UNEVEN = ("2", "--batch-size=179", "--width=4")  # 359 = 180 + 179: two batches, and one
 STOP = 10 * 179 * 2  # samples of epoch 2: at step 10 the ranks ask whether to stop
-
-# Rank 0 prints how many different sets of weights the ranks end with.
-COMPARED = (
-    BARRIER,
-    """    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, str([p.tolist() for p in trainer.model.parameters()]))
-    log(f"kinds of weights: {len(set(everyone))}")
-"""
-    + BARRIER,
-)
-
-
-def told_to_stop(folder, recipe, *changes):
-    """Run a recipe that is told to stop in epoch 2."""
-    folder.mkdir()
-    told_at = told(1, STOP - 179 * 2)
-    stopped(patched(folder, recipe, *changes, told_at), *UNEVEN, samples=STOP)
-    assert (folder / "checkpoint.pt.interrupted").exists()
-
-
-def started_again(folder, recipe, *changes, nprocs=2):
-    """Resume a recipe after epoch 1; return the Result."""
-    job = finished(forked(patched(folder, recipe, *changes), *UNEVEN, nprocs=nprocs), folder)
-    assert resumed(job) == [1]
-    assert not (folder / "checkpoint.pt.interrupted").exists()
-    return job
-
-
-def printed(pattern, job):
-    return re.findall(f"^{pattern}$", job.stdout, re.MULTILINE)
-
-
-def difference(a, b):
-    """Return the largest difference between the weights of two jobs."""
-    a, b = weights(a), weights(b)
-    assert a.keys() == b.keys()
-    return max((a[name] - b[name]).abs().max() for name in a)
-
-
-def same(a, b):
-    """Return whether two states, nested dicts of tensors, are bit-for-bit identical."""
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):  # optimizers return betas as either
-        return len(a) == len(b) and all(map(same, a, b))
-    return torch.equal(a, b) if torch.is_tensor(a) else a == b
-
 
 # ---------------------------------------------------------------- sharded models
 
@@ -93,13 +57,12 @@ HELD = (
 # Rank 0 saves the whole state that was loaded.
 LOADED = (
     TRAIN,
-    """    from torch.distributed.checkpoint import state_dict as states
+    f"""    from torch.distributed.checkpoint import state_dict as states
     whole = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
     loaded = states.get_state_dict(trainer.model, optimizer, options=whole)
     if dist.get_rank() == 0:
         torch.save(loaded, "loaded.pt")
-"""
-    + TRAIN,
+{TRAIN}""",
 )
 SAMPLES = ("        speed = ", '        log(f"{samples:.0f} samples")\n        speed = ')
 # No rank ever holds the whole model: each allocates its shards, then loads them.
@@ -113,19 +76,30 @@ META = (
 CHANNELS_LAST = ("(device)\n    for", "(device, memory_format=torch.channels_last)\n    for")
 
 
-def resumed_by_four(folder, recipe, *changes):
+def told_to_stop(folder, name, *changes):
+    """Run a recipe that is told to stop in epoch 2, and leaves no whole epoch behind."""
+    path = script(folder, name, *changes, told(1, STOP - 179 * 2))
+    stopped(path, *UNEVEN, samples=STOP)
+
+
+def resumed_by_four(folder, name, *changes):
     """Resume a recipe on four ranks; return the state that it has loaded."""
-    job = started_again(folder, recipe, *changes, LOADED, SAMPLES, nprocs=4)
+    job = ran(folder, name, *changes, LOADED, SAMPLES, args=UNEVEN, nprocs=4)
+    assert resumed(job) == [1]
     assert printed(r"(\d+) samples", job) == ["9364"]  # 12942 - 3580, and two of padding
     assert accuracy(job)[2] == 359
     return torch.load(folder / "loaded.pt", weights_only=True)
 
 
-@SLOW
-def test_fsdp2(trained_with, tmp_path):
+@pytest.fixture
+def ddp(trained_with):
+    """Step 5 in double precision."""
+    return trained_with("05", (*DOUBLE, HELD), UNEVEN)
+
+
+def test_fsdp2(ddp, tmp_path):
     """The same weights as DDP, half on each rank; saved, and resumed by two ranks and by four."""
-    ddp = trained_with("05", (*DOUBLE, HELD), UNEVEN)
-    job = finished(forked(patched(tmp_path, "recipes/fsdp2", *DOUBLE, HELD), *UNEVEN), tmp_path)
+    job = ran(tmp_path, "fsdp2", *DOUBLE, HELD, args=UNEVEN)
     assert difference(job, ddp) < 1e-9
     assert accuracy(job) == accuracy(ddp)
     held = 8 * 4 * PARAMETERS  # float64 parameters, gradients, and two optimizer states
@@ -135,21 +109,18 @@ def test_fsdp2(trained_with, tmp_path):
     calls = ["4 c10d::_reduce_scatter_base_", "8 c10d::_allgather_base_"]
     assert sorted(printed("called (.*)", job)) == calls
 
-    told_to_stop(tmp_path / "two", "recipes/fsdp2", *DOUBLE)
+    told_to_stop(tmp_path / "two", "fsdp2", *DOUBLE)
     shutil.copytree(tmp_path / "two", tmp_path / "four")
-    again = started_again(tmp_path / "two", "recipes/fsdp2", *DOUBLE)
+    again = ran(tmp_path / "two", "fsdp2", *DOUBLE, args=UNEVEN)
     assert same_bits(again, job)
-    saved = torch.load(tmp_path / "four" / "checkpoint.pt", weights_only=True)
-    loaded = resumed_by_four(tmp_path / "four", "recipes/fsdp2", *DOUBLE, *META)
-    assert same(loaded[0], saved["MODEL_STATE"])
-    assert same(loaded[1], saved["OPTIMIZER_STATE"])
+    checkpoint = torch.load(tmp_path / "four" / "checkpoint.pt", weights_only=True)
+    loaded = resumed_by_four(tmp_path / "four", "fsdp2", *DOUBLE, *META)
+    assert same(loaded[0], checkpoint["MODEL_STATE"])
+    assert same(loaded[1], checkpoint["OPTIMIZER_STATE"])
 
 
-@SLOW
 def test_fsdp2_wants_contiguous_parameters(tmp_path):
-    job = run(forked(patched(tmp_path, "recipes/fsdp2", CHANNELS_LAST), *ONE), tmp_path)
-    [symptom] = on_screen("recipes/fsdp2")
-    assert symptom in "".join(error_lines(job)), job
+    refused(tmp_path, "fsdp2", CHANNELS_LAST)
 
 
 def sharding():
@@ -165,41 +136,102 @@ def sharding():
             yield tuple("\n".join([*side, ""]) for side in sides)
 
 
+def last_folder(folder):
+    """Return the folder that the checkpoint in a job's folder names."""
+    return folder / torch.load(folder / "checkpoint.pt", weights_only=True)["FOLDER"]
+
+
 def converted(folder):
     """Return the whole state in a sharded checkpoint."""
-    name = torch.load(folder / "checkpoint.pt", weights_only=True)["FOLDER"]
-    dcp_to_torch_save(folder / name, folder / "converted.pt")
+    dcp_to_torch_save(last_folder(folder), folder / "converted.pt")
     return torch.load(folder / "converted.pt", weights_only=True)
 
 
-@SLOW
-def test_sharded_checkpoint(trained_with, tmp_path):
+def test_sharded_checkpoint(ddp, tmp_path):
     """Each rank writes a part; a crash during the save leaves the last checkpoint intact."""
-    recipe = "recipes/sharded_checkpoint"
     killed = """            if (self.epochs_run, dist.get_rank()) == (2, 1):
                 dcp.FileSystemWriter.write_data = lambda *_: signal.raise_signal(signal.SIGKILL)
 """
     kill = ("            dcp.save(", f"{killed}            dcp.save(")
-    run(forked(patched(tmp_path, recipe, *DOUBLE, kill), *UNEVEN), tmp_path)
+    run(forked(script(tmp_path, "sharded_checkpoint", *DOUBLE, kill), *UNEVEN), tmp_path)
     broken = tmp_path / "checkpoint.pt.2-0"
     assert broken.exists()
     assert not (broken / ".metadata").exists()
-    writes_nothing_again(patched(tmp_path, recipe, *DOUBLE, AT_ONCE), *UNEVEN)
-    started_again(tmp_path, recipe, *DOUBLE)
+    writes_nothing_again(script(tmp_path, "sharded_checkpoint", *DOUBLE, AT_ONCE), *UNEVEN)
+    assert resumed(ran(tmp_path, "sharded_checkpoint", *DOUBLE, args=UNEVEN)) == [1]
     assert {"__0_0.distcp", "__1_0.distcp"} <= {path.name for path in broken.iterdir()}
-    ddp = trained_with("05", (*DOUBLE, HELD), UNEVEN)
     assert same(converted(tmp_path)["model_state_dict"], weights(ddp))
 
 
-@SLOW
 def test_sharded_checkpoint_with_fsdp2(tmp_path):
     """The same code saves the shards of two ranks, and four ranks load what they need."""
     changes = [*sharding(), *DOUBLE]
-    told_to_stop(tmp_path / "told", "recipes/sharded_checkpoint", *changes)
-    saved = converted(tmp_path / "told")
-    loaded = resumed_by_four(tmp_path / "told", "recipes/sharded_checkpoint", *changes)
-    assert same(loaded[0], saved["model_state_dict"])
-    assert same(loaded[1], saved["optim_state_dict"])
+    told_to_stop(tmp_path, "sharded_checkpoint", *changes)
+    state = converted(tmp_path)
+    loaded = resumed_by_four(tmp_path, "sharded_checkpoint", *changes)
+    assert same(loaded[0], state["model_state_dict"])
+    assert same(loaded[1], state["optim_state_dict"])
+
+
+# ---------------------------------------------------------------- checkpoints in the background
+
+# Rank 1 writes its part only when the next epoch is under way; of epoch 2, it is killed instead.
+SAVE = "            written = dcp.async_save("
+LATE = [
+    (
+        SAVE,
+        f"""\
+            if dist.get_rank() == 1:
+                epoch, write = self.epochs_run, dcp.FileSystemWriter.write_data
+
+                def late(*args):
+                    dcp.FileSystemWriter.write_data = write
+                    while self.position < (epoch, 20):
+                        time.sleep(0.01)
+                    if epoch == 2:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return write(*args)
+
+                dcp.FileSystemWriter.write_data = late
+{SAVE}""",
+    ),
+    (BATCH, f"{BATCH}            self.position = self.epochs_run, step\n"),
+]
+# The last write takes longer than the evaluation after it.
+LONG_WRITE = (
+    SAVE,
+    f"""\
+            if self.epochs_run == 4:
+                write = dcp.FileSystemWriter.write_data
+                dcp.FileSystemWriter.write_data = lambda *args: time.sleep(3) or write(*args)
+{SAVE}""",
+)
+
+
+def test_async_checkpoint(tmp_path, trained):
+    """Training continues during a save; a rank that is killed then leaves the checkpoint before."""
+    name = "async_checkpoint"
+    killed = run(forked(script(tmp_path, name, *LATE), *LONG), tmp_path)
+    assert killed.returncode == 1, killed
+    assert last_folder(tmp_path).name == "checkpoint.pt.1-0"
+    assert not (tmp_path / "checkpoint.pt.2-0" / ".metadata").exists()
+    writes_nothing_again(script(tmp_path, name, AT_ONCE), *LONG)
+    assert resumed(stopped(script(tmp_path, name, told(2)), *LONG)) == [1]
+    job = ran(tmp_path, name, LONG_WRITE, args=LONG)
+    assert resumed(job) == [2]
+    assert last_folder(tmp_path).name == "checkpoint.pt.4-0"
+    assert same(converted(tmp_path)["model_state_dict"], weights(trained("05", *LONG)))
+
+
+def test_async_checkpoint_in_the_group_of_training(tmp_path):
+    """While rank 1 has yet to write, rank 0 calls the next collective of the save."""
+    shared = (", process_group=self.saving_group", "")
+    path = script(tmp_path, "async_checkpoint", *LATE, shared, IMPATIENT)
+    job = run(forked(path, *LONG), tmp_path)
+    assert job.returncode == 1, job
+    assert re.search("Timed out waiting|Application timeout", job.stderr), job
+    assert epochs(job) == [1]
+    assert not (tmp_path / "checkpoint.pt").exists()
 
 
 # ---------------------------------------------------------------- losses and models
@@ -215,49 +247,38 @@ PLAIN = (
 )
 
 
-@SLOW
 def test_contrastive(tmp_path):
     """Two ranks take the same steps as one with the whole batch, but not without the gradients."""
-    jobs = {}
-    for name, batch, nprocs, *changes in (
-        ("one", 128, 1),
-        ("two", 64, 2),
-        ("plain", 64, 2, PLAIN),
-    ):
-        folder = tmp_path / name
-        folder.mkdir()
-        script = patched(folder, "recipes/contrastive", *DOUBLE, *changes)
-        args = ("1", f"--batch-size={batch}", "--width=2")
-        jobs[name] = finished(forked(script, *args, nprocs=nprocs), folder)
-    assert difference(jobs["one"], jobs["two"]) < 1e-9
-    assert difference(jobs["one"], jobs["plain"]) > 1e-3
-    assert losses(jobs["one"]) == losses(jobs["two"])
+    one, two, plain = (
+        ran(
+            tmp_path / folder,
+            "contrastive",
+            *(*DOUBLE, *changes),
+            args=("1", f"--batch-size={256 // nprocs}", "--width=2"),
+            nprocs=nprocs,
+        )
+        for folder, nprocs, *changes in (("one", 1), ("two", 2), ("plain", 2, PLAIN))
+    )
+    assert difference(one, two) < 1e-9
+    assert difference(one, plain) > 1e-3
+    assert losses(one) == losses(two)
 
 
-@SLOW
 def test_gan(tmp_path):
     """Both models are the same on all ranks; a mid-epoch resume is bit-for-bit identical."""
-    compared = (COMPARED[0], COMPARED[1].replace("trainer.model", "trainer.generator"))
-    script = patched(tmp_path, "recipes/gan", COMPARED, compared)
-    job = finished(forked(script, *UNEVEN), tmp_path)
-    assert printed(r"kinds of weights: (\d+)", job) == ["1", "1"]
-    told_to_stop(tmp_path / "told", "recipes/gan")
-    again = started_again(tmp_path / "told", "recipes/gan")
-    saved = [torch.load(j.cwd / "checkpoint.pt", weights_only=True) for j in (job, again)]
-    assert same(*saved)
-    assert "GENERATOR_STATE" in saved[0]
+    models = "[*trainer.model.parameters(), *trainer.generator.parameters()]"
+    jobs = with_and_without_a_stop(tmp_path, "gan", said_at_the_end(digest(models)))
+    for job in jobs:
+        assert said(job, 0)[-1:] == said(job, 1)[-1:]
+    for name in "GENERATOR_STATE", "OPTIMIZER_G_STATE":
+        assert same(*(saved(job, name) for job in jobs))
 
 
 # ---------------------------------------------------------------- what is trained, and sent
 
 FREEZE = "    model[:5].requires_grad_(False)"
-
-
-@SLOW
-@pytest.mark.parametrize("when", ["before DDP", "after DDP"])
-def test_frozen_layers(trained, tmp_path, when):
-    """Layers frozen before DDP do not change and are not reduced; frozen later, DDP waits."""
-    hook = """    reduced = set()
+LATER = [(FREEZE, "    #"), (TRAIN, f"    trainer.model.module{FREEZE[9:]}\n{TRAIN}")]
+REDUCED = f"""    reduced = set()
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     def counted(_, bucket):
@@ -265,30 +286,25 @@ def test_frozen_layers(trained, tmp_path, when):
         return default_hooks.allreduce_hook(None, bucket)
 
     trainer.model.register_comm_hook(None, counted)
-"""
+{TRAIN}"""
+
+
+def test_frozen_layers(trained, tmp_path):
+    """Layers frozen before DDP do not change and are not reduced; frozen later, DDP waits."""
     pretrained = trained("05", *ONE)
     shutil.copy(pretrained.cwd / "checkpoint.pt", tmp_path / "pretrained.pt")
-    if when == "after DDP":
-        changes = [(FREEZE, "    #"), (TRAIN, f"    trainer.model.module{FREEZE[9:]}\n{TRAIN}")]
-        job = run(forked(patched(tmp_path, "recipes/frozen_layers", *changes), *ONE), tmp_path)
-        [symptom] = on_screen("recipes/frozen_layers")
-        assert symptom in "".join(error_lines(job)), job
-        return
-    changes = [(TRAIN, hook + TRAIN), (BARRIER, '    log(f"reduced {reduced}")\n' + BARRIER)]
-    job = finished(forked(patched(tmp_path, "recipes/frozen_layers", *changes), *ONE), tmp_path)
+    refused(tmp_path, "frozen_layers", *LATER)
+    said_last = said_at_the_end("list(reduced)")
+    job = ran(tmp_path, "frozen_layers", (TRAIN, REDUCED), said_last)
     before, after = weights(pretrained), weights(job)
     kept = {name for name in before if torch.equal(before[name], after[name])}
     assert kept == {"0.weight", "0.bias", "2.weight", "2.bias"}
     trainable = sum(tensor.numel() for name, tensor in after.items() if name not in kept)
-    assert printed("reduced (.*)", job) == [str({trainable})]
-    optimizer = torch.load(job.cwd / "checkpoint.pt", weights_only=True)["OPTIMIZER_STATE"]
-    assert len(optimizer["state"]) == 4
+    assert said(job, 0) == [str([trainable])]
+    assert len(saved(job, "OPTIMIZER_STATE")["state"]) == 4
 
 
-@SLOW
-def test_compressed_gradients(trained, tmp_path):
-    """All gradients are sent with two bytes each; the ranks still have the same weights."""
-    spy = """SENT = set()
+SPY = """SENT = set()
 all_reduce = dist.all_reduce
 
 
@@ -298,35 +314,29 @@ def spied(tensor, *args, **options):
 
 
 dist.all_reduce = spied
-told_to_stop = """
-    changes = [
-        ("told_to_stop = ", spy),
-        COMPARED,
-        ("    dist.destroy", '    log(f"sent {sorted(SENT)}")\n    dist.destroy'),
-    ]
-    script = patched(tmp_path, "recipes/compressed_gradients", *changes)
-    job = finished(forked(script, *ONE), tmp_path)
-    [sent] = printed("sent (.*)", job)
-    assert str(("torch.float16", PARAMETERS)) in sent
-    assert str(("torch.float32", PARAMETERS)) not in sent
-    assert printed(r"kinds of weights: (\d+)", job) == ["1"]
+stop_signals = """
+
+
+def test_compressed_gradients(trained, tmp_path):
+    """All gradients are sent with two bytes each; the ranks still have the same weights."""
+    shown = said_at_the_end(f"sorted(SENT), {digest('model.parameters()')}")
+    job = ran(tmp_path, "compressed_gradients", ("stop_signals = ", SPY), shown)
+    assert said(job, 0) == said(job, 1)
+    assert str(("torch.float16", PARAMETERS)) in said(job, 0)[0]
+    assert str(("torch.float32", PARAMETERS)) not in said(job, 0)[0]
     step_5 = trained("05", *ONE)
     assert not same_bits(job, step_5)
-    bfloat16 = ("import fp16_", "import bf16_compress_hook as fp16_")
-    script = patched(tmp_path, "recipes/compressed_gradients", bfloat16)
-    refused = run(forked(script, *ONE), tmp_path)
-    [symptom] = on_screen("recipes/compressed_gradients")
-    assert symptom in "".join(error_lines(refused)), refused
     assert float(losses(job)[0]) == pytest.approx(float(losses(step_5)[0]), abs=0.02)
+    bfloat16 = ("import fp16_", "import bf16_compress_hook as fp16_")
+    refused(tmp_path / "bfloat16", "compressed_gradients", bfloat16)
 
 
 # ---------------------------------------------------------------- the weights for others
 
 
-@SLOW
 def test_export(tmp_path):
     """The page's code reads the file without a process group, and gets the same accuracy."""
-    job = finished(forked(patched(tmp_path, "recipes/export"), *ONE), tmp_path)
+    job = ran(tmp_path, "export")
     shutil.move(tmp_path / "05_gather_eval.py", tmp_path / "export.py")
     pattern = "^```python\n(.*?)^```$"
     [code] = re.findall(pattern, page("recipes/export"), re.MULTILINE | re.DOTALL)

@@ -1,18 +1,31 @@
-"""Recipes that change how the model is trained: steps, precision, and what is saved."""
+"""Recipes that change how the model is trained: steps, precision, random numbers, and speed."""
 
 import math
 import re
-from types import ModuleType
 
 import pytest
 import torch
+from running import (
+    ONE,
+    STEP,
+    STEPS,
+    TRAIN,
+    TWO,
+    module,
+    printed,
+    ran,
+    refused,
+    said_at_the_end,
+    saved,
+    script,
+    with_and_without_a_stop,
+)
 from support.gpus import GPUS, ON_GPUS
-from support.jobs import finished, run
-from support.positions import BATCH, TOLD, told
-from support.results import error_lines, resumed, said, same_bits, weights
+from support.jobs import finished
+from support.positions import BATCH
+from support.results import resumed, said, same_bits, weights
 from support.scripts import (
     DOUBLE,
-    END,
     SMALL,
     arguments,
     build_trainer,
@@ -24,7 +37,6 @@ from support.scripts import (
     load,
     on_each_rank,
     on_screen,
-    patched,
     text_of,
 )
 from torch import nn
@@ -32,71 +44,34 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint_sequential
 
 SLOW = pytest.mark.slow
-STEPS = 102  # per epoch, with two ranks and SMALL
-STEP = "        self.optimizer.step()\n"
-WEIGHTS = (END, f"    {on_each_rank(digest('model.parameters()'))}{END}")
-
-
-def with_and_without_a_stop(tmp_path, name, *changes):
-    """Run a recipe twice, once with a stop mid-epoch; check that the weights are identical."""
-    jobs = []
-    for kind, stop in (("stopped", [told(1, how=TOLD)]), ("undisturbed", [])):
-        folder = tmp_path / kind
-        folder.mkdir()
-        path = patched(folder, f"recipes/{name}", *changes, *stop)
-        start = forked(path, "2", *SMALL, restarts=len(stop))
-        jobs.append(finished(start, folder))
-    assert "interrupted after 3,840 samples" in jobs[0].stdout, jobs[0]
-    assert [resumed(job) for job in jobs] == [[1], []]
-    assert same_bits(*jobs)
-    return jobs
-
-
-def saved(job, name):
-    """Return an entry of a job's checkpoint."""
-    return torch.load(job.cwd / "checkpoint.pt", weights_only=True)[name]
-
-
-def module(name):
-    """Return a recipe as a module."""
-    recipe = ModuleType(name)
-    exec(text_of(f"recipes/{name}"), recipe.__dict__)
-    return recipe
-
 
 # ---------------------------------------------------------------- batch and learning rate
 
 
+@SLOW
 def test_accumulation(tmp_path):
     """A group of four batches acts as one large batch, and all-reduces once; so does a shorter one.
 
     A rank has 6471 samples: 32 full groups of 4 x 50, and a last one of 50 and 21.
     """
-    counted = (
-        "    trainer.train(",
-        "    reduced = []\n"
-        "    counting = default_hooks.allreduce_hook\n"
-        "    trainer.model.register_comm_hook(\n"
-        "        None, lambda state, bucket: reduced.append(1) or counting(None, bucket)\n"
-        "    )\n"
-        "    trainer.train(",
+    hook = f"""\
+    reduced = []
+    counting = default_hooks.allreduce_hook
+    trainer.model.register_comm_hook(
+        None, lambda state, bucket: reduced.append(1) or counting(None, bucket)
     )
+{TRAIN}"""
     hooks = "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks\n"
     imported = ("from torch import nn\n", f"from torch import nn\n{hooks}")
-    said = ("    dist.barrier()", '    log(f"{len(reduced)} all-reduces")\n    dist.barrier()')
-    changes = (*DOUBLE, imported, counted, said)
-    parts, whole = tmp_path / "parts", tmp_path / "whole"
-    parts.mkdir()
-    whole.mkdir()
-    recipe = patched(parts, "recipes/accumulation", *changes)
-    step_5 = edited(whole, "05", *changes)
-    jobs = [
-        finished(forked(recipe, "1", "--batch-size=50", "--width=2"), parts),
-        finished(forked(step_5, "1", "--batch-size=200", "--width=2"), whole),
-    ]
-    counts = [re.findall(r"^(\d+) all-reduces$", job.stdout, re.MULTILINE) for job in jobs]
-    assert counts == [["33"], ["33"]]
-    one, other = (weights(job) for job in jobs)
+    changes = (*DOUBLE, imported, (TRAIN, hook), said_at_the_end("len(reduced)"))
+    parts = ran(tmp_path, "accumulation", *changes, args=("1", "--batch-size=50", "--width=2"))
+    (tmp_path / "whole").mkdir()
+    step_5 = forked(
+        edited(tmp_path / "whole", "05", *changes), "1", "--batch-size=200", "--width=2"
+    )
+    whole = finished(step_5, tmp_path / "whole")
+    assert said(parts, 0) == said(whole, 0) == ["33"]
+    one, other = weights(parts), weights(whole)
     assert max((one[name] - other[name]).abs().max() for name in one) < 1e-9
 
 
@@ -104,13 +79,12 @@ def test_accumulation(tmp_path):
 def test_learning_rate(tmp_path):
     """The batch is half the one for which --lr was chosen."""
     rate = "        log(f'rate {self.optimizer.param_groups[0][\"lr\"]!r}')\n"
-    jobs = with_and_without_a_stop(tmp_path, "learning_rate", (STEP, rate + STEP))
     wanted = [
-        4e-3 * 0.5**0.5 * min(1, (n + 1) / 20) * (1 + math.cos(math.pi * n / (2 * STEPS))) / 2
-        for n in range(2 * STEPS)
+        4e-3 * 0.5**0.5 * min(1, (n + 1) / 20) * (1 + math.cos(math.pi * n / STEPS)) / 2
+        for n in range(STEPS)
     ]
-    for job in jobs:
-        rates = [float(rate) for rate in re.findall(r"^rate (.+)$", job.stdout, re.MULTILINE)]
+    for job in with_and_without_a_stop(tmp_path, "learning_rate", (STEP, rate + STEP)):
+        rates = [float(rate) for rate in printed("rate (.+)", job)]
         assert rates == pytest.approx(wanted, rel=1e-9, abs=1e-12)
 
 
@@ -128,9 +102,9 @@ def test_bf16(tmp_path):
         ("MAX_NORM = 1.0", "MAX_NORM = 0.1"),
         (clip, clip.replace("nn", "norm = nn", 1)),
         (STEP, f"        if self.samples_run == 0:\n            {show}{STEP}"),
-        WEIGHTS,
+        said_at_the_end(digest("model.parameters()")),
     )
-    job = finished(forked(patched(tmp_path, "recipes/bf16", *changes), "1", *SMALL), tmp_path)
+    job = ran(tmp_path, "bf16", *changes)
     assert len(said(job, 0)) == 2
     assert said(job, 0) == said(job, 1)
     dtype, norm, clipped, _ = said(job, 0)[0].strip("()").split(", ")
@@ -146,21 +120,19 @@ def test_fp16_scaler(tmp_path):
     scale = "        self.scaler.scale(loss)"
     infinite = "(self.epochs_run, self.samples_run, dist.get_rank()) == (0, 1280, 1)"
     steps = "optimizer.state_dict()['state'][0]['step'].item()"
+    small = "GradScaler(device.type, init_scale=1024.0)"  # never overflows by itself
     changes = (
         (scale, f"        loss = loss * (float('inf') if {infinite} else 1)\n{scale}"),
-        (
-            "GradScaler(device.type)",
-            "GradScaler(device.type, init_scale=1024.0)",
-        ),  # small enough never to overflow
+        ("GradScaler(device.type)", small),
         ("            logits =", "            logits = self.logits ="),
-        (END, f"    {on_each_rank(f'trainer.logits.dtype, {steps}')}    {WEIGHTS[1].lstrip()}"),
+        said_at_the_end(f"trainer.logits.dtype, {steps}, {digest('model.parameters()')}"),
     )
     for job in with_and_without_a_stop(tmp_path, "fp16_scaler", *changes):
-        assert said(job, 0) == said(job, 1)
-        assert said(job, 0)[-2] == f"(torch.float16, {2 * STEPS - 1:.1f})"
+        assert said(job, 0)[-1] == said(job, 1)[-1]
+        assert said(job, 0)[-1].startswith(f"(torch.float16, {STEPS - 1:.1f}, ")
         state = saved(job, "SCALER_STATE")
         assert state["scale"] == 512
-        assert state["_growth_tracker"] == 2 * STEPS - 11  # steps since the scale was halved
+        assert state["_growth_tracker"] == STEPS - 11  # steps since the scale was halved
 
 
 # ---------------------------------------------------------------- random numbers
@@ -184,26 +156,26 @@ RANDOM = (
 
 
 @SLOW
-def test_bitwise_resume(trained_with, tmp_path):
+def test_bitwise_resume(trained, tmp_path):
     """Four ranks, started again after an epoch; without the recipe the bits differ."""
+    args, more = ("1", "--batch-size=256", "--width=4"), ("2", "--batch-size=256", "--width=4")
     assert text_of("recipes/bitwise_resume") == edited(tmp_path, "05", *exact(4)).read_text("utf-8")
-    for changes in (exact(4), ()):
-        folder = tmp_path / f"{len(changes)}"
-        folder.mkdir()
-        for total in ("1", "2"):
-            job = finished(forked(edited(folder, "05", *changes), total, *SMALL, nprocs=4), folder)
-        assert resumed(job) == [1]
-        undisturbed = trained_with("05", changes, ("2", *SMALL), nprocs=4)
-        assert same_bits(job, undisturbed) == bool(changes)
+    ran(tmp_path / "again", "bitwise_resume", args=args, nprocs=4)
+    again = ran(tmp_path / "again", "bitwise_resume", args=more, nprocs=4)
+    assert resumed(again) == [1]
+    assert same_bits(again, ran(tmp_path / "undisturbed", "bitwise_resume", args=more, nprocs=4))
+    step_5 = finished(forked(edited(tmp_path, "05"), *args, nprocs=4), tmp_path)
+    step_5 = finished(forked(step_5.cwd / "05_gather_eval.py", *more, nprocs=4), tmp_path)
+    assert not same_bits(step_5, trained("05", *more, nprocs=4))
 
 
 @SLOW
 def test_randomness(tmp_path):
     """With dropout, and with augmentation in the training process."""
     stopped, undisturbed = with_and_without_a_stop(tmp_path, "randomness", *RANDOM)
-    assert len({*said(undisturbed, 0), *said(undisturbed, 1)}) == 4
-    assert said(stopped, 0)[:2] == said(undisturbed, 0)
-    assert len({*said(stopped, 0), *said(stopped, 1)}) == 6
+    assert said(undisturbed, 0) != said(undisturbed, 1)
+    assert said(stopped, 0)[:1] == said(undisturbed, 0)
+    assert len({*said(stopped, 0), *said(stopped, 1)}) == 4
 
 
 # ---------------------------------------------------------------- averaged weights
@@ -219,7 +191,7 @@ def test_ema(tmp_path):
     one, other = averages = [saved(job, "AVERAGE_STATE") for job in jobs]
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
-    assert all(state.pop("n_averaged") == 2 * STEPS for state in averages)
+    assert all(state.pop("n_averaged") == STEPS for state in averages)
     (evaluated,) = {line for job in jobs for rank in (0, 1) for line in said(job, rank)}
     total = sum(tensor.double().sum().item() for tensor in one.values())
     assert float(evaluated.strip("()").split(", ")[1]) == total
@@ -245,28 +217,16 @@ def test_ema_averages_with_its_decay(tmp_path, process_group):
 @SLOW
 def test_batchnorm_without_sync(tmp_path):
     """On a CPU, each forward pass starts with rank 0's statistics; each rank updates its own."""
-    wrapped = "        self.model = DDP(model)"
-    means = """        self.before, self.after = [], []
-        norm = model[1]
-        norm.register_forward_pre_hook(lambda *_: self.before.append(norm.running_mean.tolist()))
-        norm.register_forward_hook(lambda *_: self.after.append(norm.running_mean.tolist()))
-"""
-    path = patched(
-        tmp_path,
-        "recipes/sync_batchnorm",
-        (wrapped, means + wrapped),
-        (
-            "    trainer.train(",
-            "    trainer.before.clear()\n    trainer.after.clear()\n    trainer.train(",
-        ),
-        (
-            "    if not trainer.interrupted:\n",
-            f"    {on_each_rank('trainer.before')}    {on_each_rank('trainer.after')}"
-            "    if not trainer.interrupted:\n",
-        ),
-    )
-    job = finished(forked(path, "1", *SMALL), tmp_path)
-    (before, after), (also_before, others) = ([eval(x) for x in said(job, n)] for n in (0, 1))
+    means = f"""\
+    before, after = [], []
+    norm = model[1]
+    norm.register_forward_pre_hook(lambda *_: before.append(norm.running_mean.tolist()))
+    norm.register_forward_hook(lambda *_: after.append(norm.running_mean.tolist()))
+{TRAIN}"""
+    evaluated = "    if not trainer.interrupted:\n"
+    show = (evaluated, f"    {on_each_rank('[before, after]')}{evaluated}")
+    job = ran(tmp_path, "sync_batchnorm", (TRAIN, means), show)
+    (before, after), (also_before, others) = (eval(said(job, rank)[0]) for rank in (0, 1))
     assert len(before) == STEPS
     assert before == also_before
     assert before[1:] == after[:-1]
@@ -276,11 +236,7 @@ def test_batchnorm_without_sync(tmp_path):
 
 @SLOW
 def test_sync_batchnorm_on_a_cpu(tmp_path):
-    always = ('if device.type == "cuda":', "if True:")
-    path = patched(tmp_path, "recipes/sync_batchnorm", always)
-    job = run(forked(path, "1", *SMALL), tmp_path)
-    (error,) = error_lines(job)
-    assert error == on_screen("recipes/sync_batchnorm")[0]
+    refused(tmp_path, "sync_batchnorm", ('if device.type == "cuda":', "if True:"))
 
 
 def test_converted_batchnorm_on_a_cpu(process_group):
@@ -305,7 +261,7 @@ def test_sync_batchnorm_on_gpus(tmp_path, nprocs):
     """Each rank updates its statistics from the batches of all ranks."""
     mean = on_each_rank("trainer.model.module[1].running_mean.tolist()")
     evaluated = "    if not trainer.interrupted:\n"
-    path = patched(tmp_path, "recipes/sync_batchnorm", (evaluated, f"    {mean}{evaluated}"))
+    path = script(tmp_path, "sync_batchnorm", (evaluated, f"    {mean}{evaluated}"))
     job = finished(command(path, "1", *SMALL, nprocs=nprocs), tmp_path, ON_GPUS)
     assert len(said(job, 0)) == 1
     assert said(job, 0) == said(job, 1)
@@ -317,24 +273,18 @@ def test_sync_batchnorm_on_gpus(tmp_path, nprocs):
 @SLOW
 def test_compile(trained, tmp_path):
     """One graph for each of the two batch sizes; the weights are those of step 5."""
-    graphs = "torch._dynamo.utils.counters['stats']['unique_graphs']"
-    changes = (
-        ("dynamic=False)", 'dynamic=False, backend="aot_eager")'),
-        (END, f"    {on_each_rank(graphs)}{END}"),
-    )
-    path = patched(tmp_path, "recipes/compile", *changes)
-    job = finished(forked(path, "2", *SMALL), tmp_path)
+    eager = ("dynamic=False)", 'dynamic=False, backend="aot_eager")')
+    graphs = said_at_the_end("torch._dynamo.utils.counters['stats']['unique_graphs']")
+    job = ran(tmp_path, "compile", eager, graphs, args=TWO)
     assert [said(job, rank) for rank in (0, 1)] == [["2"], ["2"]]
-    assert same_bits(job, trained("05", "2", *SMALL))
+    assert same_bits(job, trained("05", *TWO))
 
 
 def test_a_checkpoint_of_the_compiled_model():
     model = load("05").build_model(1)
     state = torch.compile(model).state_dict()
-    with pytest.raises(RuntimeError) as error:
+    with pytest.raises(RuntimeError, match=re.escape(on_screen("recipes/compile")[0])):
         model.load_state_dict(state)
-    (symptom,) = on_screen("recipes/compile")
-    assert symptom in str(error.value)
 
 
 class Own(nn.Sequential):
@@ -344,6 +294,7 @@ class Own(nn.Sequential):
         return images
 
 
+@SLOW
 def test_what_compiles_a_sequential(process_group):
     """Count the parts that a model is compiled in. Its gradients fill three of DDP's buckets."""
     parts = []
@@ -386,9 +337,7 @@ def test_what_compiles_a_sequential(process_group):
 
 @SLOW
 def test_activation_checkpointing(trained, tmp_path):
-    path = patched(tmp_path, "recipes/activation_checkpointing")
-    job = finished(forked(path, "2", *SMALL), tmp_path)
-    assert same_bits(job, trained("05", "2", *SMALL))
+    assert same_bits(ran(tmp_path, "activation_checkpointing"), trained("05", *ONE))
 
 
 def kept(model):
@@ -405,9 +354,7 @@ def kept(model):
 
 
 def test_activation_checkpointing_keeps_less():
-    found = [
-        kept(recipe.build_model(32)) for recipe in (load("05"), module("activation_checkpointing"))
-    ]
+    found = [kept(one.build_model(32)) for one in (load("05"), module("activation_checkpointing"))]
     assert found[1] < 0.5 * found[0]
 
 
