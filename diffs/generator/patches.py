@@ -90,7 +90,7 @@ Each pitfall breaks one of the five scripts, or the batch file of step 4, with a
 of the broken scripts still train without an error. The page is the patch: type its command at the
 top of the repository to write the broken script to a new file and run it. Tests show the symptom in
 the broken script, and not in ours.""",
-        12,
+        14,
         {
             "The job does not start, or starts as several jobs": [
                 "fixed_port",
@@ -114,6 +114,7 @@ the broken script, and not in ours.""",
                 "rank_seeds_split_data",
                 "no_set_epoch",
                 "late_set_epoch",
+                "persistent_workers",
                 "split_differs_by_rank",
                 "same_augmentation",
             ],
@@ -225,7 +226,8 @@ class Patch:
             start += " 2"  # epochs
         elif self.launcher != "sbatch":
             start += f" --checkpoint-path {self.name}.pt"  # not to resume another run
-        return f"patch -o {self.new} {self.old} {self.path} &&\n    {start}"
+        patch = folded(f"patch -o {self.new} {self.old} {self.path} &&", f" {self.path}", "    ")
+        return f"{patch}\n{folded(f'    {start}', ' --checkpoint-path', '        ')}"
 
     @property
     def one_gpu(self):
@@ -243,6 +245,13 @@ class Patch:
     @property
     def changed(self):
         return sum(len(hunk.changed) for hunk in self.diff.hunks)
+
+
+def folded(command, before, indent):
+    """Return a command in two lines if it is wider than a forge's column."""
+    if len(command) <= 95:
+        return command
+    return command.replace(before, f" \\\n{indent}{before.strip()}")
 
 
 def collect(root, kind):

@@ -1,4 +1,4 @@
-"""The fixture of the pitfalls' tests, and those of a Slurm cluster."""
+"""The fixtures of the pitfalls' tests."""
 
 import pytest
 from clusters import clone, cluster, submit  # noqa: F401

@@ -12,7 +12,7 @@ from support.positions import BATCH, TOLD
 from support.results import error_lines, same_bits, weights
 from support.scripts import SMALL, edited, forked, on_screen, patched
 
-SLOW = pytest.mark.slow
+pytestmark = pytest.mark.slow
 LOAD = "def load_datasets():\n"
 REPLACE = '        os.replace(f"{self.path}.new", self.path)\n'
 
@@ -63,7 +63,6 @@ def refused(job):
 # ---------------------------------------------------------------- what is saved
 
 
-@SLOW
 def test_every_rank_saves(tmp_path):
     """Both ranks write the file; rank 1 renames it after rank 0 has."""
     turns = f"""\
@@ -81,7 +80,6 @@ def test_every_rank_saves(tmp_path):
     assert error in error_lines(job)
 
 
-@SLOW
 def test_module_prefix_saved(saved, tmp_path):
     script = patched(tmp_path, "pitfalls/module_prefix_saved")
     assert alone(script, "1", *SMALL).returncode == 0
@@ -100,7 +98,6 @@ NAMED = (
 )
 
 
-@SLOW
 def test_module_regex(resumed, tmp_path):
     assert alone(edited(tmp_path, "05", NAMED), "1", *SMALL).returncode == 0
     checkpoint = tmp_path / "checkpoint.pt"
@@ -113,7 +110,6 @@ def test_module_regex(resumed, tmp_path):
 # ---------------------------------------------------------------- what is loaded
 
 
-@SLOW
 def test_resume_without_optimizer(saved, undisturbed, resumed):
     broken, step = resumed("resume_without_optimizer", saved)
     assert (broken.returncode, step.returncode) == (0, 0), (broken, step)
@@ -121,7 +117,6 @@ def test_resume_without_optimizer(saved, undisturbed, resumed):
     assert same_bits(step, undisturbed)
 
 
-@SLOW
 def test_lr_overruled(saved, undisturbed, resumed):
     """The broken script ends like a run that was not given another learning rate."""
     broken, step = resumed("lr_overruled", saved, args=("2", *SMALL, "--lr=1e-5"))
@@ -130,7 +125,6 @@ def test_lr_overruled(saved, undisturbed, resumed):
     assert "it was saved with {'width': 4, 'lr': 0.004, 'seed': 0}" in refused(step)
 
 
-@SLOW
 def test_epoch_starts_again(saved, resumed, tmp_path):
     """Interrupted after 640 samples of 12,942."""
     told = f"            {TOLD}\n{BATCH}"
@@ -169,9 +163,9 @@ def test_weights_only_false(saved, resumed, tmp_path):
 KILLED = (
     LOAD,
     f"""\
-def cut(checkpoint, path):
-    save(checkpoint, path)
-    os.truncate(path, 1000)
+def cut(checkpoint, file):
+    save(checkpoint, file)
+    os.truncate(getattr(file, "name", file), 1000)
     os.kill(os.getpid(), 9)
 
 
@@ -182,7 +176,6 @@ save, torch.save = torch.save, cut
 )
 
 
-@SLOW
 def test_written_in_place(saved, resumed):
     """The rank is killed during the save after the second epoch, after 1000 bytes."""
     broken, step = resumed("written_in_place", saved, KILLED)

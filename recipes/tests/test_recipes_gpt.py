@@ -1,31 +1,25 @@
-"""Recipes that split the exercise's GPT: who holds what, what is sent, and the numbers of DDP."""
+"""Recipes that split the exercise's GPT: who holds what, and the numbers of DDP."""
 
-import ast
-import re
 import shutil
-from itertools import accumulate, pairwise
 
 import pytest
 import torch
-from gpt import counted, held_out, on_page, sent, small, trained
+from gpt import held, held_out, on_page, small, trained
 from running import same
 from support.jobs import run
 from support.positions import writes_nothing_again
 from support.results import losses, said
-from support.scripts import digest, forked, on_each_rank, page, write
+from support.scripts import digest, forked, on_each_rank
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("gpt")]  # which shares its fixtures
 PARAMETERS, DEEP_PARAMETERS = 117_479, 217_447  # of the GPT, with two layers and with four
-LENGTH, WIDTH = 64, 64
-BATCH = 16  # of the small copies, on all four ranks together
-REAL_BATCH = 128  # of what the pages count
 END = "model.eval()\n"
 
 
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory):
     """The solution of the exercise on four ranks, in double precision."""
-    return trained(tmp_path_factory.mktemp("ddp"), "solution", count=True)
+    return trained(tmp_path_factory.mktemp("ddp"), "solution")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +43,7 @@ def saved(job):
 
 def trains_like(ddp, resumed, folder, name, *changes):
     """Train on four ranks and then on two, with DDP's losses; return the first Result."""
-    job = trained(folder, name, *changes, count=True)
+    job = trained(folder, name, *changes)
     assert numbers(job) == numbers(ddp)
     again = trained(folder, name, epochs=2, nprocs=2)
     assert f"resuming from {name}.pt after epoch 1\nepoch 2" in again.stdout
@@ -57,38 +51,33 @@ def trains_like(ddp, resumed, folder, name, *changes):
     return job
 
 
-def holds(name, held, copies=1):
+def holds(name, job, copies=1):
     """Check that ranks hold all of it, in so many copies, and no more than the page says."""
-    for what, states in {"parameters": 1, "gradients": 1, "optimizer": 2}.items():
-        sizes = [rank[what] for rank in held]
-        assert sum(sizes) >= copies * states * PARAMETERS
-        on_page(name, 2 // states * max(sizes))  # parameters and gradients together
+    sizes = [parameters for parameters, _, _ in held(job)]
+    assert sum(sizes) == copies * PARAMETERS
+    assert held(job) == [[size, size, 2 * size] for size in sizes]
+    on_page(name, 2 * max(sizes))  # parameters and gradients together, and the optimizer's state
 
 
 def test_zero_optimizer(ddp, resumed, tmp_path):
     """The same weights and the same checkpoint as DDP."""
-    (whole, *_), (calls, *_) = counted(ddp)
-    job = trained(tmp_path, "zero_optimizer", count=True)
+    job = trained(tmp_path, "zero_optimizer")
     assert numbers(job) == numbers(ddp)
     assert same(saved(job), saved(ddp))
-    held, (more_calls, *_) = counted(job)
-    for rank in held:
-        assert rank["parameters"] == rank["gradients"] == whole["parameters"] == PARAMETERS
-    assert sum(rank["optimizer"] for rank in held) == whole["optimizer"] == 2 * PARAMETERS
-    assert sent(more_calls, 4) == 1.5 * sent(calls, 4) == 1.5 * 2 * 0.75 * PARAMETERS
-    most = max(rank["optimizer"] for rank in held)
-    on_page("zero_optimizer", most, sent(calls, 4), sent(more_calls, 4))
+    assert held(ddp) == [[PARAMETERS, PARAMETERS, 2 * PARAMETERS]] * 4
+    assert [rank[:2] for rank in held(job)] == [[PARAMETERS, PARAMETERS]] * 4
+    states = [state for _, _, state in held(job)]
+    assert sum(states) == 2 * PARAMETERS
+    on_page("zero_optimizer", 2 * PARAMETERS, max(states))
     again = trained(tmp_path, "zero_optimizer", epochs=2, nprocs=2)
     assert numbers(again) == numbers(resumed)
 
 
 def test_fsdp2_gpt(ddp, resumed, tmp_path):
     """The numbers of DDP, on four ranks and then on two; a crash in a save loses nothing."""
-    job = trained(tmp_path, "fsdp2_gpt", count=True)
+    job = trained(tmp_path, "fsdp2_gpt")
     assert numbers(job) == numbers(ddp)
-    held, (calls, *_) = counted(job)
-    holds("fsdp2_gpt", held)
-    on_page("fsdp2_gpt", sent(calls, 4), sent(calls, 4, gathers=0.5))  # in float32, in bf16
+    holds("fsdp2_gpt", job)
     kill = """        if (epochs_run, dist.get_rank()) == (2, 1):
             dcp.FileSystemWriter.write_data = lambda *_: signal.raise_signal(signal.SIGKILL)
 """
@@ -105,31 +94,24 @@ def test_fsdp2_gpt(ddp, resumed, tmp_path):
 def test_fsdp2_gpt_in_bf16(tmp_path):
     """Parameters are gathered in bf16, and gradients summed in float32."""
     everywhere = ('torch.bfloat16 if device.type == "cuda" else None', "torch.bfloat16")
+    call = "interrupted = train(model, samples_run)\n"
     calls = "{(e.name, e.input_dtypes[0]) for e in profiler.events() if '_base_' in e.name}"
-    end = "        dist.all_reduce(total)"
-    types = (end, f"        {on_each_rank(f'sorted({calls})')}{end}")
-    changes = everywhere, types
-    job = trained(tmp_path, "fsdp2_gpt", *changes, nprocs=2, double=False, count=True)
+    profiled = f"""with torch.profiler.profile(record_shapes=True) as profiler:
+    {call}{on_each_rank(f"sorted({calls})")}"""
+    job = trained(tmp_path, "fsdp2_gpt", everywhere, (call, profiled), nprocs=2, double=False)
     wanted = [("c10d::_allgather_base_", "c10::BFloat16"), ("c10d::_reduce_scatter_base_", "float")]
     assert f"rank 1: {wanted}" in job.stdout
 
 
 def test_hybrid_sharding(ddp, resumed, tmp_path):
-    """Two nodes hold the same shards, and exchange sums of gradients."""
+    """Two nodes hold the same shards."""
     digests = digest("[p.to_local() for p in model.parameters()]")
     shards = (END, on_each_rank(digests) + END)
     job = trains_like(ddp, resumed, tmp_path, "hybrid_sharding", shards)
-    node, other = [[said(job, rank) for rank in ranks] for ranks in ((0, 1), (2, 3))]
+    node, other = [[said(job, rank)[-1] for rank in ranks] for ranks in ((0, 1), (2, 3))]
     assert node == other
     assert node[0] != node[1]
-    held, (calls, *_) = counted(job)
-    holds("hybrid_sharding", held, copies=2)
-    sums = [after[1][0] for before, after in pairwise(calls) if before[0] == "c10d::allreduce_"]
-    *gradients, _ = sums  # the last is for the norm
-    assert sum(gradients) == held[0]["gradients"]
-    between = 2 * sum(gradients)  # from one node to the other, by its two ranks
-    on_page("hybrid_sharding", sent(calls, 2), between)
-    assert sent(counted(ddp)[1][0], 4) > between
+    holds("hybrid_sharding", job, copies=2)
 
 
 def test_local_sgd(ddp, tmp_path):
@@ -146,152 +128,54 @@ def test_local_sgd(ddp, tmp_path):
     weights = on_each_rank(digest("model.parameters()"))
     changes = [("period = 10", "period = 3"), (exchange, profiled)]
     ends = [(call, state + call), (END, state + weights + END)]
-    job = trained(tmp_path, "local_sgd", *changes, *ends, count=True)
-    said_by = [said(job, rank) for rank in range(4)]
-    assert said_by == [said_by[0]] * 4  # the weights, too
-    _, counts, final, _ = said_by[0]
+    job = trained(tmp_path, "local_sgd", *changes, *ends)
+    first, *others = [said(job, rank) for rank in range(4)]
+    assert others == [first] * 3  # the weights, too
+    counts, final, _ = (text for text in first[1:] if "held" not in text)
     assert counts == f"([('gloo:all_reduce', [[{PARAMETERS}]])], {[PARAMETERS] * 3})"
     again = trained(tmp_path, "local_sgd", (call, state + call), epochs=2, nprocs=2)
-    assert said(again, 1) == [final]  # what it loads
+    assert said(again, 1)[0] == final  # what it loads
     assert held_out(again) < held_out(job)
-    (whole, *_), (ddp_calls, *_) = counted(ddp)
-    assert counted(job) == ([whole] * 4, [[]] * 4)  # in a step on its own, a rank sends nothing
-    on_page("local_sgd", 3 * PARAMETERS, whole["parameters"] + whole["gradients"])
-    on_page("local_sgd", sent(ddp_calls, 4))  # each time
-
-
-def test_local_sgd_in_each_step(tmp_path):
-    """With SGD, the mean in each step, and no clipping, the numbers are those of DDP."""
-    inner = [("torch.optim.AdamW(", "torch.optim.SGD("), ("lr = 5e-3", "lr = 0.5")]
-    free = ("model.parameters(), 1.0)", "model.parameters(), math.inf)")
-    mean = [("period = 10", "period = 1"), ("lr=0.7, momentum=0.5, nesterov=True", "lr=1")]
-    one = trained(tmp_path / "one", "solution", *inner, free, nprocs=2)
-    other = trained(tmp_path / "other", "local_sgd", *inner, free, *mean, nprocs=2)
-    assert numbers(one) == numbers(other)
+    assert held(job) == held(ddp)
+    on_page("local_sgd", 3 * PARAMETERS, 2 * PARAMETERS)
 
 
 # ---------------------------------------------------------------- each layer in parts
 
 
-def splits_layers(name, ddp, resumed, folder, ranks, sent_per_step):
-    """Check the weights of DDP, the text that all ranks write, and the page's table."""
+@pytest.mark.parametrize("name", ["tensor_parallel", "two_dimensional"])
+def test_splits_each_layer(ddp, resumed, tmp_path, name):
+    """All ranks write the same text."""
     write_it = "    log(write(model, 5))"
     on_all = (write_it, f"    {on_each_rank('write(model, 5)').rstrip()}")
-    job = trains_like(ddp, resumed, folder, name, on_all)
-    assert len({text for rank in range(4) for text in said(job, rank)}) == 1  # all write the same
-    held, (calls, *_) = counted(job)
-    for rank in held:
-        assert rank["parameters"] == rank["gradients"] == rank["optimizer"] / 2
-    assert sent(calls, ranks) == sent_per_step(BATCH)
-    on_page(name, 2 * max(rank["parameters"] for rank in held), sent_per_step(REAL_BATCH))
-
-
-def test_tensor_parallel(ddp, resumed, tmp_path):
-    def sent_per_step(batch):
-        positions = batch * LENGTH
-        both_embeddings = 20 * positions * WIDTH / 4 * 3, 2 * 3 * LENGTH * WIDTH / 4
-        return sum(both_embeddings) + 1.5 * (3 * positions + 10 * WIDTH + 30)
-
-    splits_layers("tensor_parallel", ddp, resumed, tmp_path, 4, sent_per_step)
-
-
-def test_two_dimensional(ddp, resumed, tmp_path):
-    block_part, rest_part = 12_592, 4_442  # what a rank holds of a block, and of the rest
-    sharded = 2 * 3 * block_part + 2 * rest_part  # what FSDP2 sends
-
-    def sent_per_step(batch):
-        positions = batch // 2 * LENGTH
-        tensor = 20 * positions * WIDTH / 2 + 3 * positions + LENGTH * WIDTH + 10 * WIDTH
-        return tensor + sharded + 2 * 30
-
-    splits_layers("two_dimensional", ddp, resumed, tmp_path, 2, sent_per_step)
-    on_page("two_dimensional", sharded)
-
-
-RING = """
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.experimental import context_parallel
-from torch.nn import functional as F
-
-dist.init_process_group("gloo")
-qkv = [torch.randn(2, 4, 64, 16) for _ in range(3)]
-with context_parallel(init_device_mesh("cpu", (2,)), buffers=qkv, buffer_seq_dims=[2, 2, 2]):
-    F.scaled_dot_product_attention(*qkv, is_causal=True)
-"""
-
-
-def test_context_parallel_needs_gpus(tmp_path):
-    """Once it runs on CPUs, this fails, and there can be a recipe."""
-    job = run(forked(write(tmp_path / "ring.py", RING), nprocs=2), tmp_path)
-    text = " ".join(page("recipes/tensor_parallel").split())
-    message = re.search("`(Operator aten[^`]+)`", text)[1]
-    assert f"NotImplementedError: {message}" in job.stderr
+    job = trains_like(ddp, resumed, tmp_path, name, on_all)
+    assert len({text for rank in range(4) for text in said(job, rank)[-1:]}) == 1
+    sizes = [parameters for parameters, _, _ in held(job)]
+    assert held(job) == [[size, size, 2 * size] for size in sizes]
+    assert PARAMETERS <= sum(sizes) < 1.05 * PARAMETERS  # with copies of the norms
+    on_page(name, 2 * max(sizes))
 
 
 # ---------------------------------------------------------------- the layers in stages
 
-MICROBATCHES = 8
-# Prints in which order a rank computes the microbatches of the first step: "F" or "B".
-IN_ORDER = [
-    (
-        "pipeline = Schedule1F1B(",
-        """order = []
-
-
-def noted(method):
-    def run(*args, **kwargs):
-        order.append(method.__name__[0].upper())
-        return method(*args, **kwargs)
-
-    return run
-
-
-stage.forward_one_chunk = noted(stage.forward_one_chunk)
-stage.backward_one_chunk = noted(stage.backward_one_chunk)
-pipeline = Schedule1F1B(""",
-    ),
-    (
-        "            norm = nn.utils.get",
-        "            if (epoch, step) == (0, 0):\n"
-        f"                {on_each_rank('order')}            norm = nn.utils.get",
-    ),
-]
-
-
-def most_kept(job, ranks):
-    """Return how many microbatches each rank holds at most between forward and backward."""
-    orders = [ast.literal_eval(said(job, rank)[0]) for rank in range(ranks)]
-    return [max(accumulate(1 if kind == "F" else -1 for kind in order)) for order in orders]
-
 
 def test_pipeline(tmp_path):
-    """The weights of DDP, with 1F1B on four ranks and GPipe on two; two resume after four."""
+    """The weights of DDP, on four ranks and on two; two resume after four."""
     deep = ("layers = 2", "layers = 4")
     whole = ("ResumableSampler(train_set))", "ResumableSampler(train_set), drop_last=True)")
-    solution = trained(tmp_path / "ddp", "solution", deep, whole, count=True)
-    job = trained(tmp_path / "four", "pipeline", *IN_ORDER, count=True)
-    assert most_kept(job, 4) == [4, 3, 2, 1]
-    larger = ("batch_size = 4", "batch_size = 8")
+    solution = trained(tmp_path / "ddp", "solution", deep, whole)
+    job = trained(tmp_path / "four", "pipeline")
     gpipe = ("pipeline = Schedule1F1B(", "pipeline = ScheduleGPipe(")
-    two = trained(tmp_path / "two", "pipeline", *IN_ORDER, larger, gpipe, nprocs=2)
-    assert most_kept(two, 2) == [MICROBATCHES] * 2
+    larger = ("batch_size = 4", "batch_size = 8")
+    two = trained(tmp_path / "two", "pipeline", gpipe, larger, nprocs=2)
     for other in (job, two):
         assert numbers(other) == numbers(solution)
         ours, theirs = (saved(one)["model"] for one in (other, solution))
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-
-    held, calls = counted(job)
-    sizes = [rank["parameters"] for rank in held]
+    sizes = [parameters for parameters, _, _ in held(job)]
     assert sum(sizes) == DEEP_PARAMETERS
-    for rank in held:
-        assert rank["parameters"] == rank["gradients"] == rank["optimizer"] / 2
-    for rank, its_calls in enumerate(calls):
-        neighbours = 1 if rank in (0, 3) else 2
-        assert sent(its_calls, 4) == neighbours * BATCH * LENGTH * WIDTH + 1.5
+    assert held(job) == [[size, size, 2 * size] for size in sizes]
     on_page("pipeline", 2 * DEEP_PARAMETERS, 2 * min(sizes), 2 * max(sizes))
-    on_page("pipeline", sent(counted(solution)[1][0], 4), 2 * REAL_BATCH * LENGTH * WIDTH + 1.5)
     again = trained(tmp_path / "four", "pipeline", epochs=2, nprocs=2)
     assert "resuming from pipeline.pt after epoch 1\nepoch 2  loss " in again.stdout
     assert held_out(again) < held_out(job)

@@ -20,7 +20,6 @@ from support.scripts import (
     edited,
     forked,
     on_each_rank,
-    page,
     text_of,
     write,
 )
@@ -167,13 +166,6 @@ def test_eval_torchmetrics(trained, tmp_path):
     ours, step_5 = ran(tmp_path, "eval_torchmetrics", lists), trained("05", *ONE)
     assert "[180, 179] gathered" in ours.stdout
     assert accuracy(ours) == accuracy(step_5)
-    # A row of the matrix has the counts of a digit; the report has how many of them were read.
-    rows = re.findall(r"^ ?\[\[?([ \d]+)\]", ours.stdout, re.MULTILINE)
-    rows = [[int(count) for count in row.split()] for row in rows]
-    recalls = [f"{row[digit] / sum(row):.2f}" for digit, row in enumerate(rows)]
-    report = re.findall(r"^ +\d +[\d.]+ +([\d.]+) +[\d.]+ +(\d+)$", step_5.stdout, re.MULTILINE)
-    assert report == [(recall, str(sum(row))) for recall, row in zip(recalls, rows, strict=True)]
-    assert len(rows) == 10
 
 
 @SLOW
@@ -193,16 +185,6 @@ def test_sweep(tmp_path):
     _, correct, total = accuracy(job)
     assert total == 180  # the half that may choose
     assert trial.value == pytest.approx(1 - correct / total)
-
-
-def test_eight_trials_two_at_a_time(tmp_path):
-    """The printed loop, with `echo` for torchrun: each trial has a checkpoint of its own."""
-    (loop,) = re.findall(r"^for half in .*?^wait\n", page("recipes/sweep"), re.M | re.S)
-    echo = 'torchrun() { echo "$CUDA_VISIBLE_DEVICES $*"; }\n'
-    started = finished(["bash", "-c", echo + loop], tmp_path).stdout.splitlines()
-    gpus, paths = zip(*(line.split(" ")[:: len(line.split(" ")) - 1] for line in started))
-    assert sorted(gpus) == ["0,1"] * 4 + ["2,3"] * 4
-    assert len(set(paths)) == 8
 
 
 # ---------------------------------------------------------------- machines

@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from running import (
     ran,
     refused,
     said_at_the_end,
+    same,
     saved,
     script,
     with_and_without_a_stop,
@@ -27,8 +29,6 @@ from support.results import resumed, said, same_bits, weights
 from support.scripts import (
     DOUBLE,
     SMALL,
-    arguments,
-    build_trainer,
     command,
     digest,
     edited,
@@ -197,20 +197,6 @@ def test_ema(tmp_path):
     assert float(evaluated.strip("()").split(", ")[1]) == total
 
 
-def test_ema_averages_with_its_decay(tmp_path, process_group):
-    trainer = build_trainer(module("ema"), arguments(tmp_path / "none.pt"))
-    batches = iter(trainer.train_loader)
-    wanted = None
-    for _ in range(3):
-        trainer._run_batch(*next(batches))
-        new = [p.detach().clone() for p in trainer.model.parameters()]
-        wanted = [0.99 * w + 0.01 * n for w, n in zip(wanted, new)] if wanted else new
-    found = list(trainer.average.parameters())
-    assert not torch.equal(found[0], new[0])
-    for average, by_hand in zip(found, wanted):
-        torch.testing.assert_close(average.detach(), by_hand)
-
-
 # ---------------------------------------------------------------- BatchNorm
 
 
@@ -246,10 +232,7 @@ def test_converted_batchnorm_on_a_cpu(process_group):
     state = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
     expected = plain.eval()(torch.ones(1, 1, 8, 8))
     converted = nn.SyncBatchNorm.convert_sync_batchnorm(plain)
-    assert isinstance(converted[1], nn.SyncBatchNorm)
-    found = converted.state_dict()
-    assert found.keys() == state.keys()
-    assert all(torch.equal(found[name], state[name]) for name in state)
+    assert same(dict(converted.state_dict()), state)
     assert torch.equal(converted(torch.ones(1, 1, 8, 8)), expected)
     with pytest.raises(ValueError, match=on_screen("recipes/sync_batchnorm")[1]):
         converted.train()(torch.ones(2, 1, 8, 8))
@@ -295,41 +278,20 @@ class Own(nn.Sequential):
 
 
 @SLOW
-def test_what_compiles_a_sequential(process_group):
-    """Count the parts that a model is compiled in. Its gradients fill three of DDP's buckets."""
-    parts = []
+@pytest.mark.parametrize("kind, parts", [(nn.Sequential, [3, 0]), (Own, [3, 3])])
+def test_what_compiles_a_sequential(process_group, kind, parts):
+    """Count the parts in which DDP(compile(model)) and compile(DDP(model)) are compiled.
 
-    def backend(graph, _):
-        parts.append(graph)
-        return graph
-
-    def compiled_parts(model):
+    The gradients fill three of DDP's buckets.
+    """
+    found = []
+    compiled = partial(torch.compile, backend=lambda graph, _: found[-1].append(graph) or graph)
+    wrapped = partial(DDP, bucket_cap_mb=2)
+    for outer, inner in (wrapped, compiled), (compiled, wrapped):
         torch.compiler.reset()
-        parts.clear()
-        model(torch.ones(2, 1, 8, 8))
-        return len(parts)
-
-    def in_place(model):
-        model.compile(backend=backend)
-        return model
-
-    def wrapped(model):
-        return DDP(model, bucket_cap_mb=2)
-
-    def compiled(model):
-        return torch.compile(model, backend=backend)
-
-    layers = load("05").build_model(256)
-    found = {
-        kind: [
-            compiled_parts(wrapped(compiled(kind(*layers)))),
-            compiled_parts(compiled(wrapped(kind(*layers)))),
-            compiled_parts(wrapped(in_place(kind(*layers)))),
-        ]
-        for kind in (nn.Sequential, Own)
-    }
-    since_2_14 = 3 if torch.__version__ >= "2.14" else 0
-    assert found == {nn.Sequential: [3, 0, since_2_14], Own: [3, 3, 3]}
+        found.append([])
+        outer(inner(kind(*load("05").build_model(256))))(torch.ones(2, 1, 8, 8))
+    assert [len(graphs) for graphs in found] == parts
 
 
 # ---------------------------------------------------------------- activation checkpointing
@@ -340,21 +302,15 @@ def test_activation_checkpointing(trained, tmp_path):
     assert same_bits(ran(tmp_path, "activation_checkpointing"), trained("05", *ONE))
 
 
-def kept(model):
-    """Return how many bytes forward() keeps for backward()."""
-    sizes = []
-
-    def pack(tensor):
-        sizes.append(tensor.nbytes)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(torch.ones(16, 1, 8, 8))
-    return sum(sizes)
-
-
 def test_activation_checkpointing_keeps_less():
-    found = [kept(one.build_model(32)) for one in (load("05"), module("activation_checkpointing"))]
+    """Count the bytes that forward() keeps for backward()."""
+    found = []
+    for one in load("05"), module("activation_checkpointing"):
+        sizes = []
+        keep = lambda tensor: sizes.append(tensor.nbytes) or tensor  # noqa: B023, E731
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            one.build_model(32)(torch.ones(16, 1, 8, 8))
+        found.append(sum(sizes))
     assert found[1] < 0.5 * found[0]
 
 
