@@ -60,9 +60,6 @@ def refused(job):
     return line
 
 
-# ---------------------------------------------------------------- what is saved
-
-
 def test_every_rank_saves(tmp_path):
     """Both ranks write the file; rank 1 renames it after rank 0 has."""
     turns = f"""\
@@ -105,9 +102,6 @@ def test_module_regex(resumed, tmp_path):
     error = refused(broken)
     assert all(text in error for text in on_screen("pitfalls/module_regex"))
     assert step.returncode == 0, step
-
-
-# ---------------------------------------------------------------- what is loaded
 
 
 def test_resume_without_optimizer(saved, undisturbed, resumed):
@@ -157,8 +151,6 @@ def test_weights_only_false(saved, resumed, tmp_path):
     assert "resuming from checkpoint.pt after epoch 1" in broken.stdout
     assert "Weights only load failed" in refused(step)
 
-
-# ---------------------------------------------------------------- a kill during the save
 
 KILLED = (
     LOAD,

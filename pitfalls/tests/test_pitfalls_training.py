@@ -27,9 +27,6 @@ def probed(job, rank):
     return [literal_eval(text) for text in said(job, rank)]
 
 
-# ---------------------------------------------------------------- data
-
-
 def test_split_differs_by_rank(both):
     """About 359 * 1438 / 1797 = 287 samples leak, give or take 7."""
     leaks = []
@@ -89,9 +86,6 @@ def test_persistent_workers(tmp_path):
         (tmp_path / "checkpoint.pt").unlink()
 
 
-# ---------------------------------------------------------------- training
-
-
 def test_rank_0_loss(both):
     """The weights are bit-for-bit identical; the printed loss is that of rank 0's samples."""
     broken, ours = both("rank_0_loss", *PROBES)
@@ -136,9 +130,6 @@ def test_find_unused_without_need(both):
     [text] = on_screen("pitfalls/find_unused_without_need")
     assert broken.stderr.count(text) == 2  # once on each rank
     assert text not in ours.stderr
-
-
-# ---------------------------------------------------------------- evaluation
 
 
 def test_mean_of_means(trained_with, tmp_path):

@@ -47,9 +47,6 @@ def interrupted_and_resumed(folder, name, *changes, step=SEEN, args=ONE, later=(
     return ran(folder, name, *changes, *later, (BATCH, step), args=args)
 
 
-# ---------------------------------------------------------------- DataLoader workers
-
-
 @SLOW
 def test_loader_workers(tmp_path):
     """Forked workers, spawned ones after a stop mid-epoch, or no workers: the noise is the same."""
@@ -185,9 +182,6 @@ def test_weighted_sampler(tmp_path):
     assert first != second
     mine, others = ({n for _, indices, _ in part for n in indices} for part in batches)
     assert len(mine & others) < 0.9 * len(mine)
-
-
-# ---------------------------------------------------------------- one rank before the others
 
 
 @SLOW

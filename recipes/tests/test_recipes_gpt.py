@@ -140,9 +140,6 @@ def test_local_sgd(ddp, tmp_path):
     on_page("local_sgd", 3 * PARAMETERS, 2 * PARAMETERS)
 
 
-# ---------------------------------------------------------------- each layer in parts
-
-
 @pytest.mark.parametrize("name", ["tensor_parallel", "two_dimensional"])
 def test_splits_each_layer(ddp, resumed, tmp_path, name):
     """All ranks write the same text."""
@@ -154,9 +151,6 @@ def test_splits_each_layer(ddp, resumed, tmp_path, name):
     assert held(job) == [[size, size, 2 * size] for size in sizes]
     assert PARAMETERS <= sum(sizes) < 1.05 * PARAMETERS  # with copies of the norms
     on_page(name, 2 * max(sizes))
-
-
-# ---------------------------------------------------------------- the layers in stages
 
 
 def test_pipeline(tmp_path):

@@ -154,8 +154,6 @@ def test_sharded_checkpoint_with_fsdp2(tmp_path):
     assert same(loaded[1], state["optim_state_dict"])
 
 
-# ---------------------------------------------------------------- checkpoints in the background
-
 # Rank 1 writes its part only when the next epoch is under way; of epoch 2, it is killed instead.
 SAVE = "            written = dcp.async_save("
 LATE = [
@@ -255,8 +253,6 @@ def test_gan(tmp_path):
         assert same(*(saved(job, name) for job in jobs))
 
 
-# ---------------------------------------------------------------- what is trained, and sent
-
 FREEZE = "    model[:5].requires_grad_(False)"
 LATER = [(FREEZE, "    #"), (TRAIN, f"    trainer.model.module{FREEZE[9:]}\n{TRAIN}")]
 REDUCED = f"""    reduced = set()
@@ -310,9 +306,6 @@ def test_compressed_gradients(trained, tmp_path):
     assert float(losses(job)[0]) == pytest.approx(float(losses(step_5)[0]), abs=0.02)
     bfloat16 = ("import fp16_", "import bf16_compress_hook as fp16_")
     refused(tmp_path / "bfloat16", "compressed_gradients", bfloat16)
-
-
-# ---------------------------------------------------------------- the weights for others
 
 
 def test_export(tmp_path):

@@ -28,8 +28,6 @@ from wandb.proto import wandb_internal_pb2
 
 SLOW = pytest.mark.slow
 
-# ---------------------------------------------------------------- early stopping
-
 
 @SLOW
 def test_early_stopping(trained, tmp_path):
@@ -147,9 +145,6 @@ def test_profiler(tmp_path):
         assert steps == ["ProfilerStep#12", "ProfilerStep#13", "ProfilerStep#14"]
         assert names.count("gloo:all_reduce") == 3
         assert names.count("DistributedDataParallel.forward") == 3
-
-
-# ---------------------------------------------------------------- metrics
 
 
 @SLOW

@@ -45,8 +45,6 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 SLOW = pytest.mark.slow
 
-# ---------------------------------------------------------------- batch and learning rate
-
 
 @SLOW
 def test_accumulation(tmp_path):
@@ -86,9 +84,6 @@ def test_learning_rate(tmp_path):
     for job in with_and_without_a_stop(tmp_path, "learning_rate", (STEP, rate + STEP)):
         rates = [float(rate) for rate in printed("rate (.+)", job)]
         assert rates == pytest.approx(wanted, rel=1e-9, abs=1e-12)
-
-
-# ---------------------------------------------------------------- precision
 
 
 @SLOW
@@ -178,9 +173,6 @@ def test_randomness(tmp_path):
     assert len({*said(stopped, 0), *said(stopped, 1)}) == 4
 
 
-# ---------------------------------------------------------------- averaged weights
-
-
 @SLOW
 def test_ema(tmp_path):
     """The evaluated average is the same on all ranks and in the checkpoint."""
@@ -250,9 +242,6 @@ def test_sync_batchnorm_on_gpus(tmp_path, nprocs):
     assert said(job, 0) == said(job, 1)
 
 
-# ---------------------------------------------------------------- torch.compile
-
-
 @SLOW
 def test_compile(trained, tmp_path):
     """One graph for each of the two batch sizes; the weights are those of step 5."""
@@ -292,9 +281,6 @@ def test_what_compiles_a_sequential(process_group, kind, parts):
         found.append([])
         outer(inner(kind(*load("05").build_model(256))))(torch.ones(2, 1, 8, 8))
     assert [len(graphs) for graphs in found] == parts
-
-
-# ---------------------------------------------------------------- activation checkpointing
 
 
 @SLOW
