@@ -138,7 +138,7 @@ def test_each_page_of_a_recipe_or_pitfall_is_a_patch(tmp_path):
     """Its command writes the script that the page on the web shows; so does BusyBox's patch."""
     for patch in [patch for kind in patches.KINDS for patch in patches.collect(ROOT, kind)]:
         *_, command, start = patch.command.split(" &&\n")
-        *words, new, old, page = command.split()
+        *words, new, old, page = command.replace("\\\n", "").split()
         assert (new, old, page) == (patch.new, patch.old, patch.path)
         assert new in start.split()
         commands = [[*words, tmp_path / new, ROOT / old, ROOT / page]]
