@@ -51,7 +51,7 @@ def ways(size):
 
 def report(record):
     """Return the milliseconds as a Markdown table."""
-    names = list(next(iter(record["seconds"].values())))
+    names = dict.fromkeys(name for times in record["seconds"].values() for name in times)
     rows = [
         (f"{int(size):,}", *(f"{times[name] * 1e3:.2f}" if name in times else "" for name in names))
         for size, times in record["seconds"].items()
