@@ -10,7 +10,7 @@ const PARTICULAR = [ // what differs from run to run
 ];
 const CODE = /\b(exit ?code|status|signal|err(?:or|no)?|code|failure)\b\s*[:=]?\s*-?(\d{1,3})\b/gi;
 // What is printed after every failure, whatever its cause, or before its cause is named.
-const ANNOUNCED = /ChildFailedError|exited unexpectedly|exitcode : [12]\b|Details are lost|ProcessRaisedException|nccl(?:Internal|System|UnhandledCuda)Error|watchdog thread terminated|SIGABRT|SIGTERM|nothing named yet/;
+const ANNOUNCED = /ChildFailedError|CalledProcessError|exited unexpectedly|exitcode : [12]\b|Details are lost|ProcessRaisedException|nccl(?:Internal|System|UnhandledCuda)Error|watchdog thread terminated|SIGABRT|SIGTERM/;
 const CLASS = /^(?:(?:runtime|value|type|key|attribute|assertion|import|os|user|future|module|not)_?(?:notfound|implemented)?(?:error|warning)|error|warning|exception|traceback|rank)$/; // says little, alone
 
 // The words of a text, without what is particular, each with its parts: find_unused, TCPStore.

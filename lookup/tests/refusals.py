@@ -9,7 +9,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import multiprocessing, nn, optim
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.run import main as torchrun
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
@@ -32,6 +33,42 @@ class Broken(list):
         os.kill(os.getpid(), 9)
 
 
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block, self.head = nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)
+
+    def forward(self, source):
+        return self.head(self.block(source))
+
+
+def sharded(**options):
+    policy = ModuleWrapPolicy({nn.Sequential})
+    options["device_id"] = torch.device("cpu")
+    return FullyShardedDataParallel(Net(), auto_wrap_policy=policy, **options)
+
+
+def summoned(model, **options):
+    """Compute something outside of the wrapper, as `generate` does."""
+    with FullyShardedDataParallel.summon_full_params(model, **options):
+        return model.module(torch.ones(1, 2))
+
+
+def fsdp1():
+    source, each = torch.ones(1, 2), {"use_orig_params": True}
+    yield lambda: FullyShardedDataParallel(nn.Linear(2, 2))
+    yield lambda: sharded(**each).module(source)
+    yield lambda: summoned(sharded())
+    model = sharded()
+    model(source).sum().backward()
+    yield lambda: model.module(source)
+    for options, how in (({}, {"recurse": False}), (each, {})):
+        model = sharded(**options)
+        model(source).sum().backward()
+        summoned(model, **how)
+        print("FSDP1 works with", options, how, file=sys.stderr)
+
+
 def channels_last(last):
     return torch.channels_last if last else torch.contiguous_format
 
@@ -43,6 +80,7 @@ def on_two_ranks():
     yield lambda: dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield lambda: DDP(nn.Linear(2, 2).requires_grad_(False))
     yield lambda: copy.deepcopy(fully_shard(nn.Linear(2, 2)))
+    yield from fsdp1()
     yield lambda: DDP(line, device_ids=[0])
     yield lambda: DDP(line, device_ids=[0, 1])
     yield lambda: DDP(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")))

@@ -56,6 +56,10 @@ TWO = [
     "trying to initialize the default process group twice!",
     "DistributedDataParallel is not needed when a module doesn't have any parameter that requires",
     "FSDP does not support deepcopy. Please use state dict for serialization.",
+    "FSDP needs a non-CPU accelerator device, but no accelerator device is detected.",
+    "mat2 must be a matrix, got 1-D tensor",
+    "Expects tensor to be unsharded with size torch.Size([20]) but got torch.Size([10])",
+    "are out of bounds for storage of size 0",
     "device_ids and output_device arguments only work with single-device/multiple-device GPU",
     "device_ids can only be None or contain a single element.",
     "DistributedDataParallel's input module must be on the same type of devices",
@@ -72,6 +76,7 @@ TWO = [
     "failed to pass monitoredBarrier in 1000 ms",
     "for recv operation to complete",
 ]
+WORKS = ["FSDP1 works with {} {'recurse': False}", "FSDP1 works with {'use_orig_params': True} {}"]
 
 
 def shape(text):
@@ -80,7 +85,9 @@ def shape(text):
     return re.sub(r"(?<!exitcode: )(?<!exitcode: -)(?<!Signal )\b\d+(?:ms)?", "0", text)
 
 
-@pytest.mark.parametrize(("messages", "ranks"), [(ALONE, 0), (TWO, 2)], ids=["alone", "two-ranks"])
+@pytest.mark.parametrize(
+    ("messages", "ranks"), [(ALONE, 0), (TWO + WORKS, 2)], ids=["alone", "two-ranks"]
+)
 def test_what_pytorch_prints(tmp_path, messages, ranks):
     start = server.command(REFUSALS, nprocs=ranks) if ranks else [sys.executable, REFUSALS]
     job = run(start, tmp_path)
