@@ -68,12 +68,8 @@ def shown(folder, name):
     if not (folder / f"{name}.json").exists():
         return f"Not measured yet: `python benchmarks/{program}.py`."
     record = read(folder, name)
-    if program == "timeline":
-        report = timeline.report(record, drawn(folder)["network"])
-    else:
-        report = import_module(program).report(record)
-    words = "Measured on {date}, {cores} cores ({cpu}), torch {torch}."
-    return f"{report}\n\n{words.format(**record['machine'])}"
+    words = "Measured on {date}, {cores} cores ({cpu}), torch {torch}.".format(**record["machine"])
+    return f"{import_module(program).report(record)}\n\n{words}"
 
 
 def filled(text, folder):

@@ -7,7 +7,6 @@ cluster.
 
 import numpy as np
 from scipy.optimize import nnls
-from shared import table
 
 # ---------------------------------------------------------------- the network
 
@@ -136,12 +135,3 @@ def compared(record, network):
         forecast = end_of(forecasted(record, slower, **settings))
         found.append((name, forecast, row["milliseconds"]))
     return found
-
-
-def report(record, network):
-    """Return what compared() does as a Markdown table."""
-    rows = [
-        (name, f"{forecast:.0f} ms", f"{measured:.0f} ms", f"{forecast / measured - 1:+.0%}")
-        for name, forecast, measured in compared(record, network)
-    ]
-    return table((f"step of {record['world_size']} ranks", "forecast", "measured", "error"), *rows)
