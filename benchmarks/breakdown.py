@@ -52,7 +52,7 @@ def profiled(args, steps, batch=1, passes=1, no_sync=True):
     """Return a profiler that has seen some steps, and the Trainer that took them."""
     words = [f"--batch-size={batch * args.batch_size}", f"--width={args.width}"]
     words.append("--checkpoint-path=.breakdown.pt")
-    _, _, trainer, _ = prepared("05", words, [(DDP, f"{DDP}, bucket_cap_mb={args.bucket_mb}")])
+    trainer = prepared("05", words, [(DDP, f"{DDP}, bucket_cap_mb={args.bucket_mb}")])
     run(trainer, WARM_UP, passes, no_sync)
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     with profile(activities=kinds) as profiler:

@@ -25,7 +25,6 @@ from shared import cell, load, middle, parser_of, positive_int, prepared, table,
 RANKS = int(os.environ.get("WORLD_SIZE", "0"))
 STEP = "05" if RANKS else "01"  # the script whose lines are changed
 PART = 3  # train on every third sample: an epoch is long enough for two votes
-TESTS = 20  # evaluate on this many copies of the test set
 LOADER = "pin_memory=pin"
 FORWARD = "loss = nn.functional.cross_entropy(self.model(source), targets, label_smoothing=0.1)"
 ADAMW = "lr=args.lr)"
@@ -74,10 +73,7 @@ class Run:
 
     def __init__(self, step, words, changes=(), threads=None):
         self.threads = threads
-        self.sharing = 1 if step == "01" else RANKS  # how many ranks share the samples
-        self.script, self.args, self.trainer, self.test_set = prepared(step, words, changes, PART)
-        many = (torch.cat([tensor] * TESTS) for tensor in self.test_set.tensors)
-        self.test_set.tensors = tuple(many)
+        self.trainer = prepared(step, words, changes, PART)
 
     def train(self):
         threads = torch.get_num_threads()
@@ -97,13 +93,7 @@ class Run:
         if RANKS and dist.get_rank() > 0:
             return 0
         self.trainer._save_checkpoint()
-        return len(self.trainer.train_loader.sampler) * PART * self.sharing
-
-    def evaluate(self):
-        """Evaluate on the test set: together in step 5, each rank on all of it in step 1."""
-        model = getattr(self.trainer.model, "module", self.trainer.model)
-        self.script.evaluate(model, self.test_set, self.trainer.device, self.args)
-        return len(self.test_set) / self.sharing
+        return len(self.trainer.train_loader.sampler) * PART * max(RANKS, 1)
 
 
 def planned(words):
@@ -111,12 +101,9 @@ def planned(words):
     step = Run(STEP, words)
     runs, pairs = {STEP: step.train, "a save": step.save}, [("a save", STEP)]
     if RANKS:
-        copies = Run("01", words)
-        runs |= {"copies of 01": copies.train, "evaluation by copies of 01": copies.evaluate}
         runs["01 with as many threads"] = Run("01", words, threads=RANKS).train_on_rank_0
-        runs |= {"02": Run("02", words).train, "evaluation by 05": step.evaluate}
+        runs |= {"copies of 01": Run("01", words).train, "02": Run("02", words).train}
         pairs += [("02", "01 with as many threads"), ("02", "copies of 01"), (STEP, "copies of 01")]
-        pairs += [("evaluation by 05", "evaluation by copies of 01")]
     compiler = shutil.which(os.environ.get("CXX", "g++"))  # torch.compile needs it
     for name, changes in (ANYWHERE | (BETWEEN_RANKS if RANKS else {})).items():
         if compiler or "torch.compile(" not in str(changes):

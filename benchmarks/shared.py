@@ -57,11 +57,8 @@ def parsed(script, words):
 
 
 def prepared(step, words, changes=(), part=1):
-    """Prepare a step for training on every part-th sample, in the process group that there is.
-
-    Return the module, its arguments, its Trainer and its test set.
-    """
-    script = load(step, [*changes, (TRAIN, f"    return trainer, test_set\n{TRAIN}")])
+    """Return a step's Trainer for every part-th sample, in the process group that there is."""
+    script = load(step, [*changes, (TRAIN, f"    return trainer\n{TRAIN}")])
     load_datasets = script.load_datasets
 
     def smaller():
@@ -73,7 +70,7 @@ def prepared(step, words, changes=(), part=1):
     args = parsed(script, words)
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return script, args, *script.train_and_evaluate(device, args)
+    return script.train_and_evaluate(device, args)
 
 
 # ---------------------------------------------------------------- command lines
