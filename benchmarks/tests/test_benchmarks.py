@@ -64,7 +64,7 @@ def test_a_fit_finds_what_made_the_figures(benchmark):
 
 
 SMALL = {
-    "peers": "--repeats=1 --epochs=2 --width=1 --batch-size=512",
+    "peers": "--repeats=1 --epochs=2 --width=2",
     "lines": "--seconds=1 --width=1",
     "breakdown": "--width=4",
     "communication": "--repeats=1 --largest=256",
@@ -109,9 +109,9 @@ def test_all_of_it_is_measured_anew(all_of_it, monkeypatch):
     assert {path.name for path in all_of_it.FIGURES.iterdir()} >= set(files)
     rows = all_of_it.read(all_of_it.FIGURES, "peers")["programs"]
     assert {row["name"] for row in rows if row["SIGTERM"] == 0} == {"step 5"}
-    for row in rows:  # a half epoch of 13 steps, or one and a half
+    for row in rows:  # a half epoch of 51 steps, or one and a half
         whole = row["name"] in ("DDP series", "bare loop")
-        assert (row["SIGKILL"], row["counted"]) == ((19, None) if whole else (6, 359))
+        assert (row["SIGKILL"], row["counted"]) == ((76, None) if whole else (25, 359))
         assert row["samples/s"]["value"] > 0
 
 
