@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def load_datasets():
-    """1797 scans: 1438 to train on, in nine positions one pixel apart, and 359 held out."""
+    """1797 scans: 1438 for training, each at nine shifts of up to one pixel, and 359 held out."""
     digits = load_digits()
     scans = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16  # N x 1 x 8 x 8
     labels = torch.tensor(digits.target)
-    # 359 is a prime: 2 to 358 processes cannot share it evenly, so samples counted twice show.
+    # 359 is prime, so 2 to 358 processes cannot share it evenly, and double counting would show.
     train, test = train_test_split(range(len(scans)), test_size=359, random_state=0)
     padded = nn.functional.pad(scans[train], (1, 1, 1, 1))
     shifted = torch.cat([padded[:, :, y : y + 8, x : x + 8] for y in range(3) for x in range(3)])
@@ -65,7 +65,7 @@ class Trainer:
         for source, targets in self.train_loader:
             total[0] += self._run_batch(source, targets)
             total[1] += len(targets)
-        loss, samples = total.tolist()  # waits until a GPU is done, so read the clock after it
+        loss, samples = total.tolist()  # waits for the GPU, if any, so read the clock afterwards
         speed = samples / (time.perf_counter() - start)
         log(f"epoch {self.epochs_run + 1}  loss {loss / samples:.4f}  {speed:,.0f} samples/s")
 

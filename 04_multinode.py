@@ -9,7 +9,7 @@ from itertools import islice
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # DDP would import it too late: the group's threads would not end
+import torch.distributed.nn  # unused, but imported later, by DDP, it would keep threads alive
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-stop_signals = []  # SIGTERMs that this process has received
+stop_signals = []  # an entry for each SIGTERM
 
 
 def ddp_setup():
@@ -28,15 +28,15 @@ def ddp_setup():
         gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(gpu)  # from now on, "cuda" is this process's GPU
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"  # NCCL takes GPU tensors, gloo CPU tensors
-    dist.init_process_group(backend, device_id=gpu, timeout=timedelta(minutes=5))  # then it fails
+    dist.init_process_group(backend, device_id=gpu, timeout=timedelta(minutes=5))  # per collective
 
 
 def load_datasets():
-    """1797 scans: 1438 to train on, in nine positions one pixel apart, and 359 held out."""
+    """1797 scans: 1438 for training, each at nine shifts of up to one pixel, and 359 held out."""
     digits = load_digits()
     scans = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16  # N x 1 x 8 x 8
     labels = torch.tensor(digits.target)
-    # 359 is a prime: 2 to 358 processes cannot share it evenly, so samples counted twice show.
+    # 359 is prime, so 2 to 358 processes cannot share it evenly, and double counting would show.
     train, test = train_test_split(range(len(scans)), test_size=359, random_state=0)
     padded = nn.functional.pad(scans[train], (1, 1, 1, 1))
     shifted = torch.cat([padded[:, :, y : y + 8, x : x + 8] for y in range(3) for x in range(3)])
@@ -102,7 +102,7 @@ class Trainer:
         epoch_seed = self.config["seed"] + self.epochs_run  # so a resume between epochs is exact
         torch.manual_seed(epoch_seed + 1000 * dist.get_rank())  # or all ranks have the same dropout
         self.train_loader.sampler.set_epoch(self.epochs_run)  # or every epoch has the same order
-        self.train_loader.sampler.samples_run = self.samples_run  # skipped, and not in the loss
+        self.train_loader.sampler.samples_run = self.samples_run  # skip these; the loss omits them
         self.model.train()
         start = time.perf_counter()
         total = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss and samples
@@ -114,7 +114,7 @@ class Trainer:
             total[1] += len(targets)
             self.samples_run += len(targets) * dist.get_world_size()  # equal batches on all ranks
         dist.all_reduce(total)  # the sum over all ranks
-        loss, samples = total.tolist()  # waits until a GPU is done, so read the clock after it
+        loss, samples = total.tolist()  # waits for the GPU, if any, so read the clock afterwards
         speed = samples / (time.perf_counter() - start)
         log(f"epoch {self.epochs_run + 1}  loss {loss / samples:.4f}  {speed:,.0f} samples/s")
 
@@ -134,7 +134,7 @@ class Trainer:
             os.fsync(file.fileno())
         os.replace(f"{self.path}.new", self.path)
         if self.interrupted:
-            open(f"{self.path}.interrupted", "w").close()  # the batch file then requeues the job
+            open(f"{self.path}.interrupted", "w").close()  # tells a batch file to requeue the job
 
     def _load_checkpoint(self):
         try:
@@ -144,7 +144,7 @@ class Trainer:
             self.model.load_state_dict(checkpoint["MODEL_STATE"])
             self.optimizer.load_state_dict(checkpoint["OPTIMIZER_STATE"])
             self.epochs_run = checkpoint["EPOCHS_RUN"]
-            self.samples_run = checkpoint.get("SAMPLES_RUN", 0)  # steps 1 to 3 do not save it
+            self.samples_run = checkpoint.get("SAMPLES_RUN", 0)  # scripts 01 to 03 save none
         except Exception as error:
             raise RuntimeError(f"cannot load {self.path}, move it away: {error!r}") from error
         log(f"resuming from {self.path} after epoch {self.epochs_run}")
@@ -163,8 +163,8 @@ class Trainer:
 
 
 def outlive_sigterm(worker_id):
-    """With num_workers > 0: let a worker live on during the save, as torchrun signals it, too."""
-    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(300))  # for five minutes
+    """Keep loader workers, if any, alive until the save: torchrun sends them SIGTERM, too."""
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(300))  # die in 300 s, not now
 
 
 def prepare_dataloader(dataset, args):

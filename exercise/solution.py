@@ -11,7 +11,7 @@ from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # DDP would import it too late: the group's threads would not end
+import torch.distributed.nn  # unused, but imported later, by DDP, it would keep threads alive
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -28,7 +28,7 @@ lr = 5e-3
 warm_up = 50  # steps
 path = "gpt.pt"
 
-stop_signals = []  # SIGTERMs that this process has received
+stop_signals = []  # an entry for each SIGTERM
 
 
 def ddp_setup():
@@ -38,7 +38,7 @@ def ddp_setup():
         gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(gpu)  # from now on, "cuda" is this process's GPU
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"  # NCCL takes GPU tensors, gloo CPU tensors
-    dist.init_process_group(backend, device_id=gpu, timeout=timedelta(minutes=5))  # then it fails
+    dist.init_process_group(backend, device_id=gpu, timeout=timedelta(minutes=5))  # per collective
 
 
 def log(message):
@@ -158,7 +158,7 @@ def save(epochs_run, samples_run=0, interrupted=False):
         os.fsync(file.fileno())
     os.replace(f"{path}.new", path)
     if interrupted:
-        open(f"{path}.interrupted", "w").close()  # the batch file then requeues the job
+        open(f"{path}.interrupted", "w").close()  # tells a batch file to requeue the job
 
 
 @torch.inference_mode()
@@ -206,7 +206,7 @@ def train(model, samples_run):
             total[1] += len(x)
             samples_run += len(x) * dist.get_world_size()
         dist.all_reduce(total)  # the sum over all ranks
-        loss, samples = total.tolist()  # waits until a GPU is done, so read the clock after it
+        loss, samples = total.tolist()  # waits for the GPU, if any, so read the clock afterwards
         speed = samples * context / (time.perf_counter() - start)
         log(f"epoch {epoch + 1}  loss {loss / samples:.4f}  {speed:,.0f} characters/s")
         samples_run = 0

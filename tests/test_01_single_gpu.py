@@ -71,10 +71,6 @@ def test_no_held_out_digit_is_trained_on():
     assert not held_out & {image.numpy().tobytes() for image in nine[1, 1]}
 
 
-def test_359_is_a_prime():
-    assert all(359 % divisor for divisor in range(2, 359))
-
-
 @pytest.mark.weekly("fifteen whole trainings")
 @pytest.mark.parametrize("seed", range(1, 6))
 @pytest.mark.parametrize("nprocs", [1, 2, 4])

@@ -1,6 +1,5 @@
 """Step 2: one process per GPU, or two on a CPU."""
 
-import os
 import re
 import sys
 
@@ -98,16 +97,6 @@ def test_the_ranks_share_the_cores_and_end_with_equal_weights(tmp_path):
 
 
 @pytest.mark.slow
-def test_it_honours_omp_num_threads(tmp_path):
-    joined = "    ddp_setup(rank, args.nprocs, port)\n"
-    leave = f"    {on_each_rank(THREADS)}    return\n"
-    given = str(len(os.sched_getaffinity(0)))
-    start = command(edited(tmp_path, "02", (joined, joined + leave)))
-    job = finished(start, tmp_path, {"OMP_NUM_THREADS": given})
-    assert said(job, 0) == said(job, 1) == [given]
-
-
-@pytest.mark.slow
 def test_two_copies_run_at_the_same_time(trained, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
@@ -125,15 +114,3 @@ def test_a_killed_process_ends_all(tmp_path):
     job = run(command(edited(tmp_path, "02", at(0, 5, KILLED, ON_RANK_1)), *LONG), tmp_path)
     assert job.returncode != 0
     assert "terminated with signal SIGKILL" in job.stderr or "Connection closed" in job.stderr, job
-
-
-@pytest.mark.slow
-def test_n_processes_follow_one_in_float32_for_one_step(tmp_path):
-    path, results = without_spawn(tmp_path), []
-    for nprocs, batch in ((2, 6471), (1, 12_942)):
-        saved = f"--checkpoint-path={nprocs}.pt"
-        args = ("1", f"--batch-size={batch}", "--width=8", "--lr=1e-3", saved)
-        finished(forked(path, *args, nprocs=nprocs), tmp_path)
-        results.append(weights(tmp_path / f"{nprocs}.pt"))
-    two, one = results
-    assert max((one[name] - two[name]).abs().max() for name in one) < 1e-4

@@ -169,13 +169,6 @@ def test_its_sampler_misses_no_sample_at_another_world_size(before, after):
     assert len(run + left) == 1000 + again + padding
 
 
-def test_its_sampler_deals_to_4096_ranks():
-    whole = deal(4096, 0, 12_942)
-    assert {len(shard) for shard in whole} == {4}
-    assert {index for shard in whole for index in shard} == set(range(12_942))
-    assert deal(4096, 2 * 4096, 12_942) == [shard[2:] for shard in whole]
-
-
 # ---------------------------------------------------------------- two nodes
 
 

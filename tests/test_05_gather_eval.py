@@ -5,7 +5,7 @@ import shutil
 import pytest
 from support.jobs import finished
 from support.results import accuracy, check_report, epochs, resumed, same_bits
-from support.scripts import LONG, SCRIPT, SMALL, edited, forked, load
+from support.scripts import LONG, SCRIPT, forked, load
 
 
 def test_it_reads_98_percent_of_digits_that_it_has_never_seen(launched):
@@ -56,10 +56,3 @@ def test_told_to_stop_it_loses_no_step(disturbed, trained):
     assert (saved["EPOCHS_RUN"], saved["SAMPLES_RUN"]) == (2, 20 * 128)
     assert epochs(again) == [3, 4]
     assert same_bits(again, trained("03", *LONG))
-
-
-@pytest.mark.slow
-def test_all_ranks_evaluate_or_they_wait_for_each_other(tmp_path):
-    """A collective that some rank does not call would fail after this short timeout."""
-    short = edited(tmp_path, "05", ("timedelta(minutes=5)", "timedelta(seconds=20)"))
-    assert accuracy(finished(forked(short, "1", *SMALL), tmp_path))[2] == 359

@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.jobs import finished, run
-from support.results import epochs, resumed, same_bits
+from support.results import resumed, same_bits
 from support.scripts import LONG, SCRIPT, arguments, build_trainer, edited, forked, load
-
-WIDE = ("3", "--batch-size=64", "--width=16")  # its checkpoint is larger than its output
-
 
 # ---------------------------------------------------------------- loading
 
@@ -74,12 +71,6 @@ def test_what_is_no_checkpoint_is_refused(trainer, path, content):
 def test_a_checkpoint_of_another_program_is_refused(trainer, path, content):
     torch.save(content, path)
     refused(load_again, trainer)
-
-
-def test_a_directory_is_refused(trainer, path):
-    path.unlink()
-    path.mkdir()
-    assert "IsADirectoryError" in refused(load_again, trainer)
 
 
 @pytest.mark.parametrize("change", [{"width": 2}, {"lr": 0.1}, {"seed": 1}])
@@ -163,24 +154,6 @@ def test_the_new_file_is_on_the_disk_before_it_replaces_the_old_one(trainer, pat
     assert calls == ["fsync", "replace"]
     assert Path("old").read_bytes() == whole
     assert path.read_bytes() != whole
-
-
-SEED = "    torch.manual_seed(args.seed)\n"
-FULL = "    __import__('resource').setrlimit(1, (65536, 65536))  # RLIMIT_FSIZE, in bytes\n"
-
-
-@pytest.mark.slow
-def test_a_full_disk_is_an_error_and_leaves_the_old_checkpoint(trained, tmp_path):
-    finished(forked("04", "1", *WIDE[1:]), tmp_path)
-    saved = (tmp_path / "checkpoint.pt").read_bytes()
-    assert len(saved) > 100_000
-    job = run(forked(edited(tmp_path, "04", (SEED, FULL + SEED)), *WIDE), tmp_path)
-    assert job.returncode != 0
-    assert "in _save_checkpoint" in job.stderr
-    assert (tmp_path / "checkpoint.pt").read_bytes() == saved
-    job = finished(forked("04", *WIDE), tmp_path)
-    assert epochs(job) == [2, 3]
-    assert same_bits(job, trained("04", *WIDE))
 
 
 KILLED = """

@@ -50,11 +50,6 @@ def test_forked_ranks_with_which_other_tests_compare_end_with_the_same_bits(
 
 
 @SLOW
-def test_the_same_bits_with_4_processes(launched, trained):
-    assert same_bits(launched("05", *LONG, nprocs=4), trained("03", *LONG, nprocs=4))
-
-
-@SLOW
 def test_each_step_continues_the_checkpoint_of_the_one_before(trained_with, tmp_path):
     """One epoch on each, and the end is bit-for-bit that of an undisturbed run of step 3."""
     for number, step in enumerate(DISTRIBUTED):

@@ -2,13 +2,12 @@
 
 import re
 
-import psutil
 import pytest
 import torch
-from support.jobs import Job, finished, run
-from support.positions import GATE, KILLED, ON_RANK_1, at, wait_at_the_gate
+from support.jobs import finished, run
+from support.positions import KILLED, ON_RANK_1, at
 from support.results import accuracy, epochs, resumed, said, same_bits
-from support.scripts import SCRIPT, command, edited, forked, load, on_each_rank
+from support.scripts import SCRIPT, edited, forked, load, on_each_rank
 
 SLOW = pytest.mark.slow
 AGAIN = pytest.mark.weekly("the same with other loader workers")
@@ -95,11 +94,6 @@ def undisturbed(own, tmp_path_factory):
     return train
 
 
-def trainers(job):
-    """Return the ranks that torchrun started, without their DataLoader workers."""
-    return psutil.Process(job.process.pid).children()
-
-
 # ---------------------------------------------------------------- told to stop
 
 
@@ -149,48 +143,9 @@ def test_a_kill_with_dropout_augmentation_and_loader_workers(own, undisturbed, t
 
 
 @SLOW
-@pytest.mark.parametrize("method", [FORK, pytest.param(SPAWN, marks=AGAIN)])
-def test_kill_9_leaves_no_loader_worker(own, tmp_path, method):
-    """Each worker notices within seconds that its parent is gone."""
-    script = own(tmp_path, "04", method + PERSISTENT, at(1, 25, GATE))
-    with Job(command(script, *ARGS), tmp_path) as job:
-        wait_at_the_gate(job)
-        loader_workers = len(job.processes()) - 3
-        for process in (psutil.Process(job.process.pid), *trainers(job)):
-            process.kill()
-        job.wait()
-        job.wait_until_gone()
-    assert loader_workers >= 4
-
-
-@SLOW
 def test_all_ranks_evaluate_with_the_statistics_of_rank_0(own, tmp_path):
     line = "    correct = torch.tensor(0)\n"
     show = f"    {on_each_rank('model[1].running_mean.tolist()')}{line}"
     script = own(tmp_path, "05", NO_WORKERS, (line, show))
     job = finished(forked(script, "1", *ARGS[1:]), tmp_path)
     assert said(job, 0) == said(job, 1) != []
-
-
-@SLOW
-def test_an_exception_in_a_loader_worker(tmp_path):
-    """Python sends SIGTERM to the workers, too, and waits for them: they must end at last."""
-    worker = ("=outlive_sigterm", "=outlive_sigterm, num_workers=2")
-    soon = ("signal.alarm(300)", "signal.alarm(3)")
-    broken = ("    return TensorDataset(shifted,", "    return BrokenData(shifted,")
-    data = (
-        "def load_datasets():\n",
-        """\
-class BrokenData(TensorDataset):
-    def __getitem__(self, index):
-        if index % 1000 == 999:
-            raise ValueError("a sample is broken")
-        return super().__getitem__(index)
-
-
-def load_datasets():
-""",
-    )
-    job = run(forked(edited(tmp_path, "04", worker, soon, broken, data), "1"), tmp_path)
-    assert job.returncode == 1
-    assert "ValueError: a sample is broken" in job.stderr

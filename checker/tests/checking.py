@@ -3,13 +3,12 @@
 from pathlib import Path
 
 import pytest
-from support import server
-from support.once import once
-from support.scripts import LONG, SCRIPT
-
 from ddp_check.report import conclude, judge, perform, planned
 from ddp_check.rules import BROKEN, NONE, PASS, RULES, UNSEEN, WRONG
 from ddp_check.run import LAUNCHERS, Plan
+from support import server
+from support.once import once
+from support.scripts import LONG, SCRIPT
 
 
 @pytest.fixture

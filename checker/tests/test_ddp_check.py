@@ -7,10 +7,9 @@ import re
 
 import pytest
 from checking import drill_passes, failed, fork_ranks, named, passed, plan_of
+from ddp_check.report import judge, perform
 from support.results import same_bits
 from support.scripts import LONG
-
-from ddp_check.report import judge, perform
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 UNSHOWN = {"equal_buffers", "safe_loads", "randomness", "own_gpu", "held_out", "beyond"}

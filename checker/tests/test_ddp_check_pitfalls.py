@@ -4,10 +4,10 @@ import re
 
 import pytest
 from checking import failed, fork_ranks, judged, named, plan_of, told
-from support.scripts import LONG, ROOT, SMALL, on_screen, page, text_of, write
-
 from ddp_check.report import conclude, judge, perform, planned
 from ddp_check.rules import FRAGILE, PASS, RULES, SLOW, UNSURE, WRONG
+from patching import on_screen, page, text_of
+from support.scripts import LONG, ROOT, SMALL, write
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 PITFALLS = ROOT / "pitfalls"

@@ -9,10 +9,9 @@ import sys
 import pytest
 import torch
 from checking import drill_passes, failed, fork_ranks, judged, line_of, passed, told
-from support.scripts import ROOT, write
-
 from ddp_check.report import perform, planned
 from ddp_check.rules import FRAGILE, NONE, PASS, SLOW, UNSEEN, UNSURE, WRONG
+from support.scripts import ROOT, write
 
 pytestmark = [pytest.mark.usefixtures("own_folder"), pytest.mark.slow]
 STYLES_FOLDER = ROOT / "checker" / "tests" / "styles"

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pytest
 from checking import failed, judged, named, plan_of
-from support.jobs import Job, finished, free_port, run
-from support.scripts import ROOT
-
 from ddp_check.__main__ import parse_args, variable
 from ddp_check.report import annotation, annotations, json_of, judge, planned, text_of
 from ddp_check.rules import PASS, RULES, UNSURE, WRONG, Verdict
+from support.jobs import Job, finished, free_port, run
+from support.scripts import ROOT
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 PAGE = (ROOT / "checker" / "README.md").read_text(encoding="utf-8")

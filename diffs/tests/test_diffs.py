@@ -12,7 +12,8 @@ import nbformat
 import patches
 import pytest
 from generating import generate
-from support.scripts import NEEDS_PATCH, ROOT, SCRIPTS, edit
+from patching import NEEDS_PATCH
+from support.scripts import ROOT, SCRIPTS, edit
 
 STEPS = list(pairwise(SCRIPTS))
 DIFFS = ROOT / "diffs"

@@ -5,8 +5,9 @@ import subprocess
 
 import hunks
 import pytest
+from patching import NEEDS_PATCH
 from support import server
-from support.scripts import NEEDS_PATCH, ROOT
+from support.scripts import ROOT
 
 QUICK = (  # hunks whose tests start no launcher, for each time; the others once a week
     "02-to-03-a-launcher-instead-of-spawn",

@@ -5,8 +5,9 @@ import random
 
 import pytest
 from browser import NEEDS_BROWSER, check_figure
+from patching import page
 from playwright.sync_api import expect
-from support.scripts import ROOT, page
+from support.scripts import ROOT
 
 FIGURE = "#fig-which-one"
 COMPUTED = (

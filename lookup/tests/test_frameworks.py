@@ -6,10 +6,11 @@ import time
 
 import pytest
 import torch
+from patching import patched
 from safetensors.torch import load_file
 from support.jobs import Job, finished
 from support.results import said, same_bits
-from support.scripts import ROOT, SMALL, edited, forked, load, patched, write
+from support.scripts import ROOT, SMALL, edited, forked, load, write
 
 PAGE = (ROOT / "lookup" / "frameworks.md").read_text(encoding="utf-8")
 FRAMEWORKS = ("accelerate", "lightning_fabric", "transformers")

@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from patching import page
 from support.jobs import Job, environment, finished, free_port, run
 from support.once import once
 from support.positions import KILLED, ON_RANK_1, at
 from support.results import said, same_bits
-from support.scripts import LONG, ON_PATH, SMALL, edited, forked, load, page
+from support.scripts import LONG, ON_PATH, SMALL, edited, forked, load
 from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader
 

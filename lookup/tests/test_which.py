@@ -9,8 +9,9 @@ from itertools import accumulate
 
 import pytest
 import torch
+from patching import page
 from support.jobs import finished
-from support.scripts import ROOT, page
+from support.scripts import ROOT
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import profile

@@ -2,8 +2,9 @@
 
 import pytest
 from clusters import clone, cluster, submit  # noqa: F401
+from patching import patched
 from support.jobs import finished
-from support.scripts import SMALL, forked, patched
+from support.scripts import SMALL, forked
 
 
 @pytest.fixture

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from patching import on_screen, patched
 from support.jobs import run
 from support.positions import BATCH, TOLD
 from support.results import error_lines, same_bits, weights
-from support.scripts import SMALL, edited, forked, on_screen, patched
+from support.scripts import SMALL, edited, forked
 
 pytestmark = pytest.mark.slow
 LOAD = "def load_datasets():\n"

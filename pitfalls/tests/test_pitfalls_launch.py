@@ -6,12 +6,13 @@ import socket
 
 import pytest
 from clusters import ON_A_CLUSTER, TWO_BY_TWO
+from patching import on_screen, patched, text_of
 from pretended import SHIM
 from support import server
 from support.jobs import Job, finished, free_port, run
 from support.positions import BATCH, KILLED, ON_RANK_1, at
 from support.results import epochs
-from support.scripts import ROOT, SMALL, command, edit, edited, forked, on_screen, patched, text_of
+from support.scripts import ROOT, SMALL, command, edit, edited, forked
 
 pytestmark = pytest.mark.slow
 ONE = ("1", *SMALL)

@@ -5,9 +5,10 @@ from ast import literal_eval
 
 import pytest
 import torch
+from patching import on_screen, patched
 from support.jobs import finished, run
 from support.results import accuracy, error_lines, losses, said, same_bits
-from support.scripts import SMALL, digest, forked, on_each_rank, on_screen, patched
+from support.scripts import SMALL, digest, forked, on_each_rank
 
 pytestmark = pytest.mark.slow
 TRAINED = "    return trainer.interrupted\n"  # after training and evaluation

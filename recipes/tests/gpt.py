@@ -3,9 +3,10 @@
 import json
 import re
 
+from patching import page, text_of
 from support.jobs import finished
 from support.results import said
-from support.scripts import ROOT, forked, on_each_rank, page, text_of, write
+from support.scripts import ROOT, forked, on_each_rank, write
 
 # The whole model trains for seconds: on five batches, of which the last is smaller.
 SMALL = [

@@ -4,10 +4,12 @@ import re
 from types import ModuleType
 
 import torch
+from patching import on_screen, patched, text_of
+from stopping import told
 from support.jobs import finished, run
-from support.positions import TOLD, told
+from support.positions import TOLD
 from support.results import resumed, same_bits, weights
-from support.scripts import SMALL, forked, on_each_rank, on_screen, patched, text_of
+from support.scripts import SMALL, forked, on_each_rank
 
 ONE, TWO = ("1", *SMALL), ("2", *SMALL)
 STEPS = 102  # per epoch, with two ranks and SMALL

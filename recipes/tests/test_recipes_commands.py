@@ -6,9 +6,10 @@ import shutil
 import patches
 import pytest
 from gpt import held_out
+from patching import NEEDS_PATCH
 from support.jobs import finished
 from support.results import epochs
-from support.scripts import NEEDS_PATCH, ON_PATH, ROOT, SCRIPTS
+from support.scripts import ON_PATH, ROOT, SCRIPTS
 
 pytestmark = [pytest.mark.weekly("each printed command at full size"), NEEDS_PATCH]
 PAGES = {path.stem: path for path in sorted(ROOT.glob("recipes/*.md"))}

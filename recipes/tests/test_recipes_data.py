@@ -11,11 +11,12 @@ from textwrap import indent
 import numpy as np
 import pytest
 import torch
+from patching import on_screen
 from running import IMPATIENT, LENGTH, ONE, TWO, printed, ran, refused, script
+from stopping import stopped, told
 from support.jobs import run
-from support.positions import BATCH, stopped, told
+from support.positions import BATCH
 from support.results import resumed, same_bits
-from support.scripts import on_screen
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from gpt import held, held_out, on_page, small, trained
 from running import same
+from stopping import writes_nothing_again
 from support.jobs import run
-from support.positions import writes_nothing_again
 from support.results import losses, said
 from support.scripts import digest, forked, on_each_rank
 

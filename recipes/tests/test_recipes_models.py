@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from patching import page
 from running import (
     IMPATIENT,
     ONE,
@@ -19,11 +20,12 @@ from running import (
     script,
     with_and_without_a_stop,
 )
+from stopping import AT_ONCE, stopped, told, writes_nothing_again
 from support import server
 from support.jobs import finished, run
-from support.positions import AT_ONCE, BATCH, stopped, told, writes_nothing_again
+from support.positions import BATCH
 from support.results import accuracy, epochs, losses, resumed, said, same_bits, weights
-from support.scripts import DOUBLE, LONG, digest, forked, on_each_rank, page
+from support.scripts import DOUBLE, LONG, digest, forked, on_each_rank
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 pytestmark = pytest.mark.slow

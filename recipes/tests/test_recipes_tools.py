@@ -9,20 +9,13 @@ import optuna
 import pytest
 import torch
 from optuna.storages import journal
+from patching import text_of
 from pretended import SHIM
 from running import LENGTH, ONE, TWO, printed, ran, script
+from stopping import stopped, told
 from support.jobs import finished, run
-from support.positions import stopped, told
 from support.results import accuracy, epochs, said, same_bits, weights
-from support.scripts import (
-    DOUBLE,
-    SMALL,
-    edited,
-    forked,
-    on_each_rank,
-    text_of,
-    write,
-)
+from support.scripts import DOUBLE, SMALL, edited, forked, on_each_rank, write
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 

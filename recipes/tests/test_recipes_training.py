@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from patching import on_screen, text_of
 from running import (
     ONE,
     STEP,
@@ -36,8 +37,6 @@ from support.scripts import (
     forked,
     load,
     on_each_rank,
-    on_screen,
-    text_of,
 )
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP

@@ -9,6 +9,7 @@ import socketserver
 import subprocess
 from threading import Thread
 
+import psutil
 import pytest
 import torch
 from support.jobs import Job, finished, free_port, kill, run
@@ -17,7 +18,7 @@ from support.results import accuracy, epochs, error_lines, resumed, same_bits, w
 from support.scripts import LONG, SCRIPT, SMALL, TORCHRUN, command, edited, forked, without_spawn
 
 SLOW = pytest.mark.slow
-REPETITION = pytest.mark.weekly
+REPETITION = pytest.mark.weekly("the same fault on another step")
 NOBODY = "192.0.2.1"  # reserved for documentation by RFC 5737, so nobody answers
 
 # ---------------------------------------------------------------- one rank fails
@@ -161,7 +162,7 @@ def test_a_rendezvous_port_whose_owner_never_answers(tmp_path):
                 job.process.wait(30)
 
 
-@pytest.mark.weekly
+@REPETITION
 @pytest.mark.parametrize("host", ["no-such-host.invalid", NOBODY])
 def test_rank_0_cannot_be_reached_without_torchrun(tmp_path, host):
     short = edited(tmp_path, "04", ("timedelta(minutes=5)", "timedelta(seconds=5)"))
@@ -216,3 +217,69 @@ def test_sigterm_ends_steps_1_to_3_at_once(tmp_path, step):
     again = finished(command(step, str(saved + 1), *SMALL), tmp_path)
     assert resumed(again) == [saved]
     assert epochs(again) == [saved + 1]
+
+
+# ---------------------------------------------------------------- loader workers, a full disk
+
+WORKERS = ("=outlive_sigterm", "=outlive_sigterm, num_workers=2, persistent_workers=True")
+
+
+@SLOW
+def test_kill_9_leaves_no_loader_worker(tmp_path):
+    """Each worker notices within seconds that its parent is gone."""
+    script = edited(tmp_path, "04", WORKERS, at(1, 25, GATE))
+    with Job(command(script, *LONG), tmp_path) as job:
+        wait_at_the_gate(job)
+        found = job.processes()
+        ranks = job.process, *psutil.Process(job.process.pid).children()
+        for process in ranks:
+            process.kill()
+        job.wait()
+        job.wait_until_gone()
+    assert len(found) - len(ranks) >= 4
+
+
+BROKEN_SAMPLE = [
+    ("    return TensorDataset(shifted,", "    return BrokenData(shifted,"),
+    (
+        "def load_datasets():\n",
+        """\
+class BrokenData(TensorDataset):
+    def __getitem__(self, index):
+        if index % 1000 == 999:
+            raise ValueError("a sample is broken")
+        return super().__getitem__(index)
+
+
+def load_datasets():
+""",
+    ),
+]
+
+
+@SLOW
+def test_an_exception_in_a_loader_worker(tmp_path):
+    """Python sends SIGTERM to the workers, too, and waits for them: they must end at last."""
+    soon = ("signal.alarm(300)", "signal.alarm(3)")
+    job = run(forked(edited(tmp_path, "04", WORKERS, soon, *BROKEN_SAMPLE), "1"), tmp_path)
+    assert job.returncode == 1
+    assert "ValueError: a sample is broken" in job.stderr
+
+
+SEED = "    torch.manual_seed(args.seed)\n"
+FULL = "    __import__('resource').setrlimit(1, (65536, 65536))  # RLIMIT_FSIZE, in bytes\n"
+WIDE = ("--batch-size=64", "--width=16")  # its checkpoint is larger than its output
+
+
+@SLOW
+def test_a_full_disk(trained, tmp_path):
+    finished(forked("04", "1", *WIDE), tmp_path)
+    saved = (tmp_path / "checkpoint.pt").read_bytes()
+    assert len(saved) > 100_000
+    job = run(forked(edited(tmp_path, "04", (SEED, FULL + SEED)), "3", *WIDE), tmp_path)
+    assert job.returncode != 0
+    assert "in _save_checkpoint" in job.stderr
+    assert (tmp_path / "checkpoint.pt").read_bytes() == saved
+    job = finished(forked("04", "3", *WIDE), tmp_path)
+    assert epochs(job) == [2, 3]
+    assert same_bits(job, trained("04", "3", *WIDE))

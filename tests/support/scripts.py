@@ -3,13 +3,10 @@
 import importlib.util
 import os
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
 from support import server
 
@@ -18,11 +15,9 @@ SCRIPTS = sorted(ROOT.glob("0[1-9]_*.py"))
 SCRIPT = {path.name[:2]: path for path in SCRIPTS}
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 ON_PATH = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+RECIPE = ROOT / "recipes" / "bitwise_resume.md"
 SMALL = ("--batch-size=64", "--width=4")  # trains in a second, but learns little
 LONG = ("4", *SMALL)  # enough epochs to interrupt
-NEEDS_PATCH = pytest.mark.skipif(
-    not shutil.which("patch"), reason="needs the program: apt-get install patch"
-)
 
 # ---------------------------------------------------------------- commands
 
@@ -63,41 +58,6 @@ def without_spawn(tmp_path, *changes):
     return path.rename(tmp_path / "without_spawn.py")
 
 
-def patched(tmp_path, name, *changes):
-    """Write the patched script of a recipe or pitfall, like "recipes/fsdp2"; return the path.
-
-    It has the name of the step that it patches. More changes are applied as in `edited`.
-    """
-    return write(tmp_path / Path(step_of(name)).name, text_of(name), changes)
-
-
-def page(name):
-    """Return the text of the page of a recipe or pitfall."""
-    return (ROOT / f"{name}.md").read_text(encoding="utf-8")
-
-
-def step_of(name):
-    """Return the name of the script that a recipe or pitfall patches."""
-    return re.search(r"^--- (.+)$", page(name), re.MULTILINE)[1]
-
-
-def text_of(name):
-    """Return the patched script of a recipe or pitfall, like "recipes/fsdp2"."""
-    if not shutil.which("patch"):
-        pytest.skip("needs the program: apt-get install patch")
-    words = ["patch", "--quiet", "--output=-", ROOT / step_of(name)]
-    return subprocess.run(
-        words, input=page(name), check=True, stdout=subprocess.PIPE, text=True
-    ).stdout
-
-
-def on_screen(name):
-    """Return the messages that a page quotes in its table of symptoms."""
-    _, _, table = page(name).partition("| What you see |")
-    rows = re.findall(r"^\| (.+?) \|", table.partition("\n\n")[0], re.MULTILINE)
-    return [text for symptom in rows for text in re.findall(r"`([^`]+)`", symptom)]
-
-
 def write(path, text, changes=()):
     """Write a text with changes (old, new), each `old` found exactly once; return the path."""
     for old, new in changes:
@@ -129,7 +89,7 @@ WITHOUT_SPAWN = [
         '    main(int(os.environ["RANK"]), os.environ["MASTER_PORT"], args)\n',
     ),
 ]
-WRAPPED = "        self.model = DDP(model)  # rank 0's weights go to all; backward() averages the gradients\n"
+NEXT = "\n    def _run_batch("  # what follows DDP(model)
 
 
 def exact(nprocs):
@@ -137,8 +97,8 @@ def exact(nprocs):
 
     Two ranks need none, more the lines of recipes/bitwise_resume.md.
     """
-    added = re.findall(r"^\+(?!\+)(.*\n)", page("recipes/bitwise_resume"), re.MULTILINE)
-    return ((WRAPPED, WRAPPED + "".join(added)),) if nprocs > 2 else ()
+    added = re.findall(r"^\+(?!\+)(.*\n)", RECIPE.read_text(encoding="utf-8"), re.MULTILINE)
+    return ((NEXT, "".join(added) + NEXT),) if nprocs > 2 else ()
 
 
 def on_each_rank(expression):
