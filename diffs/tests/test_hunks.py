@@ -14,7 +14,7 @@ QUICK = (  # hunks whose tests start no launcher, for each time; the others once
     "03-to-04-a-sampler-that-can-start-inside-an-epoch",
     "04-to-05-the-last-of-the-five",
 )
-REST = pytest.mark.weekly("reverts every hunk and trains: some ten core-minutes")
+REST = pytest.mark.weekly("reverts each of 27 hunks and trains without it, for minutes")
 HUNKS = [
     pytest.param(diff, hunk, id=name, marks=() if name in QUICK else REST)
     for diff in hunks.explained(ROOT)
