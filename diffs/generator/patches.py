@@ -78,6 +78,7 @@ Each page names the tests that prove what it says.""",
             "Logging and metrics": [
                 "log_tensorboard",
                 "log_wandb",
+                "log_mlflow",
                 "progress",
                 "eval_torchmetrics",
             ],

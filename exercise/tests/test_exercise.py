@@ -2,12 +2,10 @@
 
 import math
 import re
-import shutil
 import sys
 
 import pytest
 import torch
-from clusters import ON_A_CLUSTER
 from support.jobs import finished, run
 from support.results import epochs, losses
 from support.scripts import ON_PATH, ROOT, SCRIPT, forked, write
@@ -126,15 +124,3 @@ def test_its_batch_file_is_that_of_step_4():
         assert old in text
         text = text.replace(old, new)
     assert (FOLDER / "solution.sbatch").read_text(encoding="utf-8") == text
-
-
-@SLOW
-@ON_A_CLUSTER
-def test_submitted_as_it_is(clone, submit):
-    (clone / "exercise").mkdir()
-    shutil.copy(FOLDER / "solution.sbatch", clone / "exercise")
-    small(clone / "exercise", "solution.py", 8)
-    job = submit("exercise/solution.sbatch", "2", options=["--gpus-per-node=1"]).completed()
-    assert "world size 2 on node[1-2]" in job.output
-    assert job.epochs() == [1, 2]
-    assert (clone / "gpt.pt").exists()

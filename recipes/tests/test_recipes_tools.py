@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import sqlite3
 import struct
 
 import optuna
@@ -109,6 +110,20 @@ def test_log_wandb(tmp_path):
         logged.append([record.history.step.num for record in known if record.HasField("history")])
     assert logged == [[1], [2, 3]]  # rank 0 alone, and no epoch twice
     assert len(ids) == 1
+
+
+@SLOW
+def test_log_mlflow(tmp_path):
+    """Rank 0 alone logs, in one run, and no epoch twice."""
+    pytest.importorskip("mlflow", reason="pip install -r recipes/requirements.txt")
+    env = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db"}
+    path = script(tmp_path, "log_mlflow", told(1))
+    stopped(path, "3", *SMALL, env=env)
+    finished(forked(path, "3", *SMALL), tmp_path, env)
+    with sqlite3.connect(tmp_path / "mlflow.db") as database:
+        assert database.execute("SELECT status FROM runs").fetchall() == [("FINISHED",)]
+        logged = database.execute("SELECT step FROM metrics WHERE key = 'loss' ORDER BY step")
+        assert logged.fetchall() == [(1,), (2,), (3,)]
 
 
 @SLOW
