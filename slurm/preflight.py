@@ -68,9 +68,8 @@ def address_of(name):
 def check_names(nodes):
     """Resolve the name of every node and of this host, and each address back to a name.
 
-    If two hosts resolve their own names to loopback addresses, gloo connects each of them to
-    itself. torchrun announces its host under the name its address resolves to, so a wrong name is
-    a fault. A missing one is not: torchrun then announces the host name.
+    With a loopback address, gloo connects a host to itself; under a wrong name, torchrun announces
+    it to the others. That an address has no name is no fault.
     """
     for name in dict.fromkeys([*nodes, socket.gethostname()]):
         if (there := address_of(name)).startswith("127.") or there == "::1":
@@ -185,11 +184,12 @@ def check(port, nodes, folder, seconds):
     checks = {
         "port": lambda: ask(first, port, seconds)[0],  # how far this clock is ahead
         "GPU": lambda: check_gpu(local_rank, tasks),
+        "names": lambda: check_names(nodes),
+        "network": lambda: check_network(first, port, seconds),
+        "folder": lambda: check_folder(folder, node, first, seconds),
     }
-    if local_rank == 0:
-        checks["names"] = lambda: check_names(nodes)
-        checks["network"] = lambda: check_network(first, port, seconds)
-        checks["folder"] = lambda: check_folder(folder, node, first, seconds)
+    if local_rank:  # the first task of the node checks what they share
+        checks = {name: checks[name] for name in ("port", "GPU")}
     return at_once(checks, 1.5 * seconds)
 
 
@@ -290,12 +290,9 @@ def clock_cells(offsets):
     The median clock counts as right; of two clocks, the first node's does.
     """
     right = statistics.median(offsets.values()) if len(offsets) > 2 else 0
-    cells = {}
-    for node, offset in offsets.items():
-        by = offset - right
-        text = f"{abs(by):.1f} s {'ahead' if by > 0 else 'behind'}"
-        cells[node] = (False, text) if abs(by) > 1 else (True, "ok")
-    return cells
+    off = {node: offset - right for node, offset in offsets.items()}
+    said = {node: f"{abs(by):.1f} s {'ahead' if by > 0 else 'behind'}" for node, by in off.items()}
+    return {node: (False, said[node]) if abs(by) > 1 else (True, "ok") for node, by in off.items()}
 
 
 def node_rows(reports, nodes, tasks):
@@ -344,16 +341,6 @@ def print_table(*rows):
     print(flush=True)
 
 
-def print_speeds(result, ranks):
-    """Print what one rank measured for each size: milliseconds and bus bandwidth."""
-    print(f"all_reduce over world size {ranks}, {result['backend']}; GB/s is the bus bandwidth")
-    rows = [("KiB", "ms", "GB/s")]
-    for size, seconds in zip(SIZES, result["times"], strict=True):
-        speed = bus_bandwidth(size, seconds, ranks)
-        rows.append((f"{size / 2**10:g}", f"{seconds * 1e3:.3f}", f"{speed:.3f}"))
-    print_table(*rows)
-
-
 def speed_faults(reports, nodes, tasks):
     """Print the speeds that the tasks report; return the faults of each bad node."""
     cells = {
@@ -364,9 +351,15 @@ def speed_faults(reports, nodes, tasks):
     worst = {node: min(cells[node], key=lambda cell: cell[0]) for node in nodes}
     if any(not fine for fine, _ in worst.values()):
         return {node: [f"all_reduce: {text}"] for node, (fine, text) in worst.items() if not fine}
-    measured = {node: result for node, (_, result) in worst.items()}
-    print_speeds(measured[nodes[0]], len(reports))
-    return slow_nodes({node: result["pairs"] for node, result in measured.items()})
+    first = worst[nodes[0]][1]
+    ranks = len(reports)
+    print(f"all_reduce over world size {ranks}, {first['backend']}; GB/s is the bus bandwidth")
+    rows = [("KiB", "ms", "GB/s")]
+    for size, seconds in zip(SIZES, first["times"], strict=True):
+        speed = bus_bandwidth(size, seconds, ranks)
+        rows.append((f"{size / 2**10:g}", f"{seconds * 1e3:.3f}", f"{speed:.3f}"))
+    print_table(*rows)
+    return slow_nodes({node: result["pairs"] for node, (_, result) in worst.items()})
 
 
 # ---------------------------------------------------------------- the program on the first node
@@ -444,8 +437,6 @@ def main():
     parser.add_argument("--timeout", type=float, default=30, help="seconds to wait for a node")
     parser.add_argument("launch", nargs=argparse.REMAINDER, help="what starts the tasks: srun ...")
     args = parser.parse_args()
-    if not 0 < args.timeout < float("inf"):
-        parser.error(f"--timeout must be positive, not {args.timeout:g}")
     if "SLURM_JOB_ID" not in os.environ or not args.launch:
         parser.error("start it with: sbatch slurm/preflight.sbatch")
     code = 0

@@ -46,18 +46,8 @@ class Machines:
 
     def inside(self, number, *words):
         """Return a command that runs these words in a machine's network."""
-        pid = self.holder.process.pid
-        return [
-            "nsenter",
-            "--net",
-            "--mount",
-            f"-t{pid}",
-            "ip",
-            "netns",
-            "exec",
-            f"node{number}",
-            *words,
-        ]
+        enter = f"nsenter --net --mount -t{self.holder.process.pid} ip netns exec node{number}"
+        return [*enter.split(), *words]
 
     def terminal(self, number, command, folder, **env):
         """Start a command on a machine; return the Job."""

@@ -246,36 +246,25 @@ def test_a_rank_hangs_on_a_cluster(cluster, clone, submit, monkeypatch):
 # ---------------------------------------------------------------- different collectives
 
 DETAIL = """
-import os
 from datetime import timedelta
-
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 dist.init_process_group("gloo", timeout=timedelta(minutes=1))
 rank, numbers = dist.get_rank(), torch.ones(3)
-
-
-def attempt(group, call):
+for seconds in (30, 3):  # first, rank 1 calls another collective, and then none
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
     try:
-        call(group)
+        if rank == 0:
+            dist.all_reduce(numbers, group=group)
+        elif seconds == 30:
+            dist.broadcast(numbers, 0, group=group)
     except RuntimeError as error:
         print(f"rank {rank}: {error}")
-
-
-differ = dist.new_group(timeout=timedelta(seconds=30))
-if rank == 0:
-    attempt(differ, lambda group: dist.all_reduce(numbers, group=group))
-else:
-    attempt(differ, lambda group: dist.broadcast(numbers, 0, group=group))
-late = dist.new_group(timeout=timedelta(seconds=3))
-if rank == 0:
-    attempt(late, lambda group: dist.all_reduce(numbers, group=group))
 dist.barrier()
 print(f"rank {rank} builds DDP")
-DDP(nn.Linear(2, 2))
+DDP(torch.nn.Linear(2, 2))
 """
 
 

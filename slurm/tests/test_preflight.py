@@ -263,28 +263,12 @@ def test_slow_node(cluster, fly):
 # ---------------------------------------------------------------- without one
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("--timeout=1", "start it with: sbatch slurm/preflight.sbatch"),
-        ("--timeout=0", "--timeout must be positive, not 0"),
-        ("--timeout=nan", "--timeout must be positive, not nan"),
-    ],
-)
-def test_bad_start(option, message):
-    command = [sys.executable, FOLDER / "preflight.py", option, "srun"]
+def test_started_without_slurm():
+    command = [sys.executable, FOLDER / "preflight.py", "srun"]
     env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == f"preflight.py: error: {message}"
-
-
-def test_bus_bandwidth(process_group):
-    """As nccl-tests defines it: 2 (n - 1) / n of the plain bandwidth."""
-    assert preflight.bus_bandwidth(10**9, 1, 2) == 1
-    assert preflight.bus_bandwidth(10**9, 2, 8) == pytest.approx(0.875)
-    assert preflight.bus_bandwidth(10**9, 1, 1) == 0
-    assert min(preflight.all_reduce_times([2**10, 2**24])) > 0
+    assert done.stderr.endswith("error: start it with: sbatch slurm/preflight.sbatch\n")
 
 
 @pytest.mark.parametrize("count", range(1, 12))
@@ -380,9 +364,8 @@ def test_gloo_address(monkeypatch):
         connections = psutil.Process().net_connections("tcp")
         return {each.laddr for each in connections if each.status == psutil.CONN_LISTEN}
 
-    found = psutil.net_if_addrs().items()
-    names = [name for name, own in found if any(each.family == socket.AF_INET for each in own)]
-    assert "lo" in names
+    own = psutil.net_if_addrs().items()
+    names = [name for name, found in own if any(each.family == socket.AF_INET for each in found)]
     for name in (None, *names):
         if name:
             monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
@@ -392,54 +375,36 @@ def test_gloo_address(monkeypatch):
         dist.destroy_process_group()
         interface, expected = preflight.gloo_address()
         assert (interface, expected) == (name or interface, address)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    with pytest.raises(preflight.Fault, match=r"no address for GLOO_SOCKET_IFNAME=ib0"):
-        preflight.gloo_address()
 
 
 def test_an_address_without_a_name(monkeypatch):
     """A cluster without reverse DNS lookup passes."""
-    monkeypatch.setattr(socket, "gethostname", lambda: "node1")
-    entry = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.1", 0))
+    entry = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 0))  # has no name
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [entry])
-
-    def nameless(address):
-        raise socket.herror(1, "Unknown host")
-
-    monkeypatch.setattr(socket, "gethostbyaddr", nameless)
     assert preflight.check_names(["node1"]) == "ok"
 
 
-def reports(count=3, tasks=2, **changes):
-    """Return the reports of healthy nodes' tasks, with the cells in `changes` replaced."""
-    found = []
-    for rank in range(count * tasks):
-        node = f"node{rank // tasks + 1}"
-        cells = {"port": (True, 0.0), "GPU": (True, "ok"), "names": (True, "ok")}
-        found.append({"node": node, "cells": cells | changes.get(node, {})})
-    return found
-
-
-def faults(found, count=3, tasks=2):
+def faults(count=3, lost=0, **changes):
+    """Return the faults of healthy nodes with two tasks each, with the cells in `changes`."""
     nodes = [f"node{number}" for number in range(1, count + 1)]
-    return preflight.node_faults(preflight.node_rows(found, nodes, tasks), "node1")
+    fine = {"port": (True, 0.0), "GPU": (True, "ok"), "names": (True, "ok")}
+    found = [{"node": node, "cells": fine | changes.get(node, {})} for node in nodes * 2]
+    rows = preflight.node_rows(found[: len(found) - lost], nodes, 2)
+    return preflight.node_faults(rows, "node1")
 
 
 def test_verdict():
-    assert faults(reports()) == {}
     none = {"GPU": (True, "no GPU")}
-    assert faults(reports(node3=none)) == {"node3": ["GPU: none, others have"]}
-    assert faults(reports(node1=none, node2=none, node3=none)) == {}
-    assert faults(reports()[:4]) == {"node3": ["did not report"]}
-    assert faults(reports()[:5]) == {"node3": ["1 of 2 tasks did not report"]}
-    assert len(faults([])) == 3
+    assert faults() == faults(node1=none, node2=none, node3=none) == {}
+    assert faults(node3=none) == {"node3": ["GPU: none, others have"]}
+    assert faults(lost=1) == {"node3": ["1 of 2 tasks did not report"]}
+    assert len(faults(lost=6)) == 3
     for column in ("network", "port", "folder"):
         bad = {column: (False, "refused")}
-        assert faults(reports(node2=bad)) == {"node2": [f"{column}: refused"]}
-        blamed = faults(reports(node2=bad, node3=bad))
+        assert faults(node2=bad) == faults(2, node2=bad) == {"node2": [f"{column}: refused"]}
+        assert faults(node1=bad, node2=bad) == {"node1": [f"{column}: refused"]}
+        blamed = faults(node2=bad, node3=bad)
         assert blamed == {"node1": [f"{column}: out of reach of all other nodes"]}
-        assert faults(reports(node1=bad, node2=bad)) == {"node1": [f"{column}: refused"]}
-        assert faults(reports(count=2, node2=bad), count=2) == {"node2": [f"{column}: refused"]}
 
 
 def test_one_task_fails_to_measure():

@@ -11,33 +11,27 @@ import threading
 import time
 from pathlib import Path
 
-import nbclient
 import nbformat
 import psutil
 import pytest
 from machines import LIVE
 from support.jobs import kill
-from support.results import epochs, resumed, same_bits
-from support.scripts import ROOT, SCRIPT, edit, edited
+from support.results import epochs
+from support.scripts import ROOT, edit, edited
 
 SLOW = pytest.mark.slow
-REPETITION = pytest.mark.weekly
 FOLDER = ROOT / "without_slurm"
 PAGE = (FOLDER / "README.md").read_text(encoding="utf-8")
-HOW = ("spawn", "fork")
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
-NEEDS_SSH = pytest.mark.skipif(
-    not (SSHD and shutil.which("ssh")),
-    reason="needs: apt-get install openssh-server openssh-client",
-)
+
+pytestmark = pytest.mark.xdist_group("machines")  # these tests mostly wait
 
 # ---------------------------------------------------------------- two machines, over ssh
 
 ARGS = ("2", "--batch-size=179", "--width=4")
 LAPTOP = 3  # the machine where the script is started
 SSHD_OPTIONS = ["PidFile=none", "UsePAM=no", "PermitRootLogin=yes", "PasswordAuthentication=no"]
-# Holds the ranks in epoch 2, where they next ask whether to stop, until one is told.
-HELD = (
+HELD = (  # the ranks wait in epoch 2, where they next ask whether to stop, until one is told
     "        for step, (source, targets) in enumerate(self.train_loader):\n",
     """\
         for step, (source, targets) in enumerate(self.train_loader):
@@ -48,6 +42,14 @@ HELD = (
                 time.sleep(0.05)
 """,
 )
+# Instead of the script: each rank waits until it is told to fail.
+WAITS = """\
+import os, time
+open(f"held-{os.environ['RANK']}", "w").close()
+while not os.path.exists(f"fail-{os.environ['RANK']}"):
+    time.sleep(0.05)
+raise SystemExit(3)
+"""
 
 
 @pytest.fixture
@@ -93,29 +95,6 @@ def alive(folder):
     return found
 
 
-@SLOW
-@NEEDS_SSH
-def test_over_ssh(reached, trained):
-    """Ctrl-C saves and ends both; started again, they end as an undisturbed run."""
-    folder, on_the_laptop = reached
-    edited(folder, "04", HELD)
-    start = f"exec bash over_ssh.sh node1,node2 04_multinode.py {' '.join(ARGS)}"
-    with on_the_laptop(start) as job:
-        job.wait_for(lambda: len(list(folder.glob("held-*"))) == 2)
-        job.process.send_signal(signal.SIGINT)
-        assert job.wait().returncode == 1, job
-        assert epochs(job) == [1], job
-        assert "interrupted after" in job.stdout
-        assert not alive(folder)
-    assert (folder / "checkpoint.pt.interrupted").exists()
-    shutil.copy(SCRIPT["04"], folder)
-    with on_the_laptop(start) as job:
-        assert job.wait().returncode == 0, job
-        assert (resumed(job), epochs(job)) == ([1], [2]), job
-        assert not alive(folder)
-    assert same_bits(folder / "checkpoint.pt", trained("03", *ARGS))
-
-
 def until_gone(folder, seconds=60):
     end = time.monotonic() + seconds
     while left := alive(folder):
@@ -123,30 +102,28 @@ def until_gone(folder, seconds=60):
         time.sleep(0.05)
 
 
-WAITS = """\
-import os, pathlib, time
-rank = os.environ["RANK"]
-pathlib.Path(f"started-{rank}").touch()
-while not pathlib.Path(f"fail-{rank}").exists():
-    time.sleep(0.05)
-raise SystemExit(3)
-"""
-
-
 @SLOW
-@NEEDS_SSH
-def test_over_ssh_all_end_if_one_fails_or_the_shell_dies(reached):
+@pytest.mark.skipif(not SSHD, reason="apt-get install openssh-server openssh-client")
+def test_over_ssh(reached):
+    """Ctrl-C saves and ends both. All end if one fails, or if the shell dies."""
     folder, on_the_laptop = reached
+    edited(folder, "04", HELD)
     (folder / "waits.py").write_text(WAITS, encoding="utf-8")
-    for end in ("fail", "kill"):
-        with on_the_laptop("exec bash over_ssh.sh node1,node2 waits.py") as job:
-            job.wait_for(lambda: len(list(folder.glob("started-*"))) == 2)
-            if end == "fail":
-                (folder / "fail-1").touch()
-                assert job.wait(60).returncode == 1, job
-            else:
+    for end, script in (("Ctrl-C", "04_multinode.py"), ("fail", "waits.py"), ("kill", "waits.py")):
+        with on_the_laptop(f"exec bash over_ssh.sh node1,node2 {script} {' '.join(ARGS)}") as job:
+            job.wait_for(lambda: len(list(folder.glob("held-*"))) == 2)
+            if end == "kill":
                 kill(job.process)
+            elif end == "fail":
+                (folder / "fail-1").touch()
+            else:
+                job.process.send_signal(signal.SIGINT)
+            if end != "kill":
+                assert job.wait(60).returncode == 1, job
             until_gone(folder)
+        if end == "Ctrl-C":
+            assert (epochs(job), "interrupted after" in job.stdout) == ([1], True), job
+            assert (folder / "checkpoint.pt.interrupted").exists()
         for path in folder.glob("*-?"):
             path.unlink()
 
@@ -226,7 +203,7 @@ def test_kubernetes_accepts_the_file():
     assert {mount["name"] for mount in container["volumeMounts"]} == volumes
 
 
-@REPETITION
+@pytest.mark.weekly("the command is torchrun's on two nodes, as slurm's tests run it often")
 def test_the_command_of_the_pods(machines, tmp_path):
     """Two machines are called as pods are; SIGTERM to the first process of one reaches all."""
     hosts = [f"{LIVE}.{n} ddp-ladder-{n - 1}.ddp-ladder node{n}\n" for n in (1, 2)]
@@ -262,11 +239,14 @@ def main(rank):
 """
 
 
-@REPETITION
+@pytest.mark.weekly("starts a notebook's kernel: what PyTorch does there seldom changes")
 def test_spawn_and_fork_in_a_notebook(monkeypatch):
     """The page shows the error of a spawned process; a forked one knows the function."""
+    nbclient = pytest.importorskip("nbclient", reason="pip install nbclient ipykernel")
     monkeypatch.delenv("PYTEST_CURRENT_TEST")  # or the kernel does not show what processes print
-    calls = [f"mp.start_processes(main, nprocs=2, start_method='{how}')" for how in HOW]
+    calls = [
+        f"mp.start_processes(main, nprocs=2, start_method='{how}')" for how in ("spawn", "fork")
+    ]
     cells = [nbformat.v4.new_code_cell(text) for text in (DEFINED, *calls)]
     book = nbformat.v4.new_notebook(cells=cells)
     nbclient.NotebookClient(book, allow_errors=True, kernel_name="python3").execute()
