@@ -35,8 +35,8 @@ WELCOME = """\
 {version} with {nodes} nodes of {gpus} GPUs each. This shell is on the login node.
 
 Real: Slurm, and for each node a network address, a host name and processes of its own.
-Not real: the GPUs, which are only names, so the scripts train on the CPU over gloo. All nodes share
-the cores and the file system of this machine, and none of them reaches the internet.
+Not real: the GPUs, which are only names, so the scripts train on the CPU over gloo. All nodes
+share the cores and the file system of this machine, and none of them reaches the internet.
 
 {help}
 

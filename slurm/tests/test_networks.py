@@ -23,23 +23,25 @@ def section(title):
 # ---------------------------------------------------------------- two machines, two terminals
 
 
-@pytest.mark.weekly("one more way to start two nodes, which slurm/tests/test_nodes.py does often")
+@pytest.mark.weekly("one more way to start two nodes, as slurm/tests/test_nodes.py does often")
 def test_two_terminals(machines, tmp_path, trained):
-    """Run the guide's commands in a folder on each machine: only the first one saves."""
+    """Run the guide's commands in a folder on each machine; with a copied file, they resume."""
     commands = r"^node(\d)\$ (torchrun .*\\\n.*)$"
-    jobs = []
-    with contextlib.ExitStack() as stack:
-        for number, command in re.findall(commands, section("Without Slurm"), re.MULTILINE):
-            folder = tmp_path / f"node{number}"
-            folder.mkdir()
-            shutil.copy(SCRIPT["04"], folder)
-            typed = f"{command} {' '.join(LONG)}"
-            jobs.append(stack.enter_context(machines.terminal(number, typed, folder)))
-        for job in jobs:
-            assert job.wait().returncode == 0, job
-    one, two = jobs
-    assert (epochs(one), two.stdout) == ([1, 2, 3, 4], "")
-    assert not (two.cwd / "checkpoint.pt").exists()
+    typed = re.findall(commands, section("Without Slurm"), re.MULTILINE)
+    folders = [tmp_path / number for number, _ in typed]
+    for folder in folders:
+        folder.mkdir()
+        shutil.copy(SCRIPT["04"], folder)
+    for args, expected in ((("2", *SMALL), [1, 2]), (LONG, [3, 4])):
+        with contextlib.ExitStack() as stack:
+            one, two = (
+                stack.enter_context(machines.terminal(n, f"{words} {' '.join(args)}", folder))
+                for (n, words), folder in zip(typed, folders)
+            )
+            for job in (one, two):
+                assert job.wait().returncode == 0, job
+        assert (epochs(one), two.stdout) == (expected, "")
+        shutil.copy(folders[0] / "checkpoint.pt", folders[1])
     assert same_bits(one, trained("03", *LONG))
 
 
