@@ -400,6 +400,7 @@ def run_tasks(launch, plan, seconds):
         for line in srun.stdout:
             if line.startswith(REPORT):
                 reports.append(json.loads(line.removeprefix(REPORT)))
+        srun.wait()  # or the next tasks would have to wait for these
 
     at_once({"srun": read}, seconds)
     srun.kill()  # it may wait for a node that is gone

@@ -77,7 +77,8 @@ class Submitted:
         end = time.monotonic() + timeout
         while not ready():
             state = self.show("JobState")
-            if time.monotonic() > end or state not in ("PENDING", "RUNNING", "CONFIGURING"):
+            late = time.monotonic() > end or state not in ("PENDING", "RUNNING", "CONFIGURING")
+            if late and not ready():
                 pytest.fail(f"it did not happen; the job is {state}:\n{self.output}")
             time.sleep(0.1)
         return self
