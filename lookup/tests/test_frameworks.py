@@ -2,13 +2,12 @@
 
 import importlib.util
 import re
-import time
 
 import pytest
 import torch
 from patching import patched
 from safetensors.torch import load_file
-from support.jobs import Job, finished
+from support.jobs import finished
 from support.results import said, same_bits
 from support.scripts import ROOT, SMALL, edited, forked, load, write
 
@@ -208,36 +207,6 @@ def evaluated(path):
         logits.double(), labels, label_smoothing=0.1, reduction="none"
     )
     return int((logits.argmax(dim=1) == labels).sum()), losses
-
-
-TOLD = """
-import signal
-from transformers import TrainerCallback
-
-class Told(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        say(state.global_step)
-        if environ["RANK"] == "1" and state.global_step == 5:
-            signal.raise_signal(signal.SIGTERM)
-
-trainer.add_callback(Told())
-"""
-
-
-@pytest.mark.weekly
-def test_the_trainer_told_to_stop_on_one_rank(tmp_path):
-    """Three seconds after the signal, rank 1 saves its part alone; then both ranks wait."""
-    asked = ('save_strategy="epoch"', 'save_strategy="no", enable_jit_checkpoint=True')
-    path = program(tmp_path, "transformers", "trainer.train()\n", TOLD, asked)
-    folder = tmp_path / "checkpoint.pt.trainer"
-    with Job(forked(path, "1000", *SMALL), tmp_path) as job:
-        [saved] = job.wait_for(lambda: list(folder.glob("checkpoint-*")))
-        time.sleep(5)
-        steps = both_said(job)
-        time.sleep(5)
-        assert both_said(job) == steps  # in five seconds, no step
-        assert job.process.poll() is None, job
-    assert not (saved / "model.safetensors").exists()  # which only rank 0 writes
 
 
 # ---------------------------------------------------------------- the recipe

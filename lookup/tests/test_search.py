@@ -1,6 +1,7 @@
 """The search of diffs/index.html: a pasted text brings the entry that explains it.
 
-The texts in pasted.json are quoted from the threads beside them.
+The texts in pasted.json are quoted from the threads beside them. Those in asked.json are typed in a
+few words; the second is a piece of one of the first three hits.
 """
 
 import json
@@ -11,75 +12,10 @@ from browser import NEEDS_BROWSER, PAGE, check
 from playwright.sync_api import expect
 from support.scripts import ROOT
 
-PASTED = json.loads((ROOT / "lookup" / "tests" / "pasted.json").read_text(encoding="utf-8"))
-ASKED = [  # typed in a few words, and a piece of one of the first three hits
-    ("invalid device ordinal with one GPU", "invalid device ordinal"),
-    ("two RTX 4090 hang in DDP(model) 100%", "Hangs or freezes"),
-    ("out of memory only on rank 0", "on rank 0 only"),
-    ("all processes on GPU 0 in nvidia-smi", "lists all processes on GPU 0"),
-    ("training suddenly slow, one straggler", "straggler"),
-    ("two GPUs not faster than one", "Two GPUs are no faster"),
-    ("P2P is disabled between connected GPUs", "P2P is disabled"),
-    ("Address already in use", "The server socket has failed to listen"),
-    ("LoRA PEFT DDP", "LoRA adapters"),
-    ("7B model on 24 GB GPUs fully_shard hugging face", "shard a Hugging Face model"),
-    ("RuntimeError: No rendezvous handler for env://", "for env:// (on Windows)"),
-    ("split_dataset_by_node", "Every GPU gets the same data"),
-    ("export ONNX", "export to ONNX"),
-    ("loss becomes nan with multiple gpus", "becomes NaN"),
-    ("GPU memory still used after ctrl-c", "stays in use after Ctrl-C"),
-    ("windows libuv", "libuv"),
-    ("macOS mps", "DDP on a Mac"),
-    ("AWS security group ports", "which ports do I open"),
-    ("kubernetes rendezvous timeout", "On Kubernetes"),
-    ("jupyter notebook multiple gpus", "notebook"),
-    ("exit code 137", "exitcode : -9"),
-    ("segmentation fault exitcode -11", "exitcode : -11"),
-    ("NCCL_ASYNC_ERROR_HANDLING", "NCCL's variables"),
-    ("same data order every epoch", "Every epoch trains on the samples in the same order"),
-    ("gradient accumulation", "Gradient accumulation"),
-    ("wrap the model in DDP", "Wrap the model"),
-    ("scale learning rate with more GPUs", "earning rate"),
-    ("pdb torchrun", "How do I use pdb under torchrun"),
-    ("vscode debugger", "How do I debug a rank in VS Code"),
-    ("optuna hyperparameter search", "search for hyperparameters"),
-    ("webdataset parquet hdf5", "My data does not fit into memory"),
-    ("unequal GPUs", "nequal GPUs"),
-    ("AMD ROCm", "AMD, Intel"),
-    ("CUDA_VISIBLE_DEVICES", "all GPUs, or on some of them"),
-    ("use only two GPUs with CUDA_VISIBLE_DEVICES", "all GPUs, or on some of them"),
-    ("resume on 4 GPUs a checkpoint of 8", "resume with a different number"),
-    ("wandb sweep torchrun", "W&B sweep"),
-    ("pytorch lightning slurm ntasks-per-node", "Lightning"),
-    ("ds_config zero_to_fp32", "DeepSpeed"),
-    ("RTX 5090 sm_120", "sm_120"),
-    ("RuntimeError: CUDA error: invalid device ordinal", "on one machine"),
-    ("torchrun windows", "use_libuv"),
-    ("torch.distributed.launch --local-rank", "torch.distributed.launch to torchrun"),
-    ("DeepSpeed", "DeepSpeed: what it takes"),
-    ("hugging face trainer", "Hugging Face"),
-    ("lightning fabric", "Fabric"),
-    ("docker options", "Docker"),
-    ("Kubeflow PyTorchJob", "Kubeflow"),
-    ("SageMaker distributed training", "SageMaker"),
-    ("EFA install", "EFA on AWS"),
-    ("spot instance interruption notice", "pot machine"),
-    ("num_workers per GPU", "num_workers"),
-    ("inference on multiple GPUs", "inference"),
-    ("F1 AUC over all ranks", "F1, AUC"),
-    ("OneCycleLR steps_per_epoch multi GPU", "steps_per_epoch"),
-    ("wandb one run per GPU", "wandb"),
-    ("share dataset between processes RAM", "share one copy"),
-    ("bucket_cap_mb", "bucket_cap_mb"),
-    ("same seed on every rank", "same seed"),
-    ("batch size and learning rate with 4 GPUs", "batch size and learning rate"),
-    ("model with 3 billion parameters on 40 GB GPUs", "3 billion parameters"),
-    ("Megatron or torchtitan", "another library is the better choice"),
-    ("ssh two machines without slurm", "Two machines over ssh"),
-    ("loss higher with 4 GPUs than with one", "The loss is higher with several GPUs"),
-    ("loss normalized by number of tokens per rank", "normalized by the number of tokens"),
-    ("Last error: Cuda failure 802 'system not yet initialized'", "Error 802"),
-]
+PASTED, ASKED = (
+    json.loads((ROOT / "lookup" / "tests" / name).read_text(encoding="utf-8"))
+    for name in ("pasted.json", "asked.json")
+)
 PASTE = """(search, texts) => texts.map(text => {
     search.value = text;
     search.dispatchEvent(new Event("input"));

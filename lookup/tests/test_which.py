@@ -93,35 +93,6 @@ def test_the_formulae_are_close_to_what_the_recipe_counts(which, name):
 # ---------------------------------------------------------------- the formulae
 
 
-def test_by_hand(which):
-    """One billion parameters in two layers, two nodes of two GPUs, one token per GPU."""
-    job = which.Job(1e9, 2, 1000, 2, 2, tokens=1)
-    states = {way: which.memory(way, job)[0] / 1e9 for way in which.WAYS}
-    assert states == {
-        "ddp": 16,
-        "zero_optimizer": 4 + 4 + 2,
-        "fsdp2_gpt": 4,
-        "hybrid_sharding": 8,
-        "tensor_parallel": 8,
-        "two_dimensional": 4,
-        "pipeline": 4,
-    }
-    assert which.memory("fsdp2_gpt", job)[1:] == (5e9, 2 * 16 * 1000 * 2 + 12 * 50_000)
-    assert which.memory("ddp", job)[1:] == (2e9, 2 * (14 * 2 + 2 * 4) * 1000 + 12 * 50_000)
-    activation = 2 * 1000 * 2 / 1e9  # of a node's two tokens, in bf16
-    assert {way: sum(which.sent(way, job)) / 1e9 for way in which.WAYS} == pytest.approx(
-        {
-            "ddp": 6,
-            "zero_optimizer": 9,
-            "fsdp2_gpt": 6,
-            "hybrid_sharding": 4 + 2,
-            "tensor_parallel": (4 + 4 * 2) * 2 * activation / 2 + 2,  # half of it in float32
-            "two_dimensional": 8 * 2 * activation / 2 + 2,
-            "pipeline": 2 * 2 * 2 * activation * 0.75,
-        }
-    )
-
-
 def test_the_loss_takes_12_bytes_per_token_and_word():
     tokens, words = 256, 5000
     source, weight = torch.rand(tokens, 8), torch.rand(words, 8, requires_grad=True)
