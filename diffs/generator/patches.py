@@ -87,8 +87,8 @@ Each page names the tests that prove what it says.""",
     "pitfalls": Kind(
         "Pitfalls: what goes wrong, often without an error",
         """\
-Each pitfall breaks one of the five scripts, or the batch file of step 4, with a small patch. Most
-of the broken scripts still train without an error. The page is the patch: type its command at the
+Each pitfall breaks one of the five scripts, or a batch file, with a small patch. Most of the broken
+scripts still train without an error. The page is the patch: type its command at the
 top of the repository to write the broken script to a new file and run it. Tests show the symptom in
 the broken script, and not in ours.""",
         14,

@@ -265,21 +265,29 @@ class Own(nn.Sequential):
         return images
 
 
+SINCE_2_14 = 3 if torch.__version__ >= "2.14" else 0
+
+
 @SLOW
-@pytest.mark.parametrize("kind, parts", [(nn.Sequential, [3, 0]), (Own, [3, 3])])
+@pytest.mark.parametrize("kind, parts", [(nn.Sequential, [3, 0, SINCE_2_14]), (Own, [3, 3, 3])])
 def test_what_compiles_a_sequential(process_group, kind, parts):
-    """Count the parts in which DDP(compile(model)) and compile(DDP(model)) are compiled.
+    """Count the parts in which it is compiled before DDP, after DDP, and in place before DDP.
 
     The gradients fill three of DDP's buckets.
     """
     found = []
-    compiled = partial(torch.compile, backend=lambda graph, _: found[-1].append(graph) or graph)
+    backend = {"backend": lambda graph, _: found.append(graph) or graph}
     wrapped = partial(DDP, bucket_cap_mb=2)
-    for outer, inner in (wrapped, compiled), (compiled, wrapped):
+    ways = (
+        lambda model: wrapped(torch.compile(model, **backend)),
+        lambda model: torch.compile(wrapped(model), **backend),
+        lambda model: wrapped(model.compile(**backend) or model),
+    )
+    for make, wanted in zip(ways, parts, strict=True):
         torch.compiler.reset()
-        found.append([])
-        outer(inner(kind(*load("05").build_model(256))))(torch.ones(2, 1, 8, 8))
-    assert [len(graphs) for graphs in found] == parts
+        found.clear()
+        make(kind(*load("05").build_model(256)))(torch.ones(2, 1, 8, 8))
+        assert len(found) == wanted
 
 
 @SLOW
