@@ -18,9 +18,15 @@ import signal
 import sys
 from pathlib import Path
 
-from ddp_check.drills import DRILLS
-from ddp_check.report import annotations, check, exit_code, json_of, planned, text_of
-from ddp_check.run import LAUNCHERS, module_path
+try:
+    from ddp_check.drills import DRILLS
+    from ddp_check.report import annotations, check, exit_code, json_of, planned, text_of
+    from ddp_check.run import LAUNCHERS, module_path
+except ModuleNotFoundError as error:
+    sys.exit(f"ddp-check: {error.name} is missing here: pip install {error.name}")
+USAGE = """usage: ddp-check [options] script [arguments]    (--help shows the options)
+
+  ddp-check --drill kill train.py --epochs 2"""
 
 
 def variable(text):
@@ -68,6 +74,9 @@ def joined(words):
 
 
 def parse_args():
+    if len(sys.argv) == 1:
+        print(USAGE)
+        sys.exit(2)
     options = parser()
     args = options.parse_args(joined(sys.argv[1:]))
     path = module_path(args.script) if args.module else Path(args.script)
@@ -79,7 +88,8 @@ def parse_args():
 
 def main():
     args = parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, silently: the keeper cleans up
+    for number in (signal.SIGINT, signal.SIGPIPE):  # as in `ddp-check train.py | head`
+        signal.signal(number, signal.SIG_DFL)  # end at once, silently: the keeper cleans up
     with planned(
         args.script,
         args.arguments,

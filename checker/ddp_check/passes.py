@@ -2,39 +2,40 @@
 
 from dataclasses import dataclass, field
 
+from ddp_check.events import Batch, Collective, Counted, Cut, PassBegun, PassEnded, Step
+
 
 @dataclass
 class Pass:
-    """One pass of a process over a DataLoader. The first fields come from its event."""
+    """One pass of a process over a DataLoader."""
 
-    number: int
-    length: int | None  # of the data set
-    iterable: bool
-    part: int  # checksum of the indices that a Subset keeps, or 0 for all of the data set
-    distributed: bool  # has a DistributedSampler
-    shuffle: bool
-    drop_last: bool
-    tensors: int  # checksum of the whole data set, if it is a TensorDataset
-    data: int  # checksum, the same for equal data sets
-    where: str
+    begun: PassBegun
     batches: list = field(default_factory=list)
     steps: list = field(default_factory=list)
     steps_beside: int = 0  # credited to another pass, which gave a later batch
     ended: bool = False
-    gathered: bool = False  # a gather follows one of its batches
+    gathers: int = 0  # that follow one of its batches
     added_up: bool = False  # numbers are added up over the ranks after its batches, before a gather
-    dropped: set = field(default_factory=set)  # sizes of what is cut off after a gather
+    cuts: list = field(default_factory=list)  # made after a gather
+    counted: set = field(default_factory=set)  # lengths of what is counted after a gather
+
+    def __getattr__(self, name):
+        return getattr(self.begun, name)
 
     @property
     def is_training(self):
         """Whether its batches were trained on, perhaps together with those of another pass."""
         return bool(self.steps) or self.steps_beside > 1
 
+    @property
+    def is_whole(self):
+        """Whether it gave all its batches."""
+        return self.ended or len(self.batches) == self.total
+
     def samples(self, key="indices"):
-        """Return the indices of its samples, or None if they are unknown."""
-        if any(batch[key] is None for batch in self.batches):
-            return None
-        return [index for batch in self.batches for index in batch[key]]
+        """Return what is known of each of its samples, or None if it is unknown."""
+        found = [getattr(batch, key) for batch in self.batches]
+        return None if None in found else [value for of in found for value in of]
 
 
 @dataclass
@@ -46,26 +47,28 @@ class Reader:
     given: Pass | None = None  # the pass that gave the last batch
 
     def read(self, event):
-        kind, known = event["kind"], self.passes.get(event.get("number"))
-        if kind == "pass":
-            values = {name: value for name, value in event.items() if name not in ("kind", "time")}
-            self.passes[event["number"]] = Pass(**values)
-        elif kind == "batch" and known:
-            known.batches.append(event)
-            self.given = known
-            self.fed = [one for one in self.fed if one is not known] + [known]
-        elif kind == "end" and known:
-            known.ended = True
-        elif kind == "collective" and self.given:
-            self.given.added_up |= event["adds"] and not self.given.gathered
-            self.given.gathered |= "gather" in event["name"]
-        elif kind == "slice" and self.given:
-            self.given.dropped.add(event["dropped"])
-        elif kind == "step" and self.passes:
-            self.step(event)
+        known = self.passes.get(getattr(event, "number", None))
+        match event:
+            case PassBegun():
+                self.passes[event.number] = Pass(event)
+            case Batch() if known:
+                known.batches.append(event)
+                self.given = known
+                self.fed = [one for one in self.fed if one is not known] + [known]
+            case PassEnded() if known:
+                known.ended = True
+            case Collective() if self.given and not event.inside:
+                self.given.added_up |= event.adds and not self.given.gathers
+                self.given.gathers += "gather" in event.name
+            case Cut() if self.given:
+                self.given.cuts.append(event)
+            case Counted() if self.given:
+                self.given.counted.add(event.length)
+            case Step() if self.passes:
+                self.step(event)
 
     def step(self, event):
-        """Credit a step to the pass that gave the last batch, preferably one that has not ended."""
+        """Credit a step to the pass that gave the last batch, preferably one that goes on."""
         fed = [one for one in self.fed if not one.ended] or self.fed or [self.latest()]
         fed[-1].steps.append(event)
         for one in fed[:-1]:

@@ -1,5 +1,6 @@
 """What the checker shares with the observer in the script's processes. Does not import PyTorch."""
 
+import functools
 import json
 import os
 import re
@@ -15,6 +16,7 @@ STEPS = 3  # how many are compared between world sizes
 VARIABLE = "DDP_CHECK"  # holds the task, in the environment of each process
 
 
+@functools.cache
 def is_own(path):
     """Return whether a file is part of the script, not of a library or of the checker."""
     return not LIBRARY.search(path)

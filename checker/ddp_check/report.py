@@ -8,14 +8,15 @@ from collections import Counter
 from itertools import starmap
 from pathlib import Path
 
+from ddp_check import events
 from ddp_check.drills import DRILLS
 from ddp_check.keeper import kept_folder
-from ddp_check.rules import (
+from ddp_check.rules import RULES, judge
+from ddp_check.rules.base import (
     BROKEN,
     FRAGILE,
     NONE,
     PASS,
-    RULES,
     SLOW,
     UNSEEN,
     UNSURE,
@@ -27,6 +28,7 @@ from ddp_check.run import Plan
 
 LABELS = {  # status -> how its line in the report begins; the worst come first
     WRONG: "FAIL",
+    BROKEN: "ERROR",
     FRAGILE: "WARN",
     SLOW: "WARN",
     UNSURE: "unsure",
@@ -35,10 +37,18 @@ LABELS = {  # status -> how its line in the report begins; the worst come first
     NONE: "n/a",
 }
 FOLDED = (UNSEEN, NONE)
-LEVELS = {WRONG: "error", FRAGILE: "warning", SLOW: "warning", UNSURE: "notice"}  # GitHub's
+LEVELS = {
+    WRONG: "error",
+    BROKEN: "error",
+    FRAGILE: "warning",
+    SLOW: "warning",
+    UNSURE: "notice",
+}  # GitHub's
 TAIL = 8  # lines of a traceback
 CLEAN, FAULTY, UNKNOWN = range(3)  # the exit codes
 SUMMARIES = ("nothing wrong", "wrong", "no verdict")
+NO_TRAINING = "no training was seen"
+MANY = 4  # translated calls that are shown
 
 
 @contextlib.contextmanager
@@ -48,18 +58,13 @@ def planned(script, arguments=(), nproc=2, timeout=300, launcher=None, **options
         yield Plan(script, arguments, nproc, timeout, launcher, folder, **options)
 
 
-def judge(run):
-    """Return the verdicts of all rules: [(title, verdict)]."""
-    return [(rule.__doc__, rule(run)) for rule in RULES]
-
-
 def perform(name, plan):
     """Return the verdicts of a drill: [(title, verdict)]."""
     drill, _ = DRILLS[name]
     try:
         verdicts = drill(plan)
     except Exception as error:  # a drill that breaks must not cost the whole report
-        verdicts = [("the drill", Verdict(UNSEEN, f"{BROKEN}: {error!r}"))]
+        verdicts = [("the drill", Verdict(BROKEN, repr(error)))]
     return [(f"{name}: {title}", verdict) for title, verdict in verdicts]
 
 
@@ -78,10 +83,22 @@ def say(text):
 
 
 def exit_code(plan, verdicts):
-    """Return 0 if nothing is wrong, 1 if something is, 2 if the script could not be run here."""
-    if any(verdict.status == WRONG for _, verdict in verdicts):
+    """Return 0 if nothing is wrong, 1 if something is, 2 if that could not be seen."""
+    found = {verdict.status for _, verdict in verdicts}
+    if WRONG in found:
         return FAULTY
-    return UNKNOWN if plan.undisturbed.returncode != 0 else CLEAN
+    failed = plan.undisturbed.returncode != 0 or BROKEN in found
+    return UNKNOWN if failed or not plan.undisturbed.all(events.Step) else CLEAN
+
+
+def summary(plan, verdicts):
+    """Return the verdict in words."""
+    code = exit_code(plan, verdicts)
+    broken = [name_of(title) for title, verdict in verdicts if verdict.status == BROKEN]
+    text = SUMMARIES[code]
+    if code == UNKNOWN and plan.undisturbed.returncode == 0 and not broken:
+        text = NO_TRAINING
+    return f"{text}, and the checker itself failed in {', '.join(broken)}" if broken else text
 
 
 # ---------------------------------------------------------------- as text
@@ -98,29 +115,31 @@ def line(title, verdict):
     """Return a verdict as one or more lines of the report."""
     lines = [f"{LABELS[verdict.status]:<8} {message(title, verdict, short(verdict.where))}"]
     if verdict.status in LEVELS:
-        lines += [f"{'':<8} see pitfalls/{verdict.pitfall}.md"] if verdict.pitfall else []
+        lines += [f"{'':<8} see pitfalls/{verdict.page}.md"] if verdict.page else []
         lines += [f"{'':<8} | {text}" for text in verdict.details[-TAIL:]]
     return "\n".join(lines)
 
 
 def conclude(name, verdicts):
-    """Return a line that says whether the promise of a drill holds."""
+    """Return a line that says whether the promise of a drill holds, and if not, why."""
     _, promise = DRILLS[name]
-    found = {verdict.status for _, verdict in verdicts} - {FRAGILE}  # how a file is loaded
-    if WRONG in found:
+    found = [one for _, one in verdicts if one.status not in (FRAGILE, PASS)]  # how it is loaded
+    if any(one.status == WRONG for one in found):
         return f"{name}: do not rely on it: {promise}"
-    return f"{name}: {'you may rely on it' if found == {PASS} else 'not shown'}: {promise}"
+    if not found:
+        return f"{name}: you may rely on it: {promise}"
+    return f"{name}: not shown ({found[0].text}): {promise}"
 
 
 def ranked(verdicts):
-    """Return the verdicts, the worst first."""
+    """Return the verdicts, the worst first, and causes before their consequences."""
     order = list(LABELS)
-    return sorted(verdicts, key=lambda one: order.index(one[1].status))
+    return sorted(verdicts, key=lambda one: (order.index(one[1].status), one[1].follows))
 
 
 def name_of(title):
     """Return the name of the rule or drill that gave the verdict with this title."""
-    names = {rule.__doc__: rule.__name__ for rule in RULES}
+    names = {rule.title: rule.name for rule in RULES}
     return names.get(title) or title.partition(":")[0]
 
 
@@ -135,7 +154,7 @@ def headline(plan, verdicts):
     where = "its GPU calls translated for the CPU" if run.translate else "on the CPU"
     option = f" with {run.option}" if run.option else ""
     ran = f"ran: {plan.nproc} processes under {run.launcher}{option}, {where}, {run.seconds:.0f} s"
-    return [f"{plan.script}: {SUMMARIES[exit_code(plan, verdicts)]}: {found}", reason, ran]
+    return [f"{plan.script}: {summary(plan, verdicts)}: {found}", reason, ran]
 
 
 def text_of(plan, verdicts, everything=False):
@@ -151,15 +170,27 @@ def text_of(plan, verdicts, everything=False):
     lines += ["", *(conclude(name, found) for name, found in drilled.items() if found)]
     if plan.lacking:
         lines.append(f"Without a GPU, the script ended with: {plan.lacking}")
-    if calls := translated(plan):
-        lines.append(f"Translated for the CPU: {', '.join(calls)}")
+    lines += changes(plan, everything)
     return "\n".join(lines).rstrip("\n")
+
+
+def changes(plan, everything):
+    """Return lines that say what the checker did that the script would not have done."""
+    lines, run = [], plan.undisturbed
+    if calls := translated(plan):
+        shown = calls if everything else calls[:MANY]
+        more = f" and {len(calls) - MANY} more (--all)" if len(calls) > len(shown) else ""
+        lines.append(f"Translated for the CPU: {', '.join(shown)}{more}")
+    if any(event.models for event in run.all(events.Leave)) and not run.for_nccl:
+        text = "Changed: destroy_process_group waits 50 ms. Without it, a model that is freed later"
+        lines.append(f"{text}, as here, can hang in rare cases (pitfalls/handler_holds_model.md)")
+    return lines
 
 
 def translated(plan):
     """Return the calls that were translated, with their lines."""
-    calls = plan.undisturbed.all("translated")
-    return list(dict.fromkeys(f"{call['call']} ({short(call['where'])})" for call in calls))
+    calls = plan.undisturbed.all(events.Translated)
+    return list(dict.fromkeys(f"{call.call} ({short(call.where)})" for call in calls))
 
 
 # ---------------------------------------------------------------- for programs
@@ -180,14 +211,14 @@ def json_of(plan, verdicts):
             "title": title,
             **{"status": verdict.status, "text": verdict.text},
             **dict(zip(("file", "line"), split(verdict.where))),
-            **{"pitfall": verdict.pitfall or None, "details": list(verdict.details)},
+            **{"pitfall": verdict.page or None, "details": list(verdict.details)},
         }
         for title, verdict in verdicts
     ]
-    summary = {"script": str(plan.script), "verdict": SUMMARIES[code], "exit_code": code}
+    found = {"script": str(plan.script), "verdict": summary(plan, verdicts), "exit_code": code}
     how = {"processes": plan.nproc, "launcher": run.launcher, "seconds": round(run.seconds, 1)}
-    found = {"translated": translated(plan), "results": results}
-    return json.dumps({**summary, **how, **found}, indent=2)
+    more = {"translated": translated(plan), "results": results}
+    return json.dumps({**found, **how, **more}, indent=2)
 
 
 def annotations(plan, verdicts):

@@ -1,7 +1,6 @@
 """Runs a script under observation."""
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -11,12 +10,15 @@ import sys
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
+from ddp_check import events
 from ddp_check.keeper import kill
 from ddp_check.protocol import FRAME, HERE, STACKS, VARIABLE, Task, own_frame
 
 CHECKPOINT = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".new", ".interrupted")
+CONFIG = (".py", ".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".env")
 STARTS = r"\bspawn\(|\bstart_processes\(|\bProcess\(\s*target"  # starts its own processes
 SETS = r"""environ\[["'](\w+)["']\]\s*=[^=]"""
 ASKS = r"""(?:environ(?:\.get)?|getenv)[\[(]["']((?:LOCAL_)?RANK)["'][\],)]"""
@@ -44,13 +46,15 @@ class Run:
     place: str = ""
     launcher: str = ""
     text: str = ""  # of the script
+    others: dict = field(default_factory=dict)  # name of a small file beside it -> its text
     translate: bool = False  # its calls for GPUs were translated for the CPU
     option: str = ""  # that tells it its local rank, if it asks for one, and where it does
     option_where: str = ""
     left_out: list = field(default_factory=list)  # checkpoints that the script missed
     returncode: int | None = None  # None: it was killed after the timeout
     seconds: float = 0
-    idle: float = 0  # seconds since the last batch or step
+    begun: float = 0  # when it was started
+    still: set = field(default_factory=set)  # ranks that used no CPU time when it ran out
     output: str = ""
     ranks: dict = field(default_factory=dict)  # rank -> the events of its process, in order
     stacks: dict = field(default_factory=dict)  # rank -> its frames when it hung, innermost first
@@ -58,18 +62,35 @@ class Run:
     def of(self, *kinds):
         """Return the events of these kinds: {rank: [event]}."""
         return {
-            rank: [event for event in events if event["kind"] in kinds]
-            for rank, events in self.ranks.items()
+            rank: [event for event in found if isinstance(event, kinds)]
+            for rank, found in self.ranks.items()
         }
 
     def all(self, *kinds):
         """Return the events of these kinds from all ranks, as one list."""
-        return [event for events in self.of(*kinds).values() for event in events]
+        return [event for found in self.of(*kinds).values() for event in found]
+
+    def place_of(self, number):
+        """Return the line with this number in a file beside the script, or whether it has one."""
+        if re.search(rf"\b{number}\b", self.text):
+            return True
+        for name, text in self.others.items():
+            if match := re.search(rf"\b{number}\b", text):
+                return f"{name}:{text[: match.start()].count(chr(10)) + 1}"
+        return False
+
+    @property
+    def hangs(self):
+        """Whether nothing happened for twice as long as ever before, while a rank stood still."""
+        times = sorted(event.time for found in self.ranks.values() for event in found)
+        gaps = [after - before for before, after in pairwise([self.begun, *times])]
+        idle = self.begun + self.seconds - max(times, default=self.begun)
+        return self.returncode is None and bool(self.still) and idle > 2 * max(gaps, default=0)
 
     @property
     def for_nccl(self):
         """Whether the script uses only NCCL, so faults of gloo do not affect it."""
-        calls = {event["call"] for event in self.all("translated")}
+        calls = {event.call for event in self.all(events.Translated)}
         return '"nccl"' in calls or ("nccl" in self.text and "cpu:gloo" not in self.text)
 
     @property
@@ -178,12 +199,22 @@ def launcher_of(text):
 
 
 def local_rank_option(text):
-    """Return the option by which a script learns its local rank, and its line, or ("", 0)."""
+    """Return the option by which a script may learn its local rank, and its line, or ("", 0)."""
     found = re.search(LOCAL_RANK, text)
-    if not found or re.search(r"[\"']LOCAL_RANK[\"']", text):
+    if not found:
         return "", 0
     option = "--local-rank" if "--local-rank" in found.groups() else found[1]
     return option, text[: found.start()].count("\n") + 1
+
+
+def small_files(folder):
+    """Return the texts of the small files in a folder and the folders in it: {name: text}."""
+    found = [*folder.glob("*.*"), *folder.glob("*/*.*")]
+    return {
+        str(path.relative_to(folder)): path.read_text(encoding="utf-8", errors="replace")
+        for path in found
+        if path.suffix in CONFIG and path.is_file() and path.stat().st_size < 1 << 16
+    }
 
 
 def mirror(source, target, depth=3):
@@ -229,7 +260,8 @@ class Plan:
         self.text = path.read_text(encoding="utf-8", errors="replace")
         self.launcher = self.launcher or launcher_of(self.text)
         asked = local_rank_option(self.text) if self.launcher == "torchrun" else ("", 0)
-        self.option, self.option_line = asked
+        self.may_need, self.option_line = asked
+        self.option = ""  # it is passed only if the script does not do without it
         uses_gpus, asks = re.search(USES_GPUS, self.text), "is_available" in self.text
         self.uses_gpus = bool(uses_gpus)
         at_once = self.translate == "auto" and uses_gpus and not asks
@@ -240,11 +272,18 @@ class Plan:
     def undisturbed(self):
         """An uninterrupted run, with GPU calls translated if the script fails without GPUs."""
         run = self.run("undisturbed")
-        idle = self.uses_gpus and run.returncode == 0 and not run.all("init", "step")
+        trained = run.all(events.Join, events.Step)
+        idle = self.uses_gpus and run.returncode == 0 and not trained
         if self.translate == "auto" and not self.translated and (run.lacks_gpus or idle):
             self.translated = True
             self.lacking = "no training" if idle else run.ending
-            return self.run("translated")
+            run = self.run("translated")
+        if self.may_need and needs_its_local_rank(run):
+            self.option = self.may_need
+            other = self.run("with_option")
+            if other.returncode == 0 or len(other.all(events.Step)) > len(run.all(events.Step)):
+                return other
+            self.option = ""
         return run
 
     def run(self, place, nproc=None, during=None, arguments=None, **options):
@@ -262,6 +301,7 @@ class Plan:
         options |= {"translate": self.translated}
         run = observe(command, nproc, self.timeout, folder, during, self.env, **options)
         run.place, run.launcher, run.text = place, self.launcher, self.text
+        run.others = small_files(folder)
         run.option, run.option_where = self.option, f"{self.path}:{self.option_line}"
         run.left_out = [name for name in left_out if run.returncode and name in run.ending]
         return run
@@ -281,6 +321,13 @@ class Plan:
         return [str(folder / path.relative_to(Path.cwd()))]
 
 
+def needs_its_local_rank(run):
+    """Return whether a run failed early, or all ranks took one GPU."""
+    used = {rank: {event.index for event in of} for rank, of in run.of(events.Gpu).items() if of}
+    failed = run.returncode != 0 and not run.all(events.Step)
+    return failed or (len(used) > 1 and len(set.union(*used.values())) == 1)
+
+
 def module_path(name):
     """Return the file of a module in the current folder."""
     path = Path(*name.split("."))
@@ -294,11 +341,12 @@ def observe(command, nproc, timeout, cwd, during=None, variables=None, **options
     While it runs, `during` is called with the process, the folder of the events and the deadline.
     """
     number = len(list(cwd.parent.glob(f"{cwd.name}.run*")))
-    events = cwd.with_name(f"{cwd.name}.run{number}")
-    events.mkdir()
-    task = Task(str(events), f"{cwd}{os.sep}", nproc, **options)
-    run, start = Run(nproc, events, cwd, translate=task.translate), time.monotonic()
-    with open(events / "output", "w+", encoding="utf-8", errors="replace") as output:
+    folder = cwd.with_name(f"{cwd.name}.run{number}")
+    folder.mkdir()
+    task = Task(str(folder), f"{cwd}{os.sep}", nproc, **options)
+    start = time.monotonic()
+    run = Run(nproc, folder, cwd, translate=task.translate, begun=start)
+    with open(folder / "output", "w+", encoding="utf-8", errors="replace") as output:
         process = subprocess.Popen(
             command,
             cwd=cwd,
@@ -310,18 +358,16 @@ def observe(command, nproc, timeout, cwd, during=None, variables=None, **options
         )
         try:
             if during:
-                during(process, events, start + timeout)
+                during(process, folder, start + timeout)
             run.returncode = process.wait(max(1, start + timeout - time.monotonic()))
         except subprocess.TimeoutExpired:
-            run.stacks = look(events)
+            run.stacks, run.still = look(folder)
         finally:
-            kill_all(process, events)
+            kill_all(process, folder)
         run.seconds = time.monotonic() - start
         output.seek(0)
         run.output = output.read()
-    run.ranks = {rank: found for rank, (_, found) in reports(events).items()}
-    busy = [event["time"] for event in run.all("batch", "step")]
-    run.idle = start + run.seconds - max(busy, default=start)
+    run.ranks = {rank: found for rank, (_, found) in reports(folder).items()}
     return run
 
 
@@ -339,38 +385,54 @@ def environment(task, variables):
     return env | {"TMPDIR": str(own)}
 
 
-def reports(events):
+def reports(folder):
     """Return the process ID and the events of each rank: {rank: (pid, events)}.
 
     A process has the rank with which it joined a process group or, before that, the one from its
     launcher. Of several with the same rank, the first that joined counts, else the first started.
     """
     found = {}
-    for path in events.glob("*.jsonl"):
+    for path in folder.glob("*.jsonl"):
         whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")  # a line may be incomplete
-        lines = [json.loads(line) for line in whole.splitlines()]
-        joined = next((event for event in lines if event["kind"] == "init"), None)
-        rank = (joined or next(iter(lines), {})).get("rank")
+        lines = [events.read(line) for line in whole.splitlines()]
+        joined = next((event for event in lines if isinstance(event, events.Join)), None)
+        rank = getattr(joined or next(iter(lines), None), "rank", None)
         if rank is not None:
-            order = not joined, lines[0]["time"]
+            order = not joined, lines[0].time
             found.setdefault(int(rank), []).append((order, int(path.stem), lines))
     return {rank: min(of)[1:] for rank, of in sorted(found.items())}
 
 
-def look(events):
-    """Return the stack of each rank, innermost first: {rank: [(file, line, function)]}."""
-    pids = {rank: pid for rank, (pid, _) in reports(events).items()}
+def look(folder):
+    """Return the stack of each rank, innermost first, and which ranks use no CPU time.
+
+    A stack is a list of (file, line, function).
+    """
+    pids = {rank: pid for rank, (pid, _) in reports(folder).items()}
+    before = {rank: cpu_time(pid) for rank, pid in pids.items()}
     for pid in pids.values():
         with contextlib.suppress(ProcessLookupError):  # it may have ended
             os.kill(pid, STACKS)
     time.sleep(1)
+    still = {rank for rank, pid in pids.items() if cpu_time(pid) - before[rank] < 0.05}
+    frame = r'File "(.+)", line (\d+) in (\S+)'
     return {
-        rank: re.findall(r'File "(.+)", line (\d+) in (\S+)', (events / f"{pid}.stack").read_text())
-        for rank, pid in pids.items()
-    }
+        rank: re.findall(frame, (folder / f"{pid}.stack").read_text()) for rank, pid in pids.items()
+    }, still
 
 
-def kill_all(process, events):
+def cpu_time(pid):
+    """Return the seconds that a process and its descendants have computed, 0 if it has ended."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        spent = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+        return sum(one.user + one.system for one in spent)
+    return 0
+
+
+def kill_all(process, folder):
     """Kill the command and all its descendants, including the ranks that torchrun started."""
-    kill(events)
+    kill(folder)
     process.wait()

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
-from ddp_check.report import conclude, judge, perform, planned
-from ddp_check.rules import BROKEN, NONE, PASS, RULES, UNSEEN, WRONG
+from ddp_check.report import conclude, perform, planned
+from ddp_check.rules import RULES, judge
+from ddp_check.rules.base import BROKEN, NONE, PASS, UNSEEN, WRONG
 from ddp_check.run import LAUNCHERS, Plan
 from support import server
 from support.once import once
@@ -46,8 +47,8 @@ def plan_of(step, folder, nproc=2):
 
 def named(verdicts):
     """Return the verdicts of all rules by the names of the rules."""
-    found = {rule.__name__: verdict for rule, (_, verdict) in zip(RULES, verdicts)}
-    assert [verdict for verdict in found.values() if BROKEN in verdict.text] == []
+    found = {rule.name: verdict for rule, (_, verdict) in zip(RULES, verdicts)}
+    assert [verdict for verdict in found.values() if verdict.status == BROKEN] == []
     return found
 
 

@@ -4,52 +4,59 @@ import re
 
 import pytest
 from checking import failed, fork_ranks, judged, named, plan_of, told
-from ddp_check.report import conclude, judge, perform, planned
-from ddp_check.rules import FRAGILE, PASS, RULES, SLOW, UNSURE, WRONG
+from ddp_check.report import conclude, perform, planned
+from ddp_check.rules import RULES, judge
+from ddp_check.rules.base import FRAGILE, PASS, SLOW, UNSURE, WRONG
 from patching import on_screen, page, text_of
 from support.scripts import LONG, ROOT, SMALL, write
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 PITFALLS = ROOT / "pitfalls"
 TOLD = {  # pitfall: the rules that tell it, and what they say
-    "accumulation_undivided": {"mean_gradients": "4 backward passes all-reduce their gradients"},
-    "accumulation_without_no_sync": {
-        "mean_gradients": "4 backward passes all-reduce their gradients"
+    "accumulation_undivided": {
+        "gradients_are_averaged": "4 backward passes all-reduce their gradients"
     },
-    "batchnorm_of_rank_0": {"equal_buffers": "they differ from rank to rank"},
+    "accumulation_without_no_sync": {
+        "gradients_are_averaged": "4 backward passes all-reduce their gradients"
+    },
+    "batchnorm_of_rank_0": {"evaluated_models_agree": "running_mean of Sequential differs"},
     "collective_on_one_rank": {
-        "it_ends": "rank 0 is at .* in all_reduce; rank 1 is at .* in barrier",
+        "script_ends": "rank 0 is at .* in all_reduce; rank 1 is at .* in barrier",
         "same_collectives": "rank 0 calls all_reduce .* rank 1 calls barrier",
     },
     "destroy_missing": {"one_group": "rank 0 did not call destroy_process_group"},
-    "edit_on_one_rank": {"the_same_model": "before step 1, the weights differ from rank to rank"},
+    "edit_on_one_rank": {"weights_agree": "before step 1, the weights differ from rank to rank"},
     "eval_never_undone": {"training_mode": "step 103 is taken in evaluation mode"},
-    "every_rank_saves": {"one_writer": "ranks 0, 1 write checkpoint.pt.new"},
-    "find_unused_without_need": {"needed_search": "every parameter is used in each step"},
+    "every_rank_saves": {"one_rank_writes": "ranks 0, 1 write checkpoint.pt.new"},
+    "find_unused_without_need": {"unused_search_is_needed": "every parameter is used in each step"},
     "fixed_port": {"one_group": "the port is always 12355"},
     "forward_through_module": {
-        "the_same_model": "before step 103, the weights differ from rank to rank",
-        "mean_gradients": "the gradients differ from rank to rank; the model is called without",
+        "weights_agree": "before step 103, the weights differ from rank to rank",
+        "gradients_are_averaged": "differ from rank to rank, .* the model is called without",
     },
     "handler_holds_model": {"no_thread_left": "drop every reference to the DDP model"},
     "late_import": {"no_thread_left": "import torch.distributed.nn at the top"},
-    "late_set_epoch": {"new_order": "epochs 1 and 2 have the same order"},
+    "late_set_epoch": {"order_changes": "epochs 1 and 2 have the same order"},
     "module_prefix_saved": {"plain_names": "a key is module.0.weight"},
-    "no_sampler": {"shards": "each rank trains on the same 12942 samples"},
-    "no_set_epoch": {"new_order": "epochs 1 and 2 have the same order"},
-    "optimizer_of_other_parameters": {"the_same_model": "changes 2 parameters that are in no wrap"},
+    "no_sampler": {"ranks_share_data": "each rank trains on the same 12942 samples"},
+    "no_set_epoch": {"order_changes": "epochs 1 and 2 have the same order"},
+    "optimizer_of_other_parameters": {"weights_agree": "changes 2 parameters that are in no wrap"},
     "os_exit": {"one_group": "ends with os._exit: atexit functions are not called"},
-    "padded_evaluation": {"evaluation": "it counts 360 samples, 359 of them distinct, of 359"},
-    "prints_on_every_rank": {"progress": "ranks 0 and 1 print"},
-    "rank_0_evaluates_the_wrapper": {"it_ends": "rank 0 is at .* rank 1 is at .* in barrier"},
-    "rank_0_loss": {"printed_loss": "is the loss only that of rank 0"},
-    "rank_seeds_split_data": {"shards": r"3[0-4]\d\d samples are seen by several"},  # a quarter
-    "same_augmentation": {"randomness": "all ranks have the same augmentation"},
-    "shuffle_beside_sampler": {"it_ends": "^ValueError: "},
-    "split_differs_by_rank": {"shards": "the same index means different samples"},
-    "uneven_batches": {"it_ends": "^RuntimeError: "},
-    "unused_parameters": {"it_ends": "^RuntimeError: "},
-    "written_in_place": {"one_writer": "a crash during the save leaves half a file"},
+    "padded_evaluation": {
+        "each_sample_is_evaluated_once": "it counts 360 samples, 359 of them distinct, of 359"
+    },
+    "prints_on_every_rank": {"one_rank_prints": "ranks 0 and 1 print"},
+    "rank_0_evaluates_the_wrapper": {"script_ends": "rank 0 is at .* rank 1 is at .* in barrier"},
+    "rank_0_loss": {"printed_loss_is_of_all": "is the loss only that of rank 0"},
+    "rank_seeds_split_data": {
+        "ranks_share_data": r"3[0-4]\d\d samples are seen by several"
+    },  # a quarter
+    "same_augmentation": {"random_numbers_differ": "all ranks have the same augmentation"},
+    "shuffle_beside_sampler": {"script_ends": "^ValueError: "},
+    "split_differs_by_rank": {"ranks_share_data": "the same index means different samples"},
+    "uneven_batches": {"script_ends": "^RuntimeError: "},
+    "unused_parameters": {"script_ends": "^RuntimeError: "},
+    "written_in_place": {"one_rank_writes": "a crash during the save leaves half a file"},
 }
 SEVERITY = {  # of those that are not wrong
     **dict.fromkeys(("accumulation_undivided", "accumulation_without_no_sync"), SLOW),
@@ -90,14 +97,14 @@ def test_pitfall(tmp_path, monkeypatch, name):
     timeout = 40 if name in HANG else 200
     run, verdicts = judged(broken(tmp_path, name), "2", *SMALL, timeout=timeout)
     if name in MAY_FAIL:
-        verdicts.pop("it_ends")
+        verdicts.pop("script_ends")
     severity = SEVERITY.get(name, WRONG)
     assert told(verdicts) == dict.fromkeys(TOLD[name], severity), run.output
     for rule, said in TOLD[name].items():
         assert re.search(said, verdicts[rule].text)
     if f"`test_pitfall[{name}]`" in page(f"pitfalls/{name}"):  # without a test of its own
         assert all(text in run.output for text in on_screen(f"pitfalls/{name}")), run.output
-    links = [verdict.pitfall for verdict in verdicts.values() if verdict.pitfall]
+    links = [verdict.page for verdict in verdicts.values() if verdict.page]
     assert all((PITFALLS / f"{link}.md").exists() for link in links)
 
 
@@ -107,7 +114,7 @@ def test_remedy(tmp_path, monkeypatch, name):
     fork_ranks(monkeypatch)
     run, verdicts = judged(broken(tmp_path, name, [REMEDIES[name]]), "2", *SMALL)
     assert failed(verdicts) == [], run.output
-    assert name != "same_augmentation" or verdicts["randomness"].status == PASS
+    assert name != "same_augmentation" or verdicts["random_numbers_differ"].status == PASS
     assert on_screen("pitfalls/find_unused_without_need")[0] not in run.output
 
 
@@ -126,7 +133,7 @@ def test_a_pitfall_fails_its_drill(tmp_path, name, drill):
 
 def table():
     """Return the Markdown table of the pitfalls and the rules or drills that tell them."""
-    titles = {rule.__name__: rule.__doc__ for rule in RULES}
+    titles = {rule.name: rule.title for rule in RULES}
     lines = ["| pitfall | it is | rule or drill |", "|---|---|---|"]
     found = {name: "; ".join(titles[rule] for rule in rules) for name, rules in TOLD.items()}
     found |= {name: f"`--drill {drill}`" for name, drill in DRILLED.items()}

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 from checking import failed, judged, named, plan_of
+from ddp_check import events
 from ddp_check.__main__ import parse_args, variable
-from ddp_check.report import annotation, annotations, json_of, judge, planned, text_of
-from ddp_check.rules import PASS, RULES, UNSURE, WRONG, Verdict
+from ddp_check.report import annotation, annotations, exit_code, json_of, planned, text_of
+from ddp_check.rules import RULES, judge
+from ddp_check.rules.base import PASS, UNSURE, WRONG, Verdict
 from support.jobs import Job, finished, free_port, run
 from support.scripts import ROOT
 
@@ -151,9 +153,9 @@ def test_what_ended_the_script(tmp_path, script, launcher, text):
     (tmp_path / "data.pt").touch()
     _, verdicts = judged(script(text), launcher=launcher)
     ending, where = ENDINGS[text]
-    assert verdicts["it_ends"].text.endswith(ending)
-    assert verdicts["it_ends"].where == where
-    assert failed(verdicts) == ["it_ends"]
+    assert verdicts["script_ends"].text.endswith(ending)
+    assert verdicts["script_ends"].where == where
+    assert failed(verdicts) == ["script_ends"]
 
 
 OFFLINE = {
@@ -168,9 +170,9 @@ def test_a_script_that_needs_the_network(script, text):
     """That is not the script's fault, and nothing was shown: the exit code says so."""
     name = script(text.replace("PORT", free_port()))
     _, verdicts = judged(name, launcher="python")
-    assert OFFLINE[text] in verdicts["it_ends"].text
-    assert "it needs the network: download the data first" in verdicts["it_ends"].text
-    assert (failed(verdicts), verdicts["it_ends"].status) == ([], UNSURE)
+    assert OFFLINE[text] in verdicts["script_ends"].text
+    assert "it needs the network: download the data first" in verdicts["script_ends"].text
+    assert (failed(verdicts), verdicts["script_ends"].status) == ([], UNSURE)
 
 
 # ---------------------------------------------------------------- the report
@@ -202,8 +204,10 @@ def test_a_report_for_programs(tmp_path, monkeypatch):
     assert (report["verdict"], report["exit_code"]) == ("nothing wrong", 0)
     results = {result["check"]: result for result in report["results"]}
     assert [*results] == [*named(verdicts)]
-    source = Path(results["mean_gradients"]["file"]).read_text(encoding="utf-8").splitlines()
-    assert "optimizer.step()" in source[results["mean_gradients"]["line"] - 1]
+    source = (
+        Path(results["gradients_are_averaged"]["file"]).read_text(encoding="utf-8").splitlines()
+    )
+    assert "optimizer.step()" in source[results["gradients_are_averaged"]["line"] - 1]
     shown = [verdict for _, verdict in verdicts if verdict.status not in ("pass", "not seen")]
     shown = [verdict for verdict in shown if verdict.status != "not applicable"]
     assert len(annotations(plan, verdicts).splitlines()) == len(shown)
@@ -249,6 +253,36 @@ def test_no_script(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         parse_args()
     assert capsys.readouterr().err.endswith("ddp-check: error: there is no nowhere/train.py\n")
+
+
+def test_without_a_script_it_shows_an_example(tmp_path):
+    assert "ddp-check --drill kill train.py" in ended(2, command(), tmp_path, HERE).stdout
+
+
+def test_a_pipe_that_closes_is_no_error(tmp_path, script):
+    words = " ".join(command("--all", "--launcher", "python", script(CRASH)))
+    result = ended(0, ["bash", "-c", f"{words} | head -n 1"], tmp_path, HERE)
+    assert "BrokenPipe" not in result.stderr
+
+
+def test_a_missing_package_is_one_line(tmp_path):
+    text = "import runpy, sys\nsys.modules['psutil'] = None\nrunpy.run_module('ddp_check.__main__')"
+    result = ended(1, [sys.executable, "-c", text], tmp_path, HERE)
+    assert result.stderr == "ddp-check: psutil is missing here: pip install psutil\n"
+
+
+def test_nothing_to_judge_is_no_praise(tmp_path, script):
+    result = ended(2, command("--launcher", "python", script("")), tmp_path, HERE)
+    assert result.stdout.startswith("train.py: no training was seen: ")
+
+
+def test_a_rule_that_breaks_is_an_error_of_the_checker(tmp_path):
+    plan = plan_of("05", tmp_path)
+    plan.undisturbed.of(events.Step)[0][3].rates = None  # as no observer reports it
+    verdicts = judge(plan.undisturbed)
+    assert exit_code(plan, verdicts) == 2
+    first = text_of(plan, verdicts).splitlines()[0]
+    assert "no verdict, and the checker itself failed in rates_are_equal: 1 error, " in first
 
 
 # Has a child, as torchrun has, and leaves a temporary folder behind.

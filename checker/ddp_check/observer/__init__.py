@@ -1,7 +1,6 @@
-"""Reports what a training script does, one JSON object per line, without changing its results.
+"""Reports what a training script does, one event per line, without changing its results.
 
-Each process writes to its own file in the folder of the events, named after its process ID. Each
-object has a kind, a time in seconds and, where it applies, the line of the script in "where".
+Each process writes to its own file in the folder of the events, named after its process ID.
 Importing this package starts the observation.
 """
 
@@ -16,6 +15,7 @@ import time
 
 import torch.distributed as dist
 
+from ddp_check.events import Exit, Handler, Start
 from ddp_check.observer import data, files, group  # noqa: F401  # each observes one subject
 from ddp_check.observer.models import describe_models
 from ddp_check.observer.report import TASK, say, seen, watch, where
@@ -25,7 +25,7 @@ from ddp_check.protocol import STACKS
 @watch(signal, "signal")
 def handle(do, number, handler):
     if number == signal.SIGTERM and handler not in (signal.SIG_DFL, signal.SIG_IGN) and where():
-        say("handler", where=where())
+        say(Handler())
     return do(number, handler)
 
 
@@ -54,7 +54,7 @@ def end():
             break
         time.sleep(0.1)
     nn = "torch.distributed.nn" in sys.modules
-    say("exit", open_group=open_group, threads=left, nn=nn)
+    say(Exit(open_group=open_group, threads=left, nn=nn))
 
 
 def end_as_a_copy(_):
@@ -70,4 +70,4 @@ stacks = open(os.path.join(TASK.events, f"{os.getpid()}.stack"), "w", encoding="
 faulthandler.register(STACKS, file=stacks, all_threads=False)
 if TASK.translate:
     from ddp_check.observer import translate  # noqa: F401
-say("start", rank=os.environ.get("RANK", os.environ.get("SLURM_PROCID")))
+say(Start(rank=os.environ.get("RANK", os.environ.get("SLURM_PROCID"))))

@@ -1,5 +1,6 @@
 """Observes which samples a DataLoader returns."""
 
+import contextlib
 import operator
 import random
 import sys
@@ -7,6 +8,7 @@ import zlib
 from dataclasses import dataclass, field
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     BatchSampler,
     SequentialSampler,
@@ -17,16 +19,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from ddp_check.observer.report import (
-    TASK,
-    batch_checksum,
-    checksum,
-    say,
-    seen,
-    watch,
-    watch_no_slices,
-    where,
-)
+from ddp_check.events import Batch, Drawn, EpochSet, PassBegun, PassEnded
+from ddp_check.observer.report import TASK, checksum, say, seen, watch, watch_no_lengths
 
 
 def contents(dataset):
@@ -52,12 +46,14 @@ def fingerprint(value, depth=5):
     return zlib.crc32(repr([fingerprint(item, depth - 1) for item in items[:30]]).encode())
 
 
+ELEMENTS = 1 << 10  # of a sample that enter its checksum
+
+
 @dataclass
 class Asked:
     """What a DataLoader's iterator has requested so far."""
 
     number: int  # of the pass
-    iterable: bool  # the data set has no indices
     kept: list | None  # the indices that Subsets keep
     indices: list = field(default_factory=list)  # of each batch
     given: int = 0  # batches
@@ -69,21 +65,51 @@ def begin(loader, iterator):
     seen.new_pass = True
     dataset, kept = contents(loader.dataset)
     iterable = isinstance(dataset, dataloader.IterableDataset)
-    iterator._ddp_check = Asked(seen.passes, iterable, kept)
+    iterator._ddp_check = Asked(seen.passes, kept)
     sampler = loader.sampler if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler
+    sized, total = hasattr(loader.dataset, "__len__"), None
+    with contextlib.suppress(TypeError):  # an iterable data set may have no length
+        total = len(loader)
     say(
-        "pass",
-        number=seen.passes,
-        length=len(loader.dataset) if hasattr(loader.dataset, "__len__") else None,
-        iterable=iterable,
-        part=0 if kept is None else zlib.crc32(repr(kept).encode()),
-        distributed=isinstance(sampler, DistributedSampler),
-        shuffle=not isinstance(sampler, SequentialSampler) and getattr(sampler, "shuffle", True),
-        drop_last=loader.drop_last or getattr(sampler, "drop_last", False),
-        tensors=checksum(getattr(dataset, "tensors", ())),
-        data=fingerprint(dataset),
-        where=where(),
+        PassBegun(
+            number=seen.passes,
+            length=len(loader.dataset) if sized else None,
+            total=total,
+            iterable=iterable,
+            part=0 if kept is None else zlib.crc32(repr(kept).encode()),
+            distributed=isinstance(sampler, DistributedSampler),
+            shuffle=not isinstance(sampler, SequentialSampler | range | list)
+            and getattr(sampler, "shuffle", True),
+            drop_last=loader.drop_last or getattr(sampler, "drop_last", False),
+            tensors=checksum(getattr(dataset, "tensors", ())),
+            data=fingerprint(dataset),
+            persistent=loader.persistent_workers,
+        )
     )
+
+
+def sample_checksums(batch):
+    """Return checksums of each sample in a batch, and of its smallest part, or None without one."""
+    tensors = [one for one in tree_leaves(batch) if isinstance(one, torch.Tensor) and one.dim()]
+    count = len(tensors[0]) if tensors else 0
+    parts = sorted(
+        (one.flatten(1) for one in tensors if len(one) == count and one.dim() > 1),
+        key=lambda one: one.shape[1],
+    )
+    parts = [one.unsqueeze(1) for one in tensors if len(one) == count and one.dim() == 1] + parts
+    rows, labels = [0] * count, None
+    for part in parts:
+        some = part.detach().cpu()[:, :: 1 + part.shape[1] // ELEMENTS].contiguous()
+        bits = some.view(torch.uint8).numpy()
+        rows = [zlib.crc32(row, total) for row, total in zip(bits, rows)]
+        labels = labels or rows
+    return rows or None, labels if len(parts) > 1 else None
+
+
+@watch(DistributedSampler, "set_epoch")
+def set_epoch(do, self, epoch):
+    say(EpochSet(value=epoch))
+    return do(self, epoch)
 
 
 Base = dataloader._BaseDataLoaderIter
@@ -118,17 +144,21 @@ def next_index(do, self):
 @watch(Base, "__next__")
 def next_batch(do, self):
     asked = self._ddp_check
-    watch_no_slices()
+    watch_no_lengths()
     try:
         batch = do(self)
     except StopIteration:
-        say("end", number=asked.number)
+        say(PassEnded(number=asked.number))
         raise
     indices = integers(asked.indices[asked.given])
     asked.given += 1
     base = indices if None in (indices, asked.kept) else [asked.kept[index] for index in indices]
-    content = batch_checksum(batch) if asked.iterable else None
-    say("batch", number=asked.number, indices=indices, base=base, content=content)
+    samples = labels = None
+    with contextlib.suppress(Exception):  # an exotic batch must not crash the user's script
+        samples, labels = sample_checksums(batch)
+    seen.samples += len(samples or ())
+    event = Batch(number=asked.number, indices=indices, base=base, samples=samples, labels=labels)
+    say(event)
     return batch
 
 
@@ -163,5 +193,6 @@ def fetch(do, self, indices):
     for name in before.keys() - drawing:
         if now[name] != before[name]:
             drawing.add(name)
-            say("drawn", source=name, state=before[name], worker=worker and worker.id)
+            at = worker and worker.id
+            say(Drawn(source=name, before=before[name], after=now[name], worker=at))
     return batch

@@ -7,6 +7,7 @@ import sys
 
 import torch
 
+from ddp_check.events import Load, Opened, Print, Renamed, Save, Saved
 from ddp_check.observer.report import TASK, called_by_script, say, seen, watch, where
 
 
@@ -19,7 +20,7 @@ class Printed:
     def write(self, text):
         *lines, self.begun = f"{self.begun}{text}".split("\n")
         for line in filter(str.strip, lines):
-            say("print", text=line[:200], where=where())
+            say(Print(text=line[:200]))
         return self.stream.write(text)
 
     def __getattr__(self, name):
@@ -33,9 +34,12 @@ def audit(event, args):
     """Report files that are opened for writing or renamed."""
     if event == "open" and isinstance(args[0], str) and re.search("[wax+]", str(args[1] or "")):
         unlink(args[0], args[1])
-        written("open", args[0])
-    elif event == "os.rename":
-        written("rename", args[1], args[0])
+        path = os.path.realpath(args[0])
+        if in_place(path) and where():
+            say(Opened(path=path, append="a" in args[1]))
+    elif event == "os.rename" and where():
+        source, path = (os.path.realpath(os.fsdecode(name)) for name in args[:2])
+        say(Renamed(path=path if in_place(path) else None, source=source))
 
 
 def in_place(path):
@@ -51,29 +55,20 @@ def unlink(path, mode="w"):
             shutil.copyfile(original, path)
 
 
-def written(kind, path, source=None):
-    """Report a write in the script's folder, or a rename from `source`."""
-    path, line = os.path.realpath(os.fsdecode(path)), where()
-    if line and (source or in_place(path)):
-        source = source and os.path.realpath(os.fsdecode(source))
-        say(kind, path=path if in_place(path) else None, source=source, where=line)
-
-
 sys.addaudithook(audit)
 
 
 @watch(torch, "save")
 def save(do, obj, f, *args, **kwargs):
-    keys = list(prefixed(obj))
+    keys = list(prefixed(obj))[:3]
     if isinstance(f, str | os.PathLike):
         unlink(f)
-        say("save", path=os.path.realpath(f), keys=keys[:3], where=where())
+        say(Save(path=os.path.realpath(f), keys=keys))
     elif keys:
         name = getattr(f, "name", None)
-        path = os.path.realpath(name) if isinstance(name, str) else None
-        say("save", path=path, keys=keys[:3], where=where())
+        say(Save(path=os.path.realpath(name) if isinstance(name, str) else None, keys=keys))
     result = do(obj, f, *args, **kwargs)
-    say("saved", steps=seen.steps)
+    say(Saved(steps=seen.steps))
     return result
 
 
@@ -90,5 +85,5 @@ def prefixed(obj, prefix="module."):
 def load(do, f, *args, **kwargs):
     only = kwargs.get("weights_only")
     if called_by_script():
-        say("load", weights_only=only is None or only, where=where())
+        say(Load(weights_only=only is None or bool(only)))
     return do(f, *args, **kwargs)

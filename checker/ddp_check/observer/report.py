@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import multiprocessing
 import os
 import sys
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import get_worker_info
 
+from ddp_check.events import Drawn
 from ddp_check.protocol import HERE, is_own, task
 
 TASK = task()
@@ -34,50 +34,63 @@ class Seen:
     backwards: int = 0
     forwards: list = field(default_factory=list)  # of DDP since the last step, as `Forward`
     inputs: list = field(default_factory=list)  # checksums of the batches since the last step
+    losses: list = field(default_factory=list)  # likewise, whose backward pass came
+    samples: int = 0  # likewise, that were loaded
+    by_hand: list = field(default_factory=list)  # [checksum, elements] that the script reduced
     in_forward: bool = False  # of DDP, which calls the unwrapped model
+    in_backward: bool = False
+    depth: int = 0  # of nested modules that are called
     dropout: bool = False  # a forward pass of DDP has drawn random numbers
+    scaled: bool = False  # a GradScaler's factor is in the gradients
+    joined: bool = False  # inside of join()
     forked: bool = False  # this process is a copy of another
     ended: bool = False  # the end has been reported
     in_collective: int = 0  # depth of nested calls; DDP's constructor counts as one
-    slicing: object = None  # Tensor.__getitem__ while it is watched
+    gathered: dict = field(default_factory=dict)  # methods of Tensor while they are watched
     in_step: int = 0  # likewise: one optimizer's step may call another's
-    evaluated: int | None = None  # the pass after which an evaluation was last reported
-    noisy: int | None = None  # the pass after which one in training mode was last reported
+    evaluated: set = field(default_factory=set)  # modules and passes in which they were called
+    names: list = field(default_factory=list)  # of the parameters in the last step
     described: bool = False  # the final weights have been reported
     # The models inside DDP, kept because the script may have deleted the wrapper by the end:
     wrapped: list = field(default_factory=list)
+    wrappers: list = field(default_factory=list)  # weak references to their wrappers
     loose: dict = field(default_factory=dict)  # the optimizers' parameters, by identity
 
 
 seen = Seen()
 
 
-def say(kind, **values):
+def say(event):
     """Report an event. A DataLoader worker reports its random numbers alone, for its rank."""
     worker = get_worker_info() is not None
-    if worker and kind != "drawn":
+    if worker and not isinstance(event, Drawn):
         return
     pid = multiprocessing.parent_process().pid if worker else os.getpid()
     if seen.pid != pid:  # at the start, and after a fork
         seen.pid = pid
         path = os.path.join(TASK.events, f"{seen.pid}.jsonl")
         seen.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    text = json.dumps({"kind": kind, "time": time.monotonic(), **values}, default=str)
-    os.write(seen.file, text.encode() + b"\n")
+    event.time, event.where = time.monotonic(), event.where or where()
+    os.write(seen.file, f"{event}\n".encode())
 
 
-def where():
+def where(outside=()):
     """Return the script's current line as "file:line", or an empty string outside of the script.
 
-    The file is relative to the folder that the script runs in.
+    The file is relative to the folder that the script runs in. Methods of these modules are left.
     """
     frame = sys._getframe(1)
     while frame:
         path = frame.f_code.co_filename
-        if is_own(path):
-            return f"{os.path.abspath(path).removeprefix(TASK.place)}:{frame.f_lineno}"
+        if is_own(path) and not (outside and id(frame.f_locals.get("self")) in outside):
+            return f"{relative(path)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+@functools.cache
+def relative(path):
+    return os.path.abspath(path).removeprefix(TASK.place)
 
 
 def called_by_script():
@@ -119,10 +132,16 @@ def checksum(tensors, step=1):
     return total
 
 
-def watch_no_slices():
-    """Undo what was done to watch slices."""
-    if seen.slicing:
-        torch.Tensor.__getitem__, seen.slicing = seen.slicing, None
+def checksums(tensors):
+    """Return a checksum of each of these tensors."""
+    return [checksum([tensor]) for tensor in tensors]
+
+
+def watch_no_lengths():
+    """Undo what was done to watch what follows a gather."""
+    for name, method in seen.gathered.items():
+        setattr(torch.Tensor, name, method)
+    seen.gathered = {}
 
 
 def batch_checksum(batch):

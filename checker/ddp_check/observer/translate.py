@@ -2,6 +2,7 @@
 
 import functools
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import dataloader
 
-from ddp_check.observer.report import TASK, called_by_script, say, watch, where
+from ddp_check.events import Gpu, Translated
+from ddp_check.observer.report import TASK, called_by_script, say, seen, watch, where
 
 CPU = torch.device("cpu")
 said = set()
@@ -23,7 +25,7 @@ def translated(call):
     line = where()
     if line and (call, line) not in said:
         said.add((call, line))
-        say("translated", call=call, where=line)
+        say(Translated(call=call, where=line))
 
 
 def is_gpu(value):
@@ -41,14 +43,8 @@ def use(device, kind="use"):
     line, index = where(), current["index"] if index is None else index
     if line and (kind, index) not in said:
         said.add((kind, index))
-        say(
-            "gpu",
-            use=kind,
-            index=index,
-            count=COUNT,
-            alone=bool(os.environ.get(VISIBLE)),
-            where=line,
-        )
+        chosen = bool(os.environ.get(VISIBLE))
+        say(Gpu(use=kind, index=index, count=COUNT, chosen=chosen, where=line))
 
 
 def set_device(device, *_):
@@ -68,7 +64,7 @@ class OnTheCPU(TorchFunctionMode):
             device = args[1] if len(args) > 1 else kwargs.get("device")
             use("cuda" if device is None else device)
             return args[0]
-        if func is Tensor.pin_memory:
+        if func in (Tensor.pin_memory, Tensor.record_stream):
             return args[0]
         if func in (Tensor.to, torch._C._nn._parse_to):  # a number means a GPU
             place = 1 if func is Tensor.to else 0
@@ -76,6 +72,8 @@ class OnTheCPU(TorchFunctionMode):
                 translated(f".to({args[place]})")
                 use(args[place])
                 args = (*args[:place], CPU, *args[place + 1 :])
+        if type(kwargs.get("device")) is int and func is not torch.device:
+            kwargs = {**kwargs, "device": torch.device("cuda", kwargs["device"])}
         if func is not torch.device:
             gpus = [value for value in (*args, *kwargs.values()) if is_gpu(value)]
             if gpus:
@@ -111,6 +109,54 @@ def skip(owner, name, replacement=None):
     setattr(owner, name, call)
 
 
+class Idle:
+    """A stream, an event or a context of one: on the CPU, everything has happened already."""
+
+    def __init__(self, *_, **__):
+        self.at = time.monotonic()
+        translated("a stream or an event")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+    def record(self, *_):
+        self.at = time.monotonic()
+        return self
+
+    def elapsed_time(self, other):
+        return 1000 * (other.at - self.at)
+
+    def query(self):
+        return True
+
+    def nothing(self, *_):
+        """Wait for what has happened already."""
+
+    synchronize = wait = wait_event = wait_stream = record_event = nothing
+
+
+for name in ("Stream", "Event", "stream", "current_stream", "default_stream"):
+    setattr(torch.cuda, name, Idle)
+
+
+class AnyGenerator(type):
+    """Makes generators for the CPU; each generator is an instance of its class."""
+
+    def __call__(cls, device="cpu"):
+        if isinstance(device, int) or is_gpu(device):
+            translated("torch.Generator(device)")
+            device = "cpu"
+        return RealGenerator(device)
+
+    def __instancecheck__(cls, value):
+        return isinstance(value, RealGenerator)
+
+
+RealGenerator = torch.Generator
+torch.Generator = AnyGenerator("Generator", (), {})
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # the checker sets it to an empty string, the script may change it
 COUNT = int(os.environ.get("LOCAL_WORLD_SIZE", TASK.nproc))
 for name, value in {
@@ -128,7 +174,7 @@ for name, value in {
     "is_bf16_supported": True,
 }.items():
     answer(torch.cuda, name, value)
-for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", "ipc_collect"):
+for name in ("init", "synchronize", "empty_cache", "reset_peak_memory_stats", "ipc_collect"):
     skip(torch.cuda, name)
 for name in ("manual_seed", "manual_seed_all"):  # torch.manual_seed seeds the CPU
     skip(torch.cuda, name)
@@ -180,7 +226,9 @@ class Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor, group):
         ctx.group, total = group, tensor.clone()
+        seen.in_collective += 1  # it is not the script's, though PyTorch calls the watched one
         c10d.all_reduce.__wrapped__(total, group=group)
+        seen.in_collective -= 1
         return total
 
     @staticmethod

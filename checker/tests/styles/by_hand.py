@@ -25,7 +25,7 @@ def main():
         optimizer.step()
         dist.all_reduce(loss.detach())
         if step % 5 == 0 and dist.get_rank() == 0:
-            print(f"step {step} loss {loss.item():.3f}")
+            print(f"step {step} loss {loss.item() / dist.get_world_size():.3f}")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -30,7 +30,7 @@ def main():
             optimizer.step()
         dist.all_reduce(loss.detach())
         if dist.get_rank() == 0:
-            print(f"epoch {epoch} loss {loss.item():.3f}")
+            print(f"epoch {epoch} loss {loss.item() / dist.get_world_size():.3f}")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,0 +1,120 @@
+"""What the observer reports: a dataclass for each kind of event. Does not import PyTorch."""
+
+import json
+from dataclasses import asdict, dataclass, make_dataclass
+
+KINDS = {}  # name -> class
+
+
+@dataclass(kw_only=True)
+class Event:
+    """Something that a process did."""
+
+    time: float = 0  # in seconds
+    where: str = ""  # the line of the script, as "file:line"
+
+    def __str__(self):
+        return json.dumps({"kind": type(self).__name__, **asdict(self)}, default=str)
+
+
+def read(line):
+    """Return the event that is written on a line."""
+    values = json.loads(line)
+    return KINDS[values.pop("kind")](**values)
+
+
+def kind(name, fields=""):
+    """Return the class of a kind of event."""
+    made = make_dataclass(name, fields.split(), bases=(Event,), kw_only=True)
+    made.__module__, KINDS[name] = __name__, made  # as for a class statement: it can be pickled
+    return made
+
+
+# ---------------------------------------------------------------- the process and its group
+
+Start = kind("Start", "rank")  # as its launcher says
+# It joined a process group; nn: torch.distributed.nn was imported before; own: by the script itself
+Join = kind("Join", "rank port nn own")
+Leave = kind("Leave", "models")  # it destroyed the group; how many wrapped models are still alive
+Exit = kind("Exit", "open_group threads nn")  # threads: of gloo
+OtherMachine = kind("OtherMachine", "host")  # it was told to meet the others there
+Handler = kind("Handler")  # it set a handler for SIGTERM
+Translated = kind("Translated", "call")
+# It named a GPU: use is "set" or "use"; count: of the GPUs that there are; chosen: it chose what it
+# can see
+Gpu = kind("Gpu", "use index count chosen")
+# It called a collective on all ranks. adds: numbers are added up; inside: of the model's forward
+# pass; elements: of its largest tensor; gradient: its input requires one, its result has none
+Collective = kind("Collective", "name adds inside elements gradient")
+# A backward pass ends at what a collective returned; own: also at what this rank gave
+GradientLost = kind("GradientLost", "own")
+
+# ---------------------------------------------------------------- data
+
+# A pass over a DataLoader. length: of the data set; total: batches to come; part: checksum of the
+# indices that a Subset keeps, or 0 for all of the data set; distributed: has a DistributedSampler;
+# tensors: checksum of a TensorDataset; data: checksum, the same for equal data sets; persistent:
+# its workers stay
+PassBegun = kind(
+    "PassBegun",
+    "number length total iterable part distributed shuffle drop_last tensors data persistent",
+)
+# number: of the pass; base: the indices in the data set below all Subsets; samples: a checksum of
+# each; labels: a checksum of the smallest part of each, if it has several
+Batch = kind("Batch", "number indices base samples labels")
+PassEnded = kind("PassEnded", "number")
+EpochSet = kind("EpochSet", "value")  # it called set_epoch
+# A random number generator made its first sample; checksums of its state
+Drawn = kind("Drawn", "source before after worker")
+# After a gather, a tensor was cut to length; blocks: it held what one rank gave after what another
+# gave, not in turns
+Cut = kind("Cut", "dropped blocks")
+Counted = kind("Counted", "length")  # after a gather, a tensor was compared or summed
+
+# ---------------------------------------------------------------- models
+
+# shapes: [name, shape] of each parameter; weights: checksums; buffers: how many each rank updates
+Wrap = kind("Wrap", "shapes weights buffers")
+# An optimizer is about to take a step. All that is counted is counted since the step before.
+Step = kind(
+    "Step",
+    "names "  # of the parameters; empty if they are those of the step before
+    "gradients weights "  # checksums
+    "rates "  # learning rates
+    "losses "  # whose backward pass came
+    "samples "  # that were loaded
+    "infinite "  # what is not finite: "loss", "gradient of …" or nothing
+    "zero "  # all gradients are
+    "unused "  # parameters without a gradient
+    "foreign "  # parameters in no wrapped model
+    "bypassed "  # models that got gradients without a call of their wrappers
+    "sharded meshes "  # dimensions of the largest mesh
+    "state "  # the optimizer has one
+    "closure "
+    "synced "  # the last forward pass asked for a reduction
+    "reductions "
+    "by_hand "  # checksums of what the script reduced itself, and whether it was all gradients
+    "training "  # mode of the model
+    "random "  # checksum of the generator's state
+    "dropout "  # the model drew random numbers
+    "inputs "  # checksums of what entered the model
+    "joined",  # inside of join()
+)
+StepSkipped = kind("StepSkipped")  # by a GradScaler
+Bypass = kind("Bypass", "model")  # a wrapped model was called in training without its wrapper
+Clipped = kind("Clipped", "scaled")  # while a GradScaler's factor was in the gradients
+Scheduled = kind("Scheduled", "steps")  # a scheduler took a step; steps: of the optimizers before
+StateLoaded = kind("StateLoaded", "wraps")  # how many models were wrapped before
+# A model was called without gradients, for the first time in a pass. values: checksums of its
+# parameters and buffers; noisy: the layer that changes what it returns, being in training mode
+Evaluated = kind("Evaluated", "model steps values noisy wrapped number")
+Final = kind("Final", "weights finite")
+
+# ---------------------------------------------------------------- files
+
+Print = kind("Print", "text")
+Opened = kind("Opened", "path append")  # for writing
+Renamed = kind("Renamed", "path source")
+Save = kind("Save", "path keys")  # torch.save is called; keys that begin with module.
+Saved = kind("Saved", "steps")
+Load = kind("Load", "weights_only")

@@ -1,0 +1,365 @@
+"""Rules about the samples that the ranks train on and evaluate."""
+
+from collections import Counter
+from itertools import chain, pairwise
+
+from ddp_check import events
+from ddp_check.passes import epochs, passes
+from ddp_check.rules.base import (
+    counted,
+    differ,
+    is_sharded,
+    lowest,
+    not_applicable,
+    passed,
+    step_rows,
+    unseen,
+    unsure,
+    wrong,
+)
+
+# ---------------------------------------------------------------- what is trained on
+
+
+def rows_with_inputs(run):
+    """Return the steps of all ranks for which it is known what entered the model."""
+    return [row for row in step_rows(run) if len(row) > 1 and any(step.inputs for step in row)]
+
+
+def ranks_share_data(run):
+    rows = rows_with_inputs(run)
+    alike = [all(step.inputs == row[0].inputs for step in row) for row in rows]
+    if is_sharded(run) and (not rows or any(step.meshes > 1 for row in rows for step in row)):
+        yield not_applicable("ranks that share a model have to have the same batches")
+    if rows and all(alike):
+        text = "in each step, all ranks train on the same batch"
+        yield wrong(text, rows[0][0].where, "no_sampler")
+    found = epochs(run)
+    for number, epoch in enumerate(found, 1):
+        for verdict in shared(epoch):
+            verdict.text, verdict.where = f"epoch {number}: {verdict.text}", lowest(epoch).where
+            yield verdict
+    if found:
+        known = lowest(found[0]).samples("base") or lowest(found[0]).samples("samples")
+        total = len({one for of in found[0].values() for one in of.samples("base") or known})
+        text = f"{counted(len(found), 'epoch')} of {total} samples"
+        yield passed(text, lowest(found[0]).where)
+    if not rows:
+        yield unseen("no DataLoader was used to train, nor a wrapped model")
+    if any(alike):
+        text = f"in {sum(alike)} of {len(rows)} steps, all ranks train on the same batch"
+        yield unsure(text, rows[alike.index(True)][0].where, "no_sampler")
+    text = f"in {counted(len(rows), 'step')}, the ranks train on different batches"
+    yield passed(text, rows[0][0].where)
+
+
+def shared(epoch):
+    """Yield what is wrong with the samples of an epoch."""
+    if lowest(epoch).iterable:
+        yield from shared_stream(epoch)
+        return
+    seen = {rank: of.samples("base") for rank, of in epoch.items()}
+    if None in seen.values():
+        yield unseen("the sampler does not return integer indices")
+    elif any(max(Counter(of).values(), default=1) > 1 for of in seen.values()):
+        yield unseen("a rank draws samples with replacement")
+    else:
+        yield from overlap(epoch, seen)
+
+
+def shared_stream(epoch):
+    """Yield what is wrong with the samples of an epoch that have no index."""
+    seen = {rank: of.samples("samples") for rank, of in epoch.items()}
+    if None in seen.values():
+        yield unseen("the samples of an iterable data set have no index")
+        return
+    twice = twice_seen(seen)
+    if len(seen) > 1 and differ({rank: set(of) for rank, of in seen.items()}) is None:
+        text = f"each rank trains on the same {counted(len(set(lowest(seen))), 'sample')}"
+        yield wrong(text, "", "no_sampler")
+    if twice > sum(map(len, seen.values())) / 4:
+        yield unsure(f"{twice} samples are seen by several ranks", "", "no_sampler")
+
+
+def twice_seen(seen):
+    """Return how many samples several ranks have seen."""
+    counts = Counter(chain(*(set(of) for of in seen.values())))
+    return counts.total() - len(counts)
+
+
+def overlap(epoch, seen):
+    """Yield what is wrong if ranks share samples."""
+    one, ranks = lowest(epoch), len(epoch)
+    if differ({rank: of.tensors for rank, of in epoch.items()}) and one.distributed:
+        text = "the data sets of the ranks differ: the same index means different samples"
+        yield wrong(text, "", "split_differs_by_rank")
+    if differ({rank: of.data for rank, of in epoch.items()}):
+        if one.distributed:
+            why = "DistributedSampler needs the same on all; is it random and unseeded?"
+            yield unsure(f"each rank has a data set of its own: {why}")
+        yield unseen("each rank has a data set of its own: are they parts of a larger one?")
+    twice = twice_seen(seen)
+    largest = max((len(batch.indices) for batch in one.batches), default=1)
+    if twice < (ranks if one.distributed else ranks * largest):  # no more than padding
+        return
+    if dealt_by_data_set(epoch):
+        yield passed("the ranks ask for the same indices, and get other samples")
+    if ranks > 1 and differ({rank: set(of) for rank, of in seen.items()}) is None:
+        text = f"each rank trains on the same {len(seen[min(seen)])} samples"
+        yield wrong(text, "", "no_sampler")
+    text = f"{twice} samples are seen by several ranks"
+    if all(of.is_whole for of in epoch.values()):
+        yield wrong(text, "", "rank_seeds_split_data")
+    text += ": each draws from all of them in an order of its own"
+    yield unsure(text, "", "no_sampler")
+
+
+def dealt_by_data_set(epoch):
+    """Return whether the data set gives each rank something else for the same index."""
+    known = False
+    for key in ("samples", "labels"):  # augmentation leaves the labels as they are
+        found = [dict(zip(of.samples("base"), of.samples(key) or ())) for of in epoch.values()]
+        common = set.intersection(*map(set, found))
+        alike = all(len({of[index] for of in found}) == 1 for index in common)
+        several = key == "samples" or len({found[0][index] for index in common}) > 1
+        if common and alike and several:
+            return False
+        known |= bool(common)
+    return known
+
+
+# ---------------------------------------------------------------- the order of an epoch
+
+
+def order_changes(run):
+    loops = {}  # line of the loop -> the passes of the lowest rank
+    for epoch in epochs(run):
+        loops.setdefault(lowest(epoch).where, []).append(lowest(epoch))
+    if not loops:
+        yield unseen("no DataLoader was used to train")
+    yield from repeated(run)
+    where, most = max(loops.items(), key=lambda item: len(item[1]))
+    if len(most) < 2:
+        yield unseen("fewer than two epochs: run more")
+    for line, of in loops.items():
+        yield from same_order(run, line, of)
+    yield passed(f"{len(most)} epochs", where)
+
+
+def repeated(run):
+    """Yield the verdict if the batches of the first pass come again after its end, as by cycle."""
+    for of in passes(run).values():
+        trained = [one for one in of if one.steps]
+        if len(trained) != 1 or not trained[0].ended:
+            return
+        one = trained[0]
+        inputs, count = [step.inputs for step in one.steps], len(one.batches)
+        known = len(inputs) > count > 1 and all(inputs)
+        if known and all(a == b for a, b in zip(inputs, inputs[count:])):
+            text = f"steps 1 to {count} are repeated in the same order: the loader is read once"
+            yield wrong(text, one.where, "no_set_epoch")
+
+
+def same_order(run, line, of):
+    """Yield the verdict if one pass over a loader has the order of the one before."""
+    key = "samples" if of[0].iterable else "indices"
+    orders = [one.samples(key) for one in of]
+    if len(of) < 2 or None in orders or len(orders[0]) < 8:
+        if len(of) > 1:
+            yield unseen("the samples have no index, or there are too few", line)
+        return
+    same = [at for at, (order, after) in enumerate(pairwise(orders), 1) if order == after]
+    if not same:
+        return
+    text = f"epochs {same[0]} and {same[0] + 1} have the same order"
+    if of[0].iterable and of[0].persistent and len({one.data for one in of}) > 1:
+        text += ": the persistent workers do not see what changes in the data set"
+        yield wrong(text, line, "no_set_epoch")
+    if of[0].iterable:
+        yield unsure(f"{text}: is that intended?", line)
+    if not of[0].shuffle:
+        yield unseen("the sampler does not shuffle: is that intended?", line)
+    set_ = lowest(run.of(events.EpochSet))
+    text += f"; set_epoch gets {set_[-1].value} last" if set_ else "; set_epoch is never called"
+    late = [one.where for one in set_[:1]]
+    yield wrong(text, late[0] if late else line, "no_set_epoch")
+
+
+# ---------------------------------------------------------------- random numbers
+
+
+def random_numbers_differ(run):
+    found = epochs(run)
+    if not found:
+        yield unseen("no DataLoader was used to train")
+    drawn = drawn_for_samples(run)
+    if lowest(drawn) and differ(drawn) is None:
+        (worker, source), *_ = lowest(drawn)
+        place = "" if worker is None else " in DataLoader workers"
+        text = f"all ranks have the same augmentation{place}: equal seeds of {source}"
+        yield wrong(text, lowest(found[0]).where, "same_augmentation")
+    for epoch in found:
+        numbers = {rank: [step.random for step in of.steps] for rank, of in epoch.items()}
+        if len(epoch) > 1 and any(len(set(of)) > 1 for of in numbers.values()):
+            where = lowest(epoch).steps[0].where
+            if differ(numbers):
+                yield passed("dropout or augmentation differs from rank to rank", where)
+            yield from same_numbers(run, where)
+    if lowest(drawn):
+        yield passed("augmentation differs from rank to rank", lowest(found[0]).where)
+    yield unseen("the training process draws no random numbers between steps")
+
+
+def same_numbers(run, where):
+    """Yield the verdict on ranks that draw the same random numbers outside of the data set.
+
+    Dropout is drawn inside the model; some libraries do that alike. Without DDP, the checker does
+    not see where the model begins.
+    """
+    text = "all ranks have the same "
+    if any(step.dropout for step in run.all(events.Step)):
+        yield unsure(f"{text}dropout: should they?", where, "same_augmentation")
+    if not run.all(events.Wrap):
+        text += "dropout or augmentation: should they?"
+        yield unsure(text, where, "same_augmentation")
+    yield wrong(f"{text}augmentation", where, "same_augmentation")
+
+
+def drawn_for_samples(run):
+    """Return the states of the generators of random samples: {rank: {source: (before, after)}}.
+
+    Only sources that all ranks draw from, or nothing if fewer than two ranks do.
+    """
+    found = {
+        rank: {(one.worker, one.source): (one.before, one.after) for one in reversed(of)}
+        for rank, of in run.of(events.Drawn).items()
+    }
+    if len(found) < 2:
+        return {}
+    common = set.intersection(*map(set, found.values()))
+    return {rank: {key: of[key] for key in of if key in common} for rank, of in found.items()}
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+def evaluations(run):
+    """Return the evaluations: {size of a data set and line: [one pass of each rank]}.
+
+    Without those on the training set: they only show how training goes. In a run that failed, also
+    without those that some ranks did not come to.
+    """
+    looked, found = {}, passes(run)
+    trained = {(one.data, one.part) for of in found.values() for one in of if one.is_training}
+    for rank, of in found.items():
+        for one in of:
+            if one.is_whole and one.length and (one.data, one.part) not in trained:
+                key = one.length, one.where
+                looked.setdefault(key, {}).setdefault(rank, []).append(one)
+    least = 1 if run.returncode == 0 else len(run.ranks)
+    return {key: list(zip(*of.values())) for key, of in looked.items() if len(of) >= least}
+
+
+def each_sample_is_evaluated_once(run):
+    looked = evaluations(run)
+    if not looked:
+        yield unseen("no DataLoader was used without training")
+    text = ""
+    for (total, where), rows in looked.items():
+        left = [row for of in looked.values() for row in of if is_remainder(row, rows[0])]
+        for row in rows:
+            for verdict in missed([row, *left[:1]], total, len(run.ranks)):
+                verdict.where, verdict.page = where, "padded_evaluation"
+                yield verdict
+            if padding(row) and not text:
+                text = f"; its padding of {padding(row)} is dropped after a gather"
+    total, where = max(looked)
+    yield passed(f"{total} samples{text}", where)
+
+
+def is_remainder(row, other):
+    """Return whether all ranks evaluate the same few samples, which another pass may leave out."""
+    ours, theirs = row[0], other[0]
+    few = ours.data == theirs.data and ours.length < theirs.length
+    parts = [one.samples("base") for one in row]
+    return few and None not in parts and parts[1:] == parts[:-1]
+
+
+def padding(row):
+    """Return how many samples an evaluation by all ranks loads more than once."""
+    seen = [one.samples() for one in row]
+    if None in seen or len({tuple(sorted(of)) for of in seen}) == 1:  # all evaluate the same
+        return 0
+    counts = Counter(index for of in seen for index in of)
+    return counts.total() - len(counts)
+
+
+def missed(rows, total, ranks):
+    """Yield what is wrong with an evaluation that the ranks shared."""
+    row, *left = rows
+    seen = [one.samples() for one in row]
+    if None in seen or len({one.part for one in row}) > 1:
+        yield unseen("the samples have no index, or each rank evaluates a part of its own")
+        return
+    if all(sorted(of) == list(range(total)) for of in seen):
+        return  # each of these ranks evaluates the whole set
+    if twice := padding(row):
+        yield from counted_twice(row, twice, total)
+        return
+    counts = {index for one in row for index in one.samples("base")}
+    whole = counts.union(*(other[0].samples("base") for other in left))
+    if len(counts) < total and len(whole) != total:
+        lost = row[0].drop_last or (row[0].distributed and len(row) < ranks)
+        text = f"it sees {len(counts)} of {total} samples"
+        yield wrong(text) if lost else unsure(f"{text}: is that intended?")
+    if row[0].distributed and not left:
+        text = f"{total} is divisible by {len(row)}; otherwise DistributedSampler would pad"
+        yield unseen(text)
+
+
+def counted_twice(row, twice, total):
+    """Yield what is wrong with a padded evaluation, unless the padding is cut off."""
+    loaded = sum(len(one.samples()) for one in row)
+    text = f"{loaded} samples, {loaded - twice} of them distinct, of {total}"
+    cuts = [cut for one in row for cut in one.cuts if cut.dropped == twice]
+    lengths = set().union(*(one.counted for one in row))
+    if any(cut.blocks for cut in cuts):
+        text = "what the ranks gathered is in blocks, not in the order of the data set, when its"
+        text += " end is cut off"
+        alone = max(one.gathers for one in row) == 1
+        yield wrong(text) if alone else unsure(f"{text}: with more ranks, real samples are lost")
+    if cuts or loaded - twice in lengths:
+        return
+    if not any(one.gathers for one in row):
+        yield wrong(f"it counts {text}")
+    if loaded in lengths and all(one.gathers == 1 or not one.added_up for one in row):
+        yield wrong(f"it counts {text}: nothing is cut off after the gather")
+    yield unsure(f"it loads {text}: are the extra ones dropped after the gather?")
+
+
+def held_out_is_not_trained_on(run):
+    trained, parts = {}, {}  # checksum of a data set -> indices; and -> rank -> part of it
+    for epoch in epochs(run):
+        for rank, one in epoch.items():
+            trained.setdefault(one.data, set()).update(one.samples("base") or ())
+            parts.setdefault(one.data, {}).setdefault(rank, one.part)
+    apart = ""
+    for (_, where), rows in evaluations(run).items():
+        for one in (one for row in rows for one in row if one.data in trained):
+            seen = set(one.samples("base") or ())
+            if both := seen & trained[one.data]:
+                yield overlapping(len(both), len(seen), parts[one.data], where)
+            apart = where
+    if apart:
+        yield passed("they are parts of one data set that do not overlap", apart)
+    yield unseen("training and evaluation do not use parts of one data set")
+
+
+def overlapping(both, total, parts, where):
+    """Return the verdict on an evaluation that shares samples with the training set."""
+    text = f"{both} of the {total} samples of an evaluation are also trained on"
+    if differ(parts):
+        text += ": the split differs from rank to rank; give it a seed"
+        return wrong(text, where, "split_differs_by_rank")
+    text += ": is that intended?"
+    return wrong(text, where) if both < total else unsure(text, where)
