@@ -330,9 +330,9 @@ def counted_twice(row, twice, total):
         yield wrong(text) if alone else unsure(f"{text}: with more ranks, real samples are lost")
     if cuts or loaded - twice in lengths:
         return
-    if not any(one.gathers for one in row):
+    if not any(one.gathers for one in row) or all(one.added_up for one in row):
         yield wrong(f"it counts {text}")
-    if loaded in lengths and all(one.gathers == 1 or not one.added_up for one in row):
+    if loaded in lengths:
         yield wrong(f"it counts {text}: nothing is cut off after the gather")
     yield unsure(f"it loads {text}: are the extra ones dropped after the gather?")
 

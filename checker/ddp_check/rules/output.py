@@ -88,20 +88,22 @@ def safe_loads(run):
 
 def printed_loss_is_of_all(run):
     """Compare what is printed with the losses of the steps, and ask for a collective before it."""
-    steps = [[step for step in of if step.losses] for of in run.of(events.Step).values()]
-    begun, taken, reduced, alone = 0, 0, False, ""
+    steps = list(run.of(events.Step).values())
+    begun, taken, alone = 0, 0, ""
+    before = since = False  # whether something was reduced before the last step, and since
     places = {}  # line and position of a number -> what is said of it each time
     for event in lowest(run.ranks):
         if isinstance(event, events.Step):
-            taken += bool(event.losses)
+            taken += 1
+            before, since = since, False  # a loss may be reduced before the step, printed after it
         elif isinstance(event, events.Collective) and not event.inside:
-            reduced |= event.adds or "gather" in event.name
+            since |= event.adds or "gather" in event.name
         elif isinstance(event, events.PassBegun):
             begun = max(begun, taken)
         elif isinstance(event, events.Print) and taken:
             rows = list(zip(*(of[:taken] for of in steps)))
             for at, number in enumerate(re.finditer(FRACTION, event.text)):
-                alone = alone or ("" if reduced else event.where)
+                alone = alone or ("" if before or since else event.where)
                 said = what_is_printed(number, [rows[-1:], rows[begun:], rows])
                 places.setdefault((event.where, at), []).append(said)
     for (where, _), said in places.items():
@@ -127,11 +129,12 @@ def what_is_printed(match, windows):
     def near(other):
         return abs(value - other) <= 0.51 * 10**-digits + 1e-6 * abs(value)
 
-    found = [means(rows) for rows in windows if rows and len(rows[0]) > 1]
+    known = [rows for rows in windows if all(step.losses for row in rows for step in row)]
+    found = [means(rows) for rows in known if rows and len(rows[0]) > 1]
     if any(near(one["all"]) or near(one["weighted"]) for one in found if not unequal(one, near)):
         return None
     for one in found:
-        if near(one["own"]):
+        if near(one["own"]) or near(one["own weighted"]):
             return f"{match[0]} is the loss of rank 0, that of all ranks is {one['all']:.4g}"
         if near(one["sum"]):
             return f"{match[0]} is the sum over the ranks, their mean is {one['all']:.4g}"
@@ -148,12 +151,15 @@ def unequal(one, near):
 
 def means(rows):
     """Return means of the losses in these steps."""
-    values = [[(step.losses[-1], step.samples or 1) for step in row] for row in rows]
-    own = sum(row[0][0] for row in values) / len(rows)
-    every = [pair for row in values for pair in row]
-    mean = sum(loss for loss, _ in every) / len(every)
-    weighted = sum(loss * count for loss, count in every) / sum(count for _, count in every)
-    return {"own": own, "all": mean, "sum": mean * len(rows[0]), "weighted": weighted}
+    every = [[(step.losses[-1], step.samples or 1) for step in row] for row in rows]
+    own, every = [row[0] for row in every], [pair for row in every for pair in row]
+    found = {"own": mean(own, 0), "own weighted": mean(own), "all": mean(every, 0)}
+    return {**found, "weighted": mean(every), "sum": len(rows[0]) * found["all"]}
+
+
+def mean(pairs, power=1):
+    """Return the mean of losses, each with the number of its samples, which may count or not."""
+    return sum(loss * n**power for loss, n in pairs) / sum(n**power for _, n in pairs)
 
 
 def to_be_checked_by_hand(run):
