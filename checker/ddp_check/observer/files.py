@@ -64,7 +64,7 @@ def save(do, obj, f, *args, **kwargs):
     if isinstance(f, str | os.PathLike):
         unlink(f)
         say(Save(path=os.path.realpath(f), keys=keys))
-    elif keys:
+    elif where():
         name = getattr(f, "name", None)
         say(Save(path=os.path.realpath(name) if isinstance(name, str) else None, keys=keys))
     result = do(obj, f, *args, **kwargs)
