@@ -12,9 +12,6 @@ from support.once import FOLDER, once
 from support.positions import GATE, KILLED, ON_RANK_1, at, wait_at_the_gate
 from support.scripts import LONG, SCRIPT, command, edited, forked
 
-# Parts of the ids of tests that .ci/run may skip: they need GPUs, or cgroups v1.
-EXPECTED_SKIPS = ("[nccl-", "test_out_of_memory")
-
 # ---------------------------------------------------------------- what runs
 
 
@@ -45,10 +42,10 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
-    """Turn an unexpected skip into a failure where CI has installed everything."""
+    """Turn a skip into a failure where CI has installed everything but GPUs."""
     report = yield
-    expected = any(part in item.nodeid for part in EXPECTED_SKIPS)
-    if report.skipped and not hasattr(report, "wasxfail") and not expected and "CI" in os.environ:
+    unexpected = report.skipped and "GPU" not in str(report.longrepr)
+    if unexpected and not hasattr(report, "wasxfail") and "CI" in os.environ:
         report.outcome = "failed"
         report.longrepr = f"skipped in CI: {report.longrepr}"
     return report
