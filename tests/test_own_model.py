@@ -97,7 +97,6 @@ def undisturbed(own, tmp_path_factory):
 # ---------------------------------------------------------------- told to stop
 
 
-@SLOW
 @pytest.mark.parametrize(
     ("step", "loader"),
     [
