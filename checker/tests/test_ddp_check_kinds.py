@@ -274,7 +274,7 @@ KINDS = {
         [("step(total[0].item())", "step(-epoch * rank)")],
         "schedule.step(",
         {"rates_are_equal": WRONG, "weights_agree": WRONG},
-        "0.1 and 0.01",
+        "from step ",
     ),
     "loaded after wrapping": Kind(
         [

@@ -323,7 +323,7 @@ def counted_twice(row, twice, total):
     text = f"{loaded} samples, {loaded - twice} of them distinct, of {total}"
     cuts = [cut for one in row for cut in one.cuts if cut.dropped == twice]
     lengths = set().union(*(one.counted for one in row))
-    if any(cut.blocks for cut in cuts):
+    if row[0].distributed and any(cut.blocks for cut in cuts):
         text = "what the ranks gathered is in blocks, not in the order of the data set, when its"
         text += " end is cut off"
         alone = max(one.gathers for one in row) == 1

@@ -4,7 +4,16 @@ import re
 from pathlib import Path
 
 from ddp_check import events
-from ddp_check.rules.base import fragile, lowest, passed, unseen, unsure, wrong
+from ddp_check.rules.base import (
+    fragile,
+    is_sharded,
+    lowest,
+    not_applicable,
+    passed,
+    unseen,
+    unsure,
+    wrong,
+)
 
 FRACTION = r"-?\d+\.(\d+)(?!\.?\d)(?:e[+-]?\d+)?"
 
@@ -89,6 +98,8 @@ def safe_loads(run):
 def printed_loss_is_of_all(run):
     """Compare what is printed with the losses of the steps, and ask for a collective before it."""
     steps = list(run.of(events.Step).values())
+    if is_sharded(run) and not any(step.inputs for of in steps for step in of):
+        yield not_applicable("ranks that share a model have the same loss")
     begun, taken, alone = 0, 0, ""
     before = since = False  # whether something was reduced before the last step, and since
     places = {}  # line and position of a number -> what is said of it each time
