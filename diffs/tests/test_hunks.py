@@ -46,4 +46,4 @@ def test_without_the_hunk_the_tests_that_its_note_names_fail(copy, diff, hunk):
     start = [*map(str, server.command("-m", *words, *tests))]
     result = subprocess.run(start, cwd=copy, capture_output=True, text=True, check=False)
     summary = result.stdout.splitlines()[-1]
-    assert re.match(rf"{len(tests)} failed in ", summary), result.stdout + result.stderr
+    assert re.fullmatch(rf"=+ {len(tests)} failed in .*=+", summary), result.stdout + result.stderr

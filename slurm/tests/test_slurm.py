@@ -315,7 +315,7 @@ for step in range(saved["step"], 20):
         dist.destroy_process_group()
         sys.exit(75)
     model(torch.ones(1)).backward()
-print(f"rank {dist.get_rank()} went on at step {saved['step']}", flush=True)
+print(f"rank {dist.get_rank()} went on at step {saved['step']}\\n", end="", flush=True)
 dist.destroy_process_group()
 """
 
