@@ -47,7 +47,13 @@ def seen_by_all(jobs):
 
 
 @SLOW
-@pytest.mark.parametrize(("step", "static"), [("03", False), ("04", True)])
+@pytest.mark.parametrize(
+    ("step", "static"),
+    [
+        ("03", False),
+        pytest.param("04", True, marks=pytest.mark.weekly("two nodes again, which meet otherwise")),
+    ],
+)
 def test_two_nodes_with_another_step_or_rendezvous(trained, tmp_path, step, static):
     with nodes(tmp_path, 2, 1, LONG, step, static) as jobs:
         seen_by_all(jobs)
