@@ -92,7 +92,7 @@ say("own", torch.rand(()).item())
 
 
 def test_accelerate(tmp_path, trained):
-    path = program(tmp_path, "accelerate", "accelerator.end_training()\n", ACCELERATE)
+    path = program(tmp_path, "accelerate", "model, optimizer = accelerator.free", ACCELERATE)
     job = finished(forked(path, *ONE), tmp_path)
     one, two = both_said(job)
     assert one[:3] == two[:3] == ["ranks 2 DistributedDataParallel", "gathered 384", "kept 359"]
