@@ -12,11 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def load_datasets():
-    """1797 scans: 1438 for training, each at nine shifts of up to one pixel, and 359 held out."""
+    """1438 scans to train on, each at nine shifts, and 359 held out: a prime, for uneven shards."""
     digits = load_digits()
     scans = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16  # N x 1 x 8 x 8
     labels = torch.tensor(digits.target)
-    # 359 is prime, so 2 to 358 processes cannot share it evenly, and double counting would show.
     train, test = train_test_split(range(len(scans)), test_size=359, random_state=0)
     padded = nn.functional.pad(scans[train], (1, 1, 1, 1))
     shifted = torch.cat([padded[:, :, y : y + 8, x : x + 8] for y in range(3) for x in range(3)])
@@ -57,8 +56,7 @@ class Trainer:
         return loss.detach() * len(targets)
 
     def _run_epoch(self):
-        epoch_seed = self.config["seed"] + self.epochs_run  # so a resume between epochs is exact
-        torch.manual_seed(epoch_seed)
+        torch.manual_seed(self.config["seed"] + self.epochs_run)  # resuming between epochs is exact
         self.model.train()
         start = time.perf_counter()
         total = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss and samples
@@ -103,8 +101,7 @@ class Trainer:
 
 
 def prepare_dataloader(dataset, args):
-    pin = torch.cuda.is_available()
-    return DataLoader(dataset, args.batch_size, shuffle=True, pin_memory=pin)
+    return DataLoader(dataset, args.batch_size, shuffle=True, pin_memory=torch.cuda.is_available())
 
 
 @torch.inference_mode()

@@ -5,7 +5,6 @@ import os
 import signal
 import time
 from datetime import timedelta
-from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -33,11 +32,10 @@ def ddp_setup():
 
 
 def load_datasets():
-    """1797 scans: 1438 for training, each at nine shifts of up to one pixel, and 359 held out."""
+    """1438 scans to train on, each at nine shifts, and 359 held out: a prime, for uneven shards."""
     digits = load_digits()
     scans = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16  # N x 1 x 8 x 8
     labels = torch.tensor(digits.target)
-    # 359 is prime, so 2 to 358 processes cannot share it evenly, and double counting would show.
     train, test = train_test_split(range(len(scans)), test_size=359, random_state=0)
     padded = nn.functional.pad(scans[train], (1, 1, 1, 1))
     shifted = torch.cat([padded[:, :, y : y + 8, x : x + 8] for y in range(3) for x in range(3)])
@@ -66,7 +64,7 @@ class ResumableSampler(DistributedSampler):
         return super().__len__() - self.samples_run // self.num_replicas
 
     def __iter__(self):
-        return islice(super().__iter__(), self.samples_run // self.num_replicas, None)
+        return iter(list(super().__iter__())[self.samples_run // self.num_replicas :])
 
 
 class Trainer:
@@ -189,12 +187,11 @@ def evaluate(model, test_set, device, args):
         correct += (predictions == targets).sum()
         results.extend(zip(targets.tolist(), predictions.tolist()))
     dist.all_reduce(correct)  # a tensor: every rank gets the sum
-    gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None  # to be filled
     dist.gather_object(results, gathered)  # any object: rank 0 gets every rank's list
     if dist.get_rank() == 0:
-        pairs = [pair for part in gathered for pair in part]
-        targets = [target for target, _ in pairs]
-        predictions = [prediction for _, prediction in pairs]
+        targets = [target for part in gathered for target, _ in part]
+        predictions = [prediction for part in gathered for _, prediction in part]
         print(classification_report(targets, predictions))
     log(f"accuracy {correct / len(test_set):.2%} ({correct}/{len(test_set)})")
 
@@ -207,7 +204,7 @@ def train_and_evaluate(device, args):
     trainer.train(args.total_epochs, args.save_every)
     if not trainer.interrupted:
         evaluate(model, test_set, device, args)  # without DDP's wrapper, which needs all ranks
-    return trainer.interrupted
+    return 75 if trainer.interrupted else 0  # 75 is EX_TEMPFAIL: try again later
 
 
 def parse_args():
@@ -233,11 +230,10 @@ def main(args):
     ddp_setup()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(args.seed)
-    interrupted = train_and_evaluate(device, args)
+    exit_code = train_and_evaluate(device, args)
     dist.barrier()  # wait until every rank has finished with the group
     dist.destroy_process_group()
-    if interrupted:
-        raise SystemExit(75)  # EX_TEMPFAIL: try again later
+    raise SystemExit(exit_code)
 
 
 if __name__ == "__main__":

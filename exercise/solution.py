@@ -6,7 +6,6 @@ import signal
 import sys
 import time
 from datetime import timedelta
-from itertools import islice
 from pydoc_data.topics import topics
 
 import torch
@@ -81,7 +80,7 @@ class ResumableSampler(DistributedSampler):
         return super().__len__() - self.samples_run // self.num_replicas
 
     def __iter__(self):
-        return islice(super().__iter__(), self.samples_run // self.num_replicas, None)
+        return iter(list(super().__iter__())[self.samples_run // self.num_replicas :])
 
 
 class Attention(nn.Module):
