@@ -15,7 +15,7 @@ ONE, TWO = ("1", *SMALL), ("2", *SMALL)
 STEPS = 102  # per epoch, with two ranks and SMALL
 STEP = "        self.optimizer.step()\n"
 TRAIN = "    trainer.train("
-TRAINED = "    return trainer.interrupted\n"  # after training and evaluation
+TRAINED = "    return 75 if trainer.interrupted"  # after training and evaluation
 LENGTH = [  # of the loader: how many batches it yields, also after a stop
     ("        start = time", "        expected = len(self.train_loader)\n        start = time"),
     (
