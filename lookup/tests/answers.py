@@ -1,6 +1,7 @@
 """Runs the printed answers to many questions on two ranks, and says what each of them did."""
 
 import json
+import math
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ import torch.distributed.nn  # early: see pitfalls/late_import.md
 from sklearn.metrics import roc_auc_score
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -96,14 +98,19 @@ def auc(code):
     )
 
 
-def plateau(code):
-    """The loss of rank 1 falls, the mean does not."""
+def steps(code):
+    """Five batches in groups of four are two steps, as in `accumulation`. The loss of rank 1 falls,
+    the mean does not."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0, momentum=0.9)
+    names = {"loader": range(5), "accumulated": 4, "epochs": 3, "optimizer": optimizer}
+    names = run(code[0], math=math, OneCycleLR=lr_scheduler.OneCycleLR, **names)
+    yield names["scheduler"].total_steps
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
     for epoch in range(3):
         loss_sum, samples = (4.0 * (1 + epoch), 4) if rank == 0 else (2.0 - epoch, 1)
         run(code[1], scheduler=scheduler, loss_sum=loss_sum, samples=samples)
-    return round(scheduler.get_last_lr()[0], 6)
+    yield round(scheduler.get_last_lr()[0], 6)
 
 
 def resume(code):
@@ -115,7 +122,7 @@ def resume(code):
         loader = DataLoader(data, 8, sampler=DistributedSampler(data))
         model = nn.Linear(4, 1)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
 
         def train_one_epoch(wrapped, loader, optimizer):
             for x, y in loader:
@@ -164,14 +171,8 @@ def stop(code):
         if batch == 3 and rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    run(
-        code[0],
-        signal=signal,
-        loader=range(30),
-        epochs=3,
-        train=train,
-        save=lambda *at: saved.append(at),
-    )
+    names = {"loader": range(30), "epochs": 3, "train": train}
+    run(code[0], signal=signal, save=lambda *at: saved.append(at), **names)
     return saved
 
 
@@ -180,7 +181,7 @@ for question, answer in {
     "How do I skip a bad batch": skip,
     "Are gradients, and the loss, summed": tokens,
     "How do I evaluate: validation loss": auc,
-    "How many steps has an epoch": plateau,
+    "How many steps has an epoch": steps,
     "How do I save and resume": resume,
     "How do I export to ONNX": export,
     "How do I save before the Slurm time limit": stop,

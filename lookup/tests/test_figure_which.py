@@ -27,24 +27,19 @@ def figure(visit):
     return visit("#recipes").locator(FIGURE)
 
 
-def shown(figure):
-    """Return the cells of the table."""
-    rows = figure.locator("tbody tr").all()
-    return [row.locator("th, td").all_text_contents() for row in rows]
-
-
 def test_it_computes_what_python_does(figure, which):
     draw = random.Random(0)
+    choices = {
+        "nodes": [1, 2, 3, 16, 500],
+        "gpus": [1, 2, 4, 8],
+        "tokens": [128, 4096, 100_000],
+        "mixed": [True, False],
+        "checkpointed": [True, False],
+        "limit": [16e9, 40e9, 80e9, 141e9],
+    }
     every = [
-        {
-            "parameters": 10 ** draw.uniform(7, 12),
-            "nodes": draw.choice([1, 2, 3, 16, 500]),
-            "gpus": draw.choice([1, 2, 4, 8]),
-            "tokens": draw.choice([128, 4096, 100_000]),
-            "mixed": draw.random() < 0.5,
-            "checkpointed": draw.random() < 0.5,
-            "limit": draw.choice([16e9, 40e9, 80e9, 141e9]),
-        }
+        {"parameters": 10 ** draw.uniform(7, 12)}
+        | {name: draw.choice(some) for name, some in choices.items()}
         for _ in range(300)
     ]
     chosen = set()
@@ -63,11 +58,11 @@ def test_it_computes_what_python_does(figure, which):
 
 
 def test_it_opens_with_the_worked_example_and_obeys_the_keyboard(figure):
-    for row in shown(figure):
-        assert f"| {' | '.join(row)} |" in page("lookup/which")
+    for row in figure.locator("tbody tr").all():
+        cells = row.locator("th, td").all_text_contents()
+        assert f"| {' | '.join(cells)} |" in page("lookup/which")
     said = figure.locator(".said")
     expect(said).to_contain_text("fits into 40.0 GB per GPU: hybrid (recipes/hybrid_sharding.md)")
-    expect(said).to_contain_text("FSDP2 fits, too, but a node then sends 21.0 GB instead of 12")
     expect(figure.locator(".chosen th")).to_have_text("hybrid")
     nodes = figure.get_by_label("Nodes")
     nodes.focus()
@@ -80,9 +75,6 @@ def test_it_opens_with_the_worked_example_and_obeys_the_keyboard(figure):
     expect(said).to_contain_text("With activation checkpointing: hybrid.")
     figure.get_by_label("Activation checkpointing").press("Space")
     expect(said).to_contain_text("hybrid (recipes/")
-    nodes.fill("16")
-    pipeline = figure.locator('[data-way="pipeline"] .together')
-    expect(pipeline).to_contain_text("more ranks than layers")
 
 
 @pytest.mark.slow

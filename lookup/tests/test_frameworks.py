@@ -168,6 +168,7 @@ again.train(resume_from_checkpoint=f"{arguments.output_dir}/checkpoint-51")  # m
 pairs = zip(trainer.model.state_dict().values(), again.model.state_dict().values())
 say("summary", summary["train_loss"])
 say("resumed", all(torch.equal(a, b) for a, b in pairs), again.state.global_step)
+del again
 """
 
 

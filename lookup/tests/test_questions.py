@@ -3,11 +3,11 @@
 import importlib
 import io
 import json
-import math
 import re
 import socket
 import sys
 import tarfile
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,6 @@ from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader
 
 SLOW = pytest.mark.slow
-PREFIX = torch.nn.modules.utils.consume_prefix_in_state_dict_if_present
 ANSWERS = Path(__file__).with_name("answers.py")
 PAGES = "".join(
     (ROOT / "lookup" / name).read_text("utf-8") for name in ("questions.md", "data_and_models.md")
@@ -66,27 +65,25 @@ def on_two_ranks(program, folder, env=None):
 # ---------------------------------------------------------------- on two ranks, in one run
 
 
-@pytest.mark.parametrize(
-    ("question", "result"),
-    [
-        ("How do I accumulate gradients", "True"),
-        ("How do I skip a bad batch", "True False"),  # and by rank 0's loss alone
-        ("Are gradients, and the loss, summed", "True"),
-        ("How do I evaluate: validation loss", "True"),
-        ("How many steps has an epoch", "0.01"),
-        ("How do I save and resume", "True"),
-        ("How do I export to ONNX", "True refused refused refused"),
-        ("How do I save before the Slurm time limit", "[(0, 10)]"),
-    ],
-)
-def test_on_two_ranks(question, result):
-    asked = ANSWERS.read_text(encoding="utf-8").rpartition("for question")[2]
-    code = {name: blocks(name) for name in re.findall(r'"(\w+ [^"]+)": \w+,', asked)}
+ANSWERED = {  # question: what both ranks say
+    "How do I accumulate gradients": "True",
+    "How do I skip a bad batch": "True False",  # and by rank 0's loss alone
+    "Are gradients, and the loss, summed": "True",
+    "How do I evaluate: validation loss": "True",
+    "How many steps has an epoch": "6 0.01",
+    "How do I save and resume": "True",
+    "How do I export to ONNX": "True refused refused refused",
+    "How do I save before the Slurm time limit": "[(0, 10)]",
+}
+
+
+@pytest.mark.parametrize("question", ANSWERED)
+def test_on_two_ranks(question):
+    code = {name: blocks(name) for name in ANSWERED}
     job = once(code, lambda cwd: finished(forked(ANSWERS, json.dumps(code)), cwd))
     for rank in (0, 1):
-        assert [line for line in said(job, rank) if line.startswith(question)] == [
-            f"{question}: {result}"
-        ]
+        lines = [line for line in said(job, rank) if line.startswith(question)]
+        assert lines == [f"{question}: {ANSWERED[question]}"]
 
 
 # ---------------------------------------------------------------- GPUs, data, inference
@@ -104,59 +101,73 @@ def test_which_gpu_is_slow_and_where_the_ranks_are(tmp_path):
     assert sorted(match[2] for match in found) == ["0", "1"]
 
 
-def defined(code, head="import torch\n", **names):
+HEAD = """\
+import os
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Subset
+
+"""
+
+
+def defined(code, **names):
     """Run printed code; return what it defines."""
-    exec(compile(head + code, "printed", "exec"), names)
+    exec(compile(HEAD + code, "printed", "exec"), names)
     return names
 
 
 def test_batches_of_similar_length():
-    code = blocks("How do I batch samples of similar length")[0]
-    batches = defined(code)["SimilarLengths"]
+    batches = defined(blocks("How do I batch samples of similar length")[0])["SimilarLengths"]
     lengths = [(7 * number) % 103 for number in range(103)]
     left_out = set()
     for epoch in range(20):
         ranks = [batches(lengths, 4, rank, 3) for rank in range(3)]
         for rank in ranks:
             rank.epoch = epoch
-        steps = list(zip(*ranks, strict=True))
+        steps = [[*chain(*step)] for step in zip(*ranks, strict=True)]
         assert len(steps) == len(ranks[0]) == 103 // 12
         for step in steps:
-            of_all = sorted(lengths[sample] for batch in step for sample in batch)
-            assert all(len(batch) == 4 for batch in step)
-            assert of_all[-1] - of_all[0] == 11
-        seen = {sample for step in steps for batch in step for sample in batch}
+            of_all = [lengths[sample] for sample in step]
+            assert (len(step), max(of_all) - min(of_all)) == (12, 11)
+        seen = {sample for step in steps for sample in step}
         assert len(seen) == 96
         left_out |= {lengths[sample] for sample in range(103) if sample not in seen}
     assert {0, 102} < left_out  # not always the longest
 
 
 def test_one_copy_of_the_data_set(tmp_path):
-    code = blocks("How do the processes share one copy")[0]
-    mapped = defined(
-        code, "import numpy as np\nimport torch\nfrom torch.utils.data import Dataset\n"
-    )
+    mapped = defined(blocks("How do the processes share one copy")[0])["Mapped"]
     rows = torch.rand(5, 3)
     np.save(tmp_path / "rows.npy", rows.numpy())
-    data = mapped["Mapped"](tmp_path / "rows.npy")
+    data = mapped(tmp_path / "rows.npy")
     assert isinstance(data.rows, np.memmap)
     assert torch.equal(torch.stack([data[index] for index in range(len(data))]), rows)
 
 
 def test_inference_in_the_order_of_the_data_set(tmp_path, monkeypatch):
     predict, put_together = blocks("How do I run inference on several GPUs")
-    samples = torch.rand(11, 3)
-    model = nn.Linear(3, 2)
-    head = "import os\nimport torch\nfrom torch.utils.data import DataLoader, Subset\n"
+    samples, model = torch.rand(11, 3), nn.Linear(3, 2)
     monkeypatch.chdir(tmp_path)
     for rank in range(3):
         for name, value in (("RANK", rank), ("LOCAL_RANK", 0), ("WORLD_SIZE", 3)):
             monkeypatch.setenv(name, str(value))
-        defined(predict, head, dataset=samples, model=model)
+        defined(predict, dataset=samples, model=model)
     predictions = defined(put_together, ranks=3)["predictions"]
     with torch.inference_mode():
-        wanted = model.cpu()(samples)
-    assert torch.allclose(predictions, wanted)
+        assert torch.allclose(predictions, model.cpu()(samples))
+
+
+def test_a_checkpoint_of_several_gpus_on_one(tmp_path, monkeypatch):
+    code = blocks("How do I load a checkpoint from several GPUs")[0]
+    saved, model = nn.Linear(3, 2), nn.Linear(3, 2)
+    monkeypatch.chdir(tmp_path)
+    for wrapped in saved, nn.DataParallel(saved):  # whose keys have the prefix of DDP's
+        torch.save({"MODEL_STATE": wrapped.state_dict()}, "checkpoint.pt")
+        nn.init.zeros_(model.weight)
+        defined(code, model=model)
+        assert torch.equal(model.weight, saved.weight)
 
 
 @SLOW
@@ -172,28 +183,7 @@ def test_save_every_n_steps(tmp_path, trained):
     assert same_bits(finished(forked(path, *LONG), tmp_path), trained("05", *LONG))
 
 
-def test_a_checkpoint_of_several_gpus_on_one(tmp_path, monkeypatch):
-    code = blocks("How do I load a checkpoint from several GPUs")[0]
-    saved, model = nn.Linear(3, 2), nn.Linear(3, 2)
-    monkeypatch.chdir(tmp_path)
-    for prefix in "", "module.":
-        state = {f"{prefix}{name}": tensor for name, tensor in saved.state_dict().items()}
-        torch.save({"MODEL_STATE": state}, "checkpoint.pt")
-        nn.init.zeros_(model.weight)
-        defined(code, "import torch\nfrom torch import nn\n", model=model)
-        assert torch.equal(model.weight, saved.weight)
-
-
-def test_steps_of_an_epoch():
-    """Five batches in groups of four are two steps, as in the answer on accumulation."""
-    steps, _ = blocks("How many steps has an epoch")
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0, momentum=0.9)
-    names = {"loader": range(5), "accumulated": 4, "epochs": 3, "optimizer": optimizer}
-    exec(steps, {"math": math, "OneCycleLR": torch.optim.lr_scheduler.OneCycleLR}, names)
-    assert names["scheduler"].total_steps == 6
-
-
-# ---------------------------------------------------------------- debuggers
+# ---------------------------------------------------------------- debuggers and logs
 
 
 @SLOW
@@ -208,9 +198,6 @@ def test_breakpoint(tmp_path):
     assert "tensor(200.)" not in job.stdout
     for line in RANKS:
         assert line in job.stdout
-
-
-# ---------------------------------------------------------------- logs
 
 
 @SLOW
@@ -240,73 +227,59 @@ def test_wandb(tmp_path):
     job = on_two_ranks(head + sweep + between + each + seconds + end, tmp_path, env)
     assert said(job, 0) == said(job, 1) == ["0.005"]
     files = [path.read_bytes() for path in tmp_path.glob("wandb/offline-run-*/*.wandb")]
-    assert len(files) == 3
-    grouped = [data for data in files if b"the group" in data]
-    assert len(grouped) == 2
-    assert all(socket.gethostname().encode() in data for data in grouped)
-    logged = [{*re.findall(rb"step seconds/rank (\d)\D*(\d\.\d)", data)} for data in grouped]
-    assert sorted(logged, key=len) == [set(), {(b"0", b"1.5"), (b"1", b"2.5")}]
+    host = socket.gethostname().encode()
+    assert sorted(b"the group" in data and host in data for data in files) == [False, True, True]
+    (logged,) = [data for data in files if b"step seconds" in data]
+    pairs = {*re.findall(rb"step seconds/rank (\d)\D*(\d\.\d)", logged)}
+    assert pairs == {(b"0", b"1.5"), (b"1", b"2.5")}
 
 
 # ---------------------------------------------------------------- large data
 
 
-def write_formats(folder, images, labels):
-    """Write each third of the samples in one of the formats."""
-    import h5py
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+@pytest.fixture
+def formats(tmp_path, monkeypatch):
+    """The module that the answer's blocks make, beside step 5's samples: a third in each format."""
+    for name in ("h5py", "datasets"):
+        pytest.importorskip(name, reason="pip install -r lookup/requirements.txt")
+    h5py, parquet = importlib.import_module("h5py"), importlib.import_module("pyarrow.parquet")
+    images, labels = load("05").load_datasets()[0].tensors
     third = len(labels) // 3
-    for number in range(2):  # the first third, in two tar files
-        with tarfile.open(folder / f"{number}.tar", "w") as tar:
-            for index in range(third // 2 * number, third // 2 * (number + 1)):
+    for number, start in enumerate((0, third // 2)):  # the first third, in two tar files
+        with tarfile.open(tmp_path / f"{number}.tar", "w") as tar:
+            for index in range(start, start + third // 2):
                 data = io.BytesIO()
                 torch.save((images[index].clone(), labels[index].item()), data)
                 member = tarfile.TarInfo(f"{index}.pt")
                 member.size = data.tell()
                 data.seek(0)
                 tar.addfile(member, data)
-    with h5py.File(folder / "data.h5", "w") as file:
+    with h5py.File(tmp_path / "data.h5", "w") as file:
         file.create_dataset("images", data=images[third : 2 * third], chunks=(1, 1, 8, 8))
         file["labels"] = labels[third : 2 * third]
-    columns = {
-        "image": images[2 * third :].flatten(1).tolist(),
-        "label": labels[2 * third :].tolist(),
-    }
-    pq.write_table(pa.table(columns), folder / "data.parquet", row_group_size=1000)
-
-
-@pytest.fixture
-def formats(tmp_path, monkeypatch):
-    """The module that the answer's blocks make."""
-    for name in ("h5py", "pyarrow"):
-        pytest.importorskip(name, reason="pip install -r lookup/requirements.txt")
+    rows = [images[2 * third :].flatten(1).tolist(), labels[2 * third :].tolist()]
+    table = importlib.import_module("pyarrow").table(rows, ["image", "label"])
+    parquet.write_table(table, tmp_path / "data.parquet")
     *code, _, _ = blocks("My data does not fit")
     (tmp_path / "formats.py").write_text("\n\n".join(code), encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    module = importlib.import_module("formats")
-    yield module
-    del sys.modules["formats"]
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    yield
+    sys.modules.pop("formats", None)
+
+
+MADE = 'ConcatDataset([TarShards(["0.tar", "1.tar"]), HDF5("data.h5"), Parquet("data.parquet")])'
 
 
 @SLOW
 def test_data_formats(formats, trained, tmp_path):
     """Step 5 ends with the same weights, with its samples in files and with loader workers."""
-    images, labels = load("05").load_datasets()[0].tensors
-    assert len(labels) % 6 == 0
-    write_formats(tmp_path, images, labels)
-    formats.to_arrow(str(tmp_path / "data.parquet"), str(tmp_path / "data.arrow"))
-    made = (
-        'ConcatDataset([TarShards(["0.tar", "1.tar"]), HDF5("data.h5"), ArrowRows("data.arrow")])'
-    )
     head = "    return TensorDataset(shifted, labels[train].repeat(9)), "
+    imports = "from torch.utils.data import ConcatDataset\nfrom formats import *\n"
+    opened = f"    shifted = {MADE}\n    print([shifted[n] for n in (0, 6000, -1)])\n"
     changes = [
-        (head, f"    shifted = {made}\n    print(shifted[0], shifted[6000])\n    return shifted, "),
-        (
-            "\nstop_signals =",
-            "\nfrom torch.utils.data import ConcatDataset\nfrom formats import *\n\nstop_signals =",
-        ),
+        (head, f"{opened}    return shifted, "),
+        ("\nstop_signals =", f"\n{imports}\nstop_signals ="),
         ("worker_init_fn=outlive", "num_workers=2, worker_init_fn=outlive"),
     ]
     job = finished(forked(edited(tmp_path, "05", *changes), "1", *SMALL), tmp_path)
@@ -314,24 +287,17 @@ def test_data_formats(formats, trained, tmp_path):
 
 
 @SLOW
-def test_data_formats_in_spawned_workers(formats, tmp_path):
+def test_data_formats_in_spawned_workers(formats, tmp_path, monkeypatch):
     """The data set is read before it is sent to the workers."""
-    images, labels = load("05").load_datasets()[0].tensors
-    images, labels = images[:600], labels[:600]
-    write_formats(tmp_path, images, labels)
-    formats.to_arrow(str(tmp_path / "data.parquet"), str(tmp_path / "data.arrow"))
-    parts = [
-        formats.TarShards([str(tmp_path / f"{number}.tar") for number in (0, 1)]),
-        formats.HDF5(str(tmp_path / "data.h5")),
-        formats.ArrowRows(str(tmp_path / "data.arrow")),
-    ]
-    data = ConcatDataset(parts)
-    for index in (0, 200, 400):
-        assert torch.equal(data[index][0], images[index])
-    loader = DataLoader(data, 100, num_workers=1, multiprocessing_context="spawn")
-    found = [torch.cat(parts) for parts in zip(*loader)]
-    assert torch.equal(found[0], images)
-    assert torch.equal(found[1], labels)
+    monkeypatch.chdir(tmp_path)
+    module = importlib.import_module("formats")
+    data = eval(MADE, {**vars(module), "ConcatDataset": ConcatDataset})
+    some = [0, 6000, len(data) - 1]
+    read = [data[index] for index in some]
+    loader = DataLoader(data, 1, sampler=some, num_workers=1, multiprocessing_context="spawn")
+    for (image, label), (images, labels) in zip(read, loader, strict=True):
+        assert torch.equal(images[0], image)
+        assert labels[0] == label
 
 
 @SLOW
@@ -380,8 +346,8 @@ def test_hugging_face_datasets(tmp_path):
         assert not torch.equal(*orders)
 
 
-class Ordered(torch.utils.data.IterableDataset):
-    """A data set that shuffles by its epoch, as a number of its own or shared with its copies."""
+class Drawn(torch.utils.data.IterableDataset):
+    """A data set that draws its epoch, a number that all copies share, or a number of its own."""
 
     def __init__(self, shared):
         self.epoch = torch.zeros(1, dtype=torch.int64)
@@ -389,21 +355,18 @@ class Ordered(torch.utils.data.IterableDataset):
             self.epoch.share_memory_()
 
     def __iter__(self):
-        order = torch.Generator().manual_seed(self.epoch.item())
-        yield from torch.randperm(8, generator=order).tolist()
+        yield self.epoch.item()
 
 
-@pytest.mark.parametrize(
-    ("persistent", "shared", "orders"), [(False, False, 3), (True, False, 1), (True, True, 3)]
-)
-def test_an_epoch_that_does_not_reach_persistent_workers(persistent, shared, orders):
-    data = Ordered(shared)
-    options = {"persistent_workers": persistent, "multiprocessing_context": "fork"}
-    loader, found = DataLoader(data, 8, num_workers=1, **options), set()
+@pytest.mark.parametrize(("shared", "epochs"), [(False, {0}), (True, {0, 1, 2})])
+def test_a_shared_epoch_reaches_persistent_workers(shared, epochs):
+    data, found = Drawn(shared), set()
+    options = {"persistent_workers": True, "multiprocessing_context": "fork"}
+    loader = DataLoader(data, 1, num_workers=1, **options)
     for epoch in range(3):
         data.epoch.fill_(epoch)
-        found.add(tuple(next(iter([batch.tolist() for batch in loader]))))
-    assert len(found) == orders
+        found |= {batch.item() for batch in loader}
+    assert found == epochs
 
 
 # ---------------------------------------------------------------- large models
@@ -499,26 +462,9 @@ def test_models_of_hugging_face(tmp_path):
     wrap, save_adapters = blocks("How do I train LoRA adapters")
     shard, save = blocks("How do I shard a Hugging Face model")
     (generate,) = blocks("How do I compute BLEU")
-    parts = [
-        LLAMA,
-        wrap,
-        LORA,
-        save_adapters,
-        LOADED,
-        shard,
-        save,
-        SHARDED,
-        GENERATED.format(generate),
-    ]
-    job = on_two_ranks("\n\n".join(parts), tmp_path)
-    results = [
-        "trained True",
-        "same True",
-        "loaded True",
-        "frozen True",
-        "half True",
-        "as one True",
-    ]
+    parts = [LLAMA, wrap, LORA, save_adapters, LOADED, shard, save, SHARDED]
+    job = on_two_ranks("\n\n".join([*parts, GENERATED.format(generate)]), tmp_path)
+    results = [f"{what} True" for what in ("trained", "same", "loaded", "frozen", "half", "as one")]
     assert said(job, 1) == results
     assert said(job, 0) == [*results, "generated True"]
     assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size < 20_000
@@ -548,10 +494,9 @@ dist.destroy_process_group()
 """
     (tmp_path / "package" / "train.py").write_text(program, encoding="utf-8")
     two = torchrun.replace("--nproc-per-node=4", "--nproc-per-node=2")
-    assert two != torchrun
-    options = "['--config', 'a.yaml']"
-    assert printed(typed(two, tmp_path)) == [f"{rank} of 2 {options}" for rank in range(2)]
-    assert printed(typed(alone.partition("#")[0], tmp_path)) == [f"0 of 1 {options}"]
+    for command, ranks in (two, 2), (alone, 1):
+        lines = [f"{rank} of {ranks} ['--config', 'a.yaml']" for rank in range(ranks)]
+        assert printed(typed(command, tmp_path)) == lines
 
 
 @SLOW
@@ -564,15 +509,6 @@ def test_the_workflow(tmp_path):
     assert commands.pop(0).startswith("pip install -r requirements.txt ")
     for command in commands:
         assert printed(typed(command, tmp_path, job["env"])) == RANKS
-
-
-def test_checkpoint_of_data_parallel():
-    old, new = nn.DataParallel(nn.Linear(2, 1)), nn.Linear(2, 1)
-    state = old.state_dict()
-    assert all(name.startswith("module.") for name in state)
-    PREFIX(state, "module.")
-    new.load_state_dict(state)
-    assert torch.equal(new.weight, old.module.weight)
 
 
 @SLOW
