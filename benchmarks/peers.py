@@ -16,6 +16,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 from shared import (
@@ -112,13 +113,20 @@ class Program:
         options = {"env": env, "cwd": self.folder, "capture_output": True, "text": True}
         return subprocess.run(words, check=False, timeout=1800, **options), start
 
+    def aborted(self, result, epochs):
+        """Return whether a run took all its steps and then aborted; end at any other failure."""
+        taken = min(path.stat().st_size for path in self.folder.glob("steps-*"))
+        abort = "SIGABRT" in result.stderr and taken >= epochs * self.steps
+        if result.returncode and not abort:
+            raise SystemExit(f"{self.path.read_text()}\n{result.stdout}{result.stderr}")
+        return abort
+
     def timed(self):
         """Return what is compared: samples/s after the first epoch, seconds to the first step,
-        and the peak of a rank's memory."""
+        and the peak of a rank's memory; and whether it aborted at its end."""
         epochs = self.args.epochs
         result, start = self.run(epochs, steps=[1, self.steps, epochs * self.steps])
-        if result.returncode:
-            raise SystemExit(f"{self.path.read_text()}\n{result.stdout}{result.stderr}")
+        aborted = self.aborted(result, epochs)
         paths = self.folder.glob("times-*")
         ranks = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
         first, begin, end = (max(moments) for moments in zip(*(rank["times"] for rank in ranks)))
@@ -126,35 +134,35 @@ class Program:
             "samples/s": (epochs - 1) * self.samples / (end - begin),
             "first step": first - start,
             "memory": max(rank["peak"] for rank in ranks),
-        }
+        }, aborted
 
     def repeated(self, number):
         """Return how many steps are taken twice after a signal in the middle of the second epoch,
-        and how many samples the evaluation counts, if there is one."""
+        how many samples the evaluation counts, if any, and whether it aborted at its end."""
         at = self.steps + self.steps // 2
         self.run(2, steps=[], at=at, signal=number)
         result, _ = self.run(2, steps=[], at=at)
-        if result.returncode:
-            raise SystemExit(f"{self.path.read_text()}\n{result.stdout}{result.stderr}")
+        aborted = self.aborted(result, 2)
         counted = re.search(r"^accuracy .* \((\d+)/\d+\)$", result.stdout, re.MULTILINE)
         taken = (self.folder / "steps-0").stat().st_size
-        return taken - 2 * self.steps, int(counted[1]) if counted else None
+        return taken - 2 * self.steps, int(counted[1]) if counted else None, aborted
 
 
 # ---------------------------------------------------------------- measuring and showing
 
 
 def compared(texts, args):
-    """Return {name: {what: its median, and quartiles relative to step 5's}}."""
-    rounds = []
+    """Return {name: {what: its median, and quartiles relative to step 5's}}, and {name: aborts}."""
+    rounds, aborts = [], Counter()
     for _ in tqdm(range(args.repeats), unit="round"):
         rounds.append({})
         for name, text in texts.items():
             with tempfile.TemporaryDirectory() as folder:
-                rounds[-1][name] = Program(folder, text, args).timed()
+                rounds[-1][name], aborted = Program(folder, text, args).timed()
+                aborts[name] += aborted
     if not rounds:
-        return {}
-    return {
+        return {}, aborts
+    found = {
         name: {
             what: {
                 "value": middle([each[name][what] for each in rounds])["median"],
@@ -164,14 +172,17 @@ def compared(texts, args):
         }
         for name in texts
     }
+    return found, aborts
 
 
 def stopped(text, args):
-    """Return how many steps are repeated after each signal, and the samples that are counted."""
-    row = {}
+    """Return how many steps are repeated after each signal, the samples counted, and the aborts."""
+    row = {"aborts": 0}
     for number in (signal.SIGKILL, signal.SIGTERM):
         with tempfile.TemporaryDirectory() as folder:
-            row[number.name], row["counted"] = Program(folder, text, args).repeated(number)
+            found = Program(folder, text, args).repeated(number)
+        row[number.name], row["counted"], aborted = found
+        row["aborts"] += aborted
     return row
 
 
@@ -180,6 +191,7 @@ def report(record):
     rows = record["programs"]
     ratios = [what for what in ("samples/s", "first step", "memory") if what in rows[0]]
     heading = [*ratios, "lines", "SIGKILL repeats", "SIGTERM repeats", "samples evaluated"]
+    heading += ["aborts at its end"] * ("aborts" in rows[0])
     cells = [
         (
             row["name"],
@@ -187,6 +199,7 @@ def report(record):
             row["lines"],
             *(f"{row[name]} steps" for name in ("SIGKILL", "SIGTERM")),
             row["counted"] or "none",
+            *([f"{row['aborts']} of {row['runs']} runs"] if "aborts" in row else []),
         )
         for row in rows
     ]
@@ -208,11 +221,12 @@ def parse_args():
 def main():
     args = parse_args()
     texts = programs()
-    found = compared(texts, args)
-    rows = [
-        {"name": name, "lines": lines(text), **stopped(text, args), **found.get(name, {})}
-        for name, text in tqdm(texts.items(), unit="program")
-    ]
+    found, aborts = compared(texts, args)
+    rows = []
+    for name, text in tqdm(texts.items(), unit="program"):
+        row = {"name": name, "lines": lines(text), **stopped(text, args), **found.get(name, {})}
+        row["aborts"] += aborts[name]
+        rows.append({**row, "runs": args.repeats + 2})
     write("peers", args, report, programs=rows)
 
 

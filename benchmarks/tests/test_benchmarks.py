@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 from support.jobs import finished, run
@@ -176,6 +177,20 @@ def test_the_lines_of_the_peers_are_counted(benchmark):
     peers = benchmark("peers")
     assert all(peers.lines(text) > 30 for text in peers.programs().values())
     assert peers.lines("x = 1\n\ndef parse_args():\n    return 1\n\n\nprint(x)\n") == 2
+
+
+@pytest.mark.parametrize(("end", "counted"), [("os.abort()", True), ("sys.exit(1)", False)])
+def test_a_peer_that_aborts_after_its_last_step_is_counted(benchmark, tmp_path, end, counted):
+    peers = benchmark("peers")
+    text = (peers.PROGRAMS / "bare_loop.py").read_text(encoding="utf-8")
+    args = {"processes": 2, "threads": 1, "batch_size": 1024, "width": 1, "epochs": 2}
+    program = peers.Program(tmp_path, f"{text}import sys\n{end}\n", SimpleNamespace(**args))
+    if not counted:
+        with pytest.raises(SystemExit, match=re.escape(end)):
+            program.timed()
+        return
+    figures, aborted = program.timed()
+    assert aborted and figures["samples/s"] > 0
 
 
 def test_a_watched_program_notes_its_steps_and_is_killed(tmp_path):
