@@ -44,21 +44,6 @@ Jobs run as {user}. Ctrl-D or exit ends the cluster and its jobs, and leaves the
 """
 
 
-@contextlib.contextmanager
-def temporary_folder():
-    """Create a folder that another process removes when this one ends, even if it is killed."""
-    folder = tempfile.mkdtemp(prefix="cluster-")
-    os.chmod(folder, 0o755)
-    remove = 'cat; for _ in $(seq 50); do rm -rf "$0" && exit; sleep 0.1; done'
-    with subprocess.Popen(
-        ["sh", "-c", remove, folder],
-        stdin=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    ):
-        yield Path(folder)
-
-
 # ---------------------------------------------------------------- trouble
 
 
@@ -124,12 +109,6 @@ def open_shell(cluster, user):
     subprocess.run([*enter, *become, "--reset-env", *values, *bash], check=False)
 
 
-def positive_int(text):
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
-
-
 def main():
     parser = argparse.ArgumentParser(
         prog="slurm/practice",
@@ -137,8 +116,9 @@ def main():
         description=DESCRIPTION,
         epilog=HELP,
     )
-    parser.add_argument("--nodes", type=positive_int, default=2, help="default: 2")
-    parser.add_argument("--gpus", type=positive_int, default=4, help="per node; default: 4")
+    number = {"type": int, "choices": range(1, 33), "metavar": "N"}
+    parser.add_argument("--nodes", **number, default=2, help="default: 2")
+    parser.add_argument("--gpus", **number, default=4, help="per node; default: 4")
     args = parser.parse_args()
     if reason := missing():
         sys.exit(reason)
@@ -146,8 +126,10 @@ def main():
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     os.umask(0o022)  # the user has to read slurm.conf
     user = pwd.getpwuid(int(os.environ.get("SUDO_UID", "0")))
-    with temporary_folder() as folder, Cluster(folder, args.nodes, args.gpus) as cluster:
-        open_shell(cluster, user)
+    with tempfile.TemporaryDirectory(prefix="cluster-", ignore_cleanup_errors=True) as folder:
+        os.chmod(folder, 0o755)
+        with Cluster(folder, args.nodes, args.gpus) as cluster:
+            open_shell(cluster, user)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ HERE = Path(__file__).resolve().parent
 
 NETWORK = "10.77.0"
 SPACES = ["--net", "--uts", "--mount", "--pid"]
-ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
 
 def with_sbin(environment):
@@ -114,24 +113,6 @@ class Cluster:
         return subprocess.run(
             command, check=True, env=self.environment, stdout=subprocess.PIPE, text=True
         ).stdout
-
-    def sbatch(self, *words, cwd):
-        """Submit a job; return its ID."""
-        return int(self.run("sbatch", "--parsable", *words, cwd=cwd))
-
-    def show(self, job):
-        """Return what Slurm knows about a job."""
-        shown = self.run("scontrol", "show", "job", "-o", job)
-        return dict(word.split("=", 1) for word in shown.split() if "=" in word)
-
-    def wait(self, job, *states, timeout=180):
-        """Wait until a job is in one of these states, by default a final one; return it."""
-        end = time.monotonic() + timeout
-        while (state := self.show(job)["JobState"]) not in (states or ENDED):
-            if time.monotonic() > end:
-                raise TimeoutError(f"job {job} is {state}")
-            time.sleep(0.2)
-        return state
 
     # ------------------------------------------------------------ accidents
 

@@ -17,6 +17,7 @@ ONE_CLUSTER = pytest.mark.xdist_group("slurm")
 BATCH = {path.name[:2]: f"slurm/{path.stem}.sbatch" for path in SCRIPTS}
 ON_TWO_NODES = ("--nodes=2", "--gpus-per-node=1")
 TWO_BY_TWO = ("--nodes=2", "--gpus-per-node=2")
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
 
 @pytest.fixture(scope="session")
@@ -25,25 +26,30 @@ def cluster(tmp_path_factory):
         yield cluster
 
 
+def clone_into(folder):
+    """Copy the repository, with a virtual environment like a reader's."""
+    for name in ("slurm", "benchmarks"):
+        ignored = shutil.ignore_patterns("__pycache__", "tests")
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    for path in SCRIPTS:
+        shutil.copy(path, folder)
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    activate = f'export PATH="{Path(sys.executable).parent}:$PATH"\n'
+    (folder / ".venv" / "bin" / "activate").write_text(activate, encoding="utf-8")
+    return folder
+
+
 @pytest.fixture
 def clone(tmp_path):
-    """A copy of the repository with a virtual environment, like a reader's."""
-    for path in SCRIPTS:
-        shutil.copy(path, tmp_path)
-    for name in ("slurm", "benchmarks"):
-        shutil.copytree(ROOT / name, tmp_path / name)
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    activate = f'export PATH="{Path(sys.executable).parent}:$PATH"\n'
-    (tmp_path / ".venv" / "bin" / "activate").write_text(activate, encoding="utf-8")
-    return tmp_path
+    return clone_into(tmp_path)
 
 
 class Submitted:
     """A job in the queue."""
 
-    def __init__(self, cluster, folder, file, *arguments, options=()):
+    def __init__(self, cluster, folder, *words):
         self.cluster, self.folder = cluster, folder
-        self.number = cluster.sbatch(*options, file, *arguments, cwd=folder)
+        self.number = int(cluster.run("sbatch", "--parsable", *words, cwd=folder))
 
     @property
     def output(self):
@@ -55,7 +61,8 @@ class Submitted:
         return self.folder / f"{self.show('JobName')}.pt"
 
     def show(self, name):
-        return self.cluster.show(self.number)[name]
+        shown = self.cluster.run("scontrol", "show", "job", "-o", self.number)
+        return re.search(rf"\b{name}=(\S*)", shown)[1]
 
     def cancel(self, *words):
         """Cancel the job or, with --signal=TERM, tell it to stop."""
@@ -63,25 +70,35 @@ class Submitted:
 
     def wait(self, *states, timeout=300):
         """Wait until the job has ended or is in one of these states; return the state."""
-        try:
-            return self.cluster.wait(self.number, *states, timeout=timeout)
-        except TimeoutError as error:
-            pytest.fail(f"{error}\n{self.output}")
+        end = time.monotonic() + timeout
+        while (state := self.show("JobState")) not in (states or ENDED):
+            assert time.monotonic() < end, f"job {self.number} is {state}\n{self.output}"
+            time.sleep(0.2)
+        return state
+
+    def lose_its_port(self):
+        """Give a held job's port to another program and release the job; return the port."""
+        port = 20000 + self.number % 10000
+        listen = f"import socket, time; s = socket.create_server(('', {port})); time.sleep(120)"
+        start = f'"{sys.executable}" -c "{listen}" > /dev/null 2>&1 &'
+        until = f"until (: < /dev/tcp/node1/{port}) 2> /dev/null; do sleep 0.1; done"
+        self.cluster.run("bash", "-c", f"{start} {until}", node=1)
+        self.cluster.run("scontrol", "release", self.number)
+        return port
 
     def completed(self, timeout=300):
         assert self.wait(timeout=timeout) == "COMPLETED", self.output
         return self
 
     def wait_for(self, ready, timeout=120):
-        """Wait until `ready()` is true."""
+        """Wait until `ready()` is true; return the result."""
         end = time.monotonic() + timeout
-        while not ready():
+        while not (result := ready()):
             state = self.show("JobState")
-            late = time.monotonic() > end or state not in ("PENDING", "RUNNING", "CONFIGURING")
-            if late and not ready():
-                pytest.fail(f"it did not happen; the job is {state}:\n{self.output}")
+            late = state in ENDED or time.monotonic() > end
+            assert ready() or not late, f"the job is {state}:\n{self.output}"
             time.sleep(0.1)
-        return self
+        return result
 
     def epochs(self):
         return [int(n) for n in re.findall(r"^epoch (\d+) ", self.output, re.MULTILINE)]
@@ -93,7 +110,7 @@ def submit(cluster, clone):
     jobs = []
 
     def submit(step, *arguments, options=(), folder=clone):
-        jobs.append(Submitted(cluster, folder, BATCH.get(step, step), *arguments, options=options))
+        jobs.append(Submitted(cluster, folder, *options, BATCH.get(step, step), *arguments))
         return jobs[-1]
 
     yield submit

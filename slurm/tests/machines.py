@@ -59,6 +59,14 @@ class Machines:
         words = self.inside(number, "unshare", "--uts", "--mount", "bash", "-c", "\n".join(lines))
         return Job(words, folder, env)
 
+    def on_both(self, command, folder, code=0, **env):
+        """Run a command on two machines, as `srun` does, until both end with this exit code."""
+        jobs = [self.terminal(n, command, folder, SLURM_NODEID=str(n - 1), **env) for n in (1, 2)]
+        with jobs[0], jobs[1]:
+            for job in jobs:
+                assert job.wait().returncode == code, job
+        return jobs
+
     def listening(self, number):
         """Return the listening sockets of a machine: {port: address}."""
         shown = subprocess.check_output(self.inside(number, "ss", "-Hltn"), text=True)

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import signal
 import socket
 import socketserver
@@ -12,10 +11,11 @@ from threading import Thread
 import psutil
 import pytest
 import torch
-from support.jobs import Job, finished, free_port, kill, run
+from bad_data import bad_data
+from support.jobs import Job, finished, kill, run
 from support.positions import GATE, KILLED, ON_RANK_1, at, open_the_gate, wait_at_the_gate
-from support.results import accuracy, epochs, error_lines, resumed, same_bits, weights
-from support.scripts import LONG, SCRIPT, SMALL, TORCHRUN, command, edited, forked, without_spawn
+from support.results import accuracy, epochs, resumed, same_bits, weights
+from support.scripts import LONG, SCRIPT, SMALL, TORCHRUN, command, edited, forked
 
 SLOW = pytest.mark.slow
 REPETITION = pytest.mark.weekly("the same fault on another step")
@@ -23,53 +23,12 @@ NOBODY = "192.0.2.1"  # reserved for documentation by RFC 5737, so nobody answer
 
 # ---------------------------------------------------------------- one rank fails
 
-BAD_SAMPLE = (  # only one rank reads it, mid-epoch
-    ("    return TensorDataset(shifted,", "    return BadData(shifted,"),
-    (
-        "def load_datasets():\n",
-        """class BadData(TensorDataset):
-    def __getitem__(self, index):
-        if index == 1234:
-            raise ValueError("the first cause")
-        return super().__getitem__(index)
+BAD_SAMPLE = bad_data('if index == 1234: raise ValueError("the first cause")')  # of one rank
 
 
-def load_datasets():
-""",
-    ),
-)
-BAD_MODEL = (
-    ("    return nn.Sequential(", "    return BadModel("),
-    (
-        "def build_model(width):\n",
-        """class BadModel(nn.Sequential):
-    calls = 0
-
-    def forward(self, source):
-        self.calls += 1
-        if self.calls == 30 and dist.get_rank() == 1:
-            raise ValueError("the first cause")
-        return super().forward(source)
-
-
-def build_model(width):
-""",
-    ),
-)
-
-
-@pytest.mark.parametrize(
-    ("step", "bad"),
-    [
-        pytest.param("04", BAD_SAMPLE, id="04-data"),
-        pytest.param("02", BAD_SAMPLE, id="02-data", marks=REPETITION),
-        pytest.param("02", BAD_MODEL, id="02-model", marks=SLOW),
-        pytest.param("03", BAD_MODEL, id="03-model", marks=REPETITION),
-        pytest.param("05", BAD_MODEL, id="05-model", marks=REPETITION),
-    ],
-)
-def test_an_exception_on_one_rank(tmp_path, step, bad):
-    job = run(command(edited(tmp_path, step, *bad), "4", *SMALL), tmp_path)
+@pytest.mark.parametrize("step", [pytest.param("02", marks=SLOW), "04"])
+def test_an_exception_on_one_rank(tmp_path, step):
+    job = run(command(edited(tmp_path, step, *BAD_SAMPLE), "4", *SMALL), tmp_path)
     assert job.returncode != 0
     assert epochs(job) == []
     if step == "02":  # mp.spawn shows the first rank that it sees end, in rare cases another one
@@ -80,24 +39,9 @@ def test_an_exception_on_one_rank(tmp_path, step, bad):
         assert "ValueError: the first cause" in report, job
 
 
-@SLOW
-@pytest.mark.parametrize("step", ["02", "04"])
-def test_rank_0_cannot_save(trained, tmp_path, step):
-    saved = trained("03", "1", *SMALL).cwd / "checkpoint.pt"
-    shutil.copy(saved, tmp_path)
-    (tmp_path / "checkpoint.pt.new").mkdir()  # in the way of the save
-    script = without_spawn(tmp_path) if step == "02" else step
-    job = run(forked(script, "2", *SMALL), tmp_path)
-    assert job.returncode != 0
-    assert not re.search(r"exit codes of the ranks: .*\b0\b", job.stderr), job
-    assert any("Is a directory" in line for line in error_lines(job)), job
-    assert same_bits(job, saved)
-
-
-@pytest.mark.parametrize("step", [pytest.param("03", marks=REPETITION), "04"])
-def test_a_killed_rank_is_named(tmp_path, step):
+def test_a_killed_rank_is_named(tmp_path):
     """torchrun sends SIGTERM to the others. 04 handles it, but its next collective fails."""
-    script = edited(tmp_path, step, at(0, 15, KILLED, ON_RANK_1))
+    script = edited(tmp_path, "04", at(0, 15, KILLED, ON_RANK_1))
     job = run(command(script, *LONG), tmp_path)
     assert job.returncode == 1
     assert "Signal 9 (SIGKILL) received by PID" in job.stderr
@@ -159,33 +103,13 @@ def test_a_rendezvous_port_whose_owner_never_answers(tmp_path):
             deaf.settimeout(60)
             connection, _ = deaf.accept()
             with connection, pytest.raises(subprocess.TimeoutExpired):
-                job.process.wait(30)
-
-
-@REPETITION
-@pytest.mark.parametrize("host", ["no-such-host.invalid", NOBODY])
-def test_rank_0_cannot_be_reached_without_torchrun(tmp_path, host):
-    short = edited(tmp_path, "04", ("timedelta(minutes=5)", "timedelta(seconds=5)"))
-    ranks = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
-    env = {**ranks, "MASTER_ADDR": host, "MASTER_PORT": free_port()}
-    job = run(forked(short, nprocs=0), tmp_path, env)
-    assert job.returncode == 1
-    assert host in job.stderr
+                job.process.wait(15)
 
 
 # ---------------------------------------------------------------- Ctrl-C
 
 
-@pytest.mark.parametrize(
-    "step",
-    [
-        pytest.param("01", marks=REPETITION),
-        pytest.param("02", marks=REPETITION),
-        pytest.param("03", marks=REPETITION),
-        "04",
-        pytest.param("05", marks=REPETITION),
-    ],
-)
+@pytest.mark.parametrize("step", [*(pytest.param(n, marks=REPETITION) for n in ("01", "02")), "04"])
 def test_ctrl_c(tmp_path, step):
     with Job(command(step, "99", *SMALL), tmp_path) as job:
         job.wait_for("^epoch 2 ")
@@ -196,14 +120,8 @@ def test_ctrl_c(tmp_path, step):
     assert "accuracy" not in job.stdout
 
 
-@pytest.mark.parametrize(
-    "step",
-    [
-        pytest.param("01", marks=SLOW),
-        pytest.param("02", marks=REPETITION),
-        pytest.param("03", marks=REPETITION),
-    ],
-)
+@SLOW
+@pytest.mark.parametrize("step", ["01", *(pytest.param(n, marks=REPETITION) for n in ("02", "03"))])
 def test_sigterm_ends_steps_1_to_3_at_once(tmp_path, step):
     """All processes get it, as under Slurm; the next run begins after the last save."""
     with Job(command(step, "99", *SMALL), tmp_path) as job:
@@ -239,31 +157,13 @@ def test_kill_9_leaves_no_loader_worker(tmp_path):
     assert len(found) - len(ranks) >= 4
 
 
-BROKEN_SAMPLE = [
-    ("    return TensorDataset(shifted,", "    return BrokenData(shifted,"),
-    (
-        "def load_datasets():\n",
-        """\
-class BrokenData(TensorDataset):
-    def __getitem__(self, index):
-        if index % 1000 == 999:
-            raise ValueError("a sample is broken")
-        return super().__getitem__(index)
-
-
-def load_datasets():
-""",
-    ),
-]
-
-
 @SLOW
 def test_an_exception_in_a_loader_worker(tmp_path):
     """Python sends SIGTERM to the workers, too, and waits for them: they must end at last."""
     soon = ("signal.alarm(300)", "signal.alarm(3)")
-    job = run(forked(edited(tmp_path, "04", WORKERS, soon, *BROKEN_SAMPLE), "1"), tmp_path)
+    job = run(forked(edited(tmp_path, "04", WORKERS, soon, *BAD_SAMPLE), "1"), tmp_path)
     assert job.returncode == 1
-    assert "ValueError: a sample is broken" in job.stderr
+    assert "ValueError: the first cause" in job.stderr
 
 
 SEED = "    torch.manual_seed(args.seed)\n"
@@ -277,7 +177,7 @@ def test_a_full_disk(trained, tmp_path):
     saved = (tmp_path / "checkpoint.pt").read_bytes()
     assert len(saved) > 100_000
     job = run(forked(edited(tmp_path, "04", (SEED, FULL + SEED)), "3", *WIDE), tmp_path)
-    assert job.returncode != 0
+    assert not re.search(r"exit codes of the ranks: .*\b0\b", job.stderr), job
     assert "in _save_checkpoint" in job.stderr
     assert (tmp_path / "checkpoint.pt").read_bytes() == saved
     job = finished(forked("04", "3", *WIDE), tmp_path)

@@ -49,43 +49,26 @@ def test_two_terminals(machines, tmp_path, trained):
 
 
 @pytest.fixture
-def launch(machines, tmp_path):
-    """Return a function that runs the guide's command on both nodes, as `srun` does."""
+def command(machines, tmp_path):
+    """The guide's command for nodes with a second name, in a network that connects them."""
     machines.names({"node{}": DEAD, "node{}i": LIVE})
-    path = edited(tmp_path, "04", ("minutes=5", "seconds=int(os.environ['LIMIT'])"))
-    block = re.search(
-        r"^(export .*)\nsrun bash -c '(torchrun (?:.*\n)+?.*)'$", section("Networks"), re.M
-    )
-    command = f"{block[1].replace('ib0', 'eth0')}\n{block[2]} 1 {' '.join(SMALL)}"
-    assert path.name in command
-
-    def launch(change=("", ""), limit=60):
-        changed = command.replace(*change) if change[0] else command
-        if limit < 60:
-            changed = changed.replace("--rdzv-conf=", f"--rdzv-conf=read_timeout={limit},")
-        return [
-            machines.terminal(n, changed, tmp_path, SLURM_NODEID=str(n - 1), LIMIT=str(limit))
-            for n in (1, 2)
-        ]
-
-    return launch
+    edited(tmp_path, "04", ("minutes=5", "seconds=int(os.environ['LIMIT'])"))
+    block = r"^(export .*)\nsrun bash -c '(torchrun (?:.*\n)+?.*)'$"
+    settings, launch = re.search(block, section("Networks"), re.MULTILINE).groups()
+    return f"{settings.replace('ib0', 'eth0')}\n{launch} 1 {' '.join(SMALL)}"
 
 
 @SLOW
-def test_names_of_another_network(launch):
-    one, two = launch()
-    with one, two:
-        for job in (one, two):
-            assert job.wait().returncode == 0, job
+def test_names_of_another_network(machines, command, tmp_path):
+    one, _ = machines.on_both(command, tmp_path, LIMIT="60")
     assert epochs(one) == [1]
 
 
 @pytest.mark.weekly("waits for gloo's timeouts; the preflight's tests find the interface")
-def test_the_wrong_interface(launch):
-    one, two = launch(("GLOO_SOCKET_IFNAME=eth0", "GLOO_SOCKET_IFNAME=eth1"), limit=3)
-    with one, two:
-        for job in (one, two):
-            assert job.wait().returncode == 1, job
+def test_the_wrong_interface(machines, command, tmp_path):
+    command = command.replace("GLOO_SOCKET_IFNAME=eth0", "GLOO_SOCKET_IFNAME=eth1")
+    command = command.replace("--rdzv-conf=", "--rdzv-conf=read_timeout=3,")
+    one, two = machines.on_both(command, tmp_path, code=1, LIMIT="3")
     error = "RuntimeError: Gloo connectFullMesh failed with .+"
     assert re.search(rf"^{error}No route to host, remote=\[{DEAD}.1\]", two.stderr, re.M), two
     assert re.search(rf"^{error} Connect timeout", one.stderr, re.M), one
@@ -94,15 +77,10 @@ def test_the_wrong_interface(launch):
 @SLOW
 def test_no_names_for_the_addresses(machines, tmp_path):
     machines.names({})
-    store = "import torch.distributed as dist; dist.TCPStore('{}.1', 29400, 2, is_master={})"
-    jobs = [
-        machines.terminal(number, f'python -c "{store.format(LIVE, number == 1)}"', tmp_path)
-        for number in (1, 2)
-    ]
-    with jobs[0], jobs[1]:
-        for job in jobs:
-            assert job.wait().returncode == 0, job
-            assert "The hostname of the client socket cannot be retrieved. err=-3" in job.stderr
+    store = f"dist.TCPStore('{LIVE}.1', 29400, 2, is_master=$SLURM_NODEID == 0)"
+    command = f'python -c "import torch.distributed as dist; {store}"'
+    for job in machines.on_both(command, tmp_path):
+        assert "The hostname of the client socket cannot be retrieved. err=-3" in job.stderr
 
 
 def test_no_such_interface(monkeypatch):
@@ -120,21 +98,16 @@ links = []
 for place in sys.argv[1:]:
     host, port = place.split(":")
     for junk in (b"", bytes(1000), b"GET / HTTP/1.1\\r\\n\\r\\n", os.urandom(2**20)):
-        link = socket.create_connection((host, int(port)), 10)
-        link.setblocking(False)
+        links.append(socket.create_connection((host, int(port)), 10))  # and it stays open
+        links[-1].setblocking(False)
         if junk:
-            link.send(junk)
-        links.append(link)  # stays open
-print("sent", flush=True)
-time.sleep(600)
-"""
-KEYS = """\
-from datetime import timedelta
+            links[-1].send(junk)
 from torch.distributed import TCPStore
-store = TCPStore("node1", 29400, is_master=False, timeout=timedelta(seconds=30))
+store = TCPStore("node1", 29400, is_master=False)
 store.set("from a stranger", "anything")
 print(store.get("from a stranger").decode())
-print(store.get("torch.rendezvous.none.0/MASTER_ADDR").decode())
+print(store.get("torch.rendezvous.none.0/MASTER_ADDR").decode(), flush=True)
+time.sleep(600)
 """
 GATE = """\
         while self.epochs_run == 1 and not os.path.exists("go"):
@@ -143,36 +116,29 @@ GATE = """\
 """
 
 
-@pytest.mark.weekly("two runs beside three strangers; it shows that nothing happens")
+@pytest.mark.weekly("a run beside a stranger; it shows that nothing happens")
 def test_a_stranger_connects(machines, tmp_path, trained):
-    """Random bytes on each port before and during training are harmless; keys are set and read."""
+    """Random bytes on each port are harmless; the keys of the rendezvous can be set and read."""
     short = ("minutes=5", "seconds=20")
     path = edited(tmp_path, "04", short, ("        self.model.train()\n", GATE))
-    for name, text in (("junk.py", JUNK), ("keys.py", KEYS)):
-        (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "junk.py").write_text(JUNK, encoding="utf-8")
     train = "torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d"
     train += f" --rdzv-endpoint=node1:29400 {path.name} {' '.join(LONG)}"
     with (
         machines.terminal(1, train, tmp_path) as one,
-        machines.terminal(2, f"until [ -e join ]; do sleep 0.1; done; {train}", tmp_path) as two,
+        machines.terminal(2, train, tmp_path) as two,
     ):
-        one.wait_for(lambda: 29400 in machines.listening(1))
-        with machines.terminal(3, "python junk.py node1:29400", tmp_path) as early:
-            early.wait_for("^sent$")
-            (tmp_path / "join").touch()
-            one.wait_for("^epoch 1 ")
-            places = {n: machines.listening(n) for n in (1, 2)}
-            assert {"*", f"{LIVE}.1"} == set(places[1].values())  # stores; gloo has its own
-            assert {f"{LIVE}.2"} == set(places[2].values())
-            everywhere = " ".join(f"node{n}:{port}" for n in places for port in places[n])
-            with machines.terminal(3, f"python junk.py {everywhere}", tmp_path) as late:
-                late.wait_for("^sent$")
-                with machines.terminal(3, "python keys.py", tmp_path) as keys:
-                    assert keys.wait().stdout == "anything\nnode1\n", keys
-                (tmp_path / "go").touch()
-                for job in (one, two):
-                    assert job.wait(120).returncode == 0, job
-                    job.wait_until_gone()
+        one.wait_for("^epoch 1 ")
+        places = {n: machines.listening(n) for n in (1, 2)}
+        assert {"*", f"{LIVE}.1"} == set(places[1].values())  # stores; gloo has its own
+        assert {f"{LIVE}.2"} == set(places[2].values())
+        everywhere = " ".join(f"node{n}:{port}" for n in places for port in places[n])
+        with machines.terminal(3, f"python junk.py {everywhere}", tmp_path) as stranger:
+            stranger.wait_for("^anything\nnode1$")
+            (tmp_path / "go").touch()
+            for job in (one, two):
+                assert job.wait(120).returncode == 0, job
+                job.wait_until_gone()
     assert same_bits(one, trained("03", *LONG))
 
 

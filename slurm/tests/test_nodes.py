@@ -8,69 +8,32 @@ import psutil
 import pytest
 import torch
 from support.jobs import RESTARTS, Job, finished, free_port, kill, run
-from support.positions import GATE, KILLED, ON_RANK_1, TOLD, at, open_the_gate, wait_at_the_gate
+from support.positions import GATE, ON_RANK_1, TOLD, at, open_the_gate, wait_at_the_gate
 from support.results import epochs, resumed, said, same_bits
 from support.scripts import LONG, SCRIPT, SMALL, TORCHRUN, edited, forked, on_each_rank
 
 SLOW = pytest.mark.slow
 
 
-@contextlib.contextmanager
-def nodes(tmp_path, count, nprocs, args, step="04", static=False):
-    """Start one agent per node, each in its own folder. They share only the checkpoint."""
-    port = free_port()
-    with contextlib.ExitStack() as stack:
-        jobs = []
-        for node in range(count):
-            folder = tmp_path / f"node{node}"
-            folder.mkdir()
-            words = [TORCHRUN, f"--nnodes={count}", f"--nproc-per-node={nprocs}"]
-            if static:
-                words += [f"--node-rank={node}", "--master-addr=localhost"]
-                words += [f"--master-port={port}", "--max-restarts=0"]
-            else:
-                words += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"]
-                words += ["--node-rank=0"]  # ignored here, or both would be the first node
-                words += ["--max-restarts=3"]
-            words += [SCRIPT[step], *args, f"--checkpoint-path={tmp_path / 'checkpoint.pt'}"]
-            jobs.append(stack.enter_context(Job(words, folder, None if static else RESTARTS)))
-        yield jobs
-
-
-def seen_by_all(jobs):
-    """Return the output of the node that has global rank 0. The others must print nothing."""
+def ended(*jobs, code=0):
+    """Wait until these jobs have ended with this exit code, and left no process."""
     for job in jobs:
-        assert job.wait(180).returncode == 0, job
+        assert job.wait(180).returncode == code, job
         job.wait_until_gone()
-    (output,) = [job.stdout for job in jobs if job.stdout]
-    return output
 
 
 @SLOW
-@pytest.mark.parametrize(
-    ("step", "static"),
-    [
-        ("03", False),
-        pytest.param("04", True, marks=pytest.mark.weekly("two nodes again, which meet otherwise")),
-    ],
-)
-def test_two_nodes_with_another_step_or_rendezvous(trained, tmp_path, step, static):
-    with nodes(tmp_path, 2, 1, LONG, step, static) as jobs:
-        seen_by_all(jobs)
-    assert same_bits(tmp_path / "checkpoint.pt", trained("03", *LONG))
-
-
-@SLOW
-def test_any_launcher_will_do_that_sets_the_ranks(trained, tmp_path):
-    """As srun would start it without torchrun."""
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
-    start = forked("04", *LONG, nprocs=0)
+def test_two_nodes_of_step_3_that_are_numbered(trained, tmp_path):
+    """Nodes may also be numbered by hand, with the static rendezvous."""
+    where = ["--nnodes=2", "--master-addr=localhost", f"--master-port={free_port()}"]
+    words = [TORCHRUN, *where, "--nproc-per-node=1", "--max-restarts=0"]
     with (
-        Job(start, tmp_path, {"RANK": "0", "LOCAL_RANK": "0", **common}) as zero,
-        Job(start, tmp_path, {"RANK": "1", "LOCAL_RANK": "0", **common}) as one,
+        Job([*words, "--node-rank=0", SCRIPT["03"], *LONG], tmp_path) as zero,
+        Job([*words, "--node-rank=1", SCRIPT["03"], *LONG], tmp_path) as one,
     ):
-        seen_by_all([zero, one])
-    assert same_bits(tmp_path / "checkpoint.pt", trained("03", *LONG))
+        ended(zero, one)
+    assert (epochs(zero), one.stdout) == ([1, 2, 3, 4], "")
+    assert same_bits(zero, trained("03", *LONG))
 
 
 @SLOW
@@ -95,6 +58,7 @@ def start_node(folder, port, script, nnodes="1:2", host=False):
     """
     where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"]
     where += [f"--rdzv-conf=is_host={int(host)},last_call_timeout=10"]
+    where += ["--node-rank=0"]  # is ignored
     words = [TORCHRUN, f"--nnodes={nnodes}", "--max-restarts=3", *where, script, *LONG]
     return Job(words, folder, RESTARTS)
 
@@ -136,9 +100,7 @@ def test_a_node_is_lost_and_comes_back_and_no_step_is_lost(tmp_path):
         open_the_gate(host)
         host.wait_for(lambda: 2 in epochs(host))
         with start_node(folder, port, script) as again:
-            for job in (host, again):
-                assert job.wait().returncode == 0, job
-                job.wait_until_gone()
+            ended(host, again)
     # After the node's return, rank 0, which prints, may be on either node.
     assert resumed(host)[0] == 1
     assert re.findall(r"interrupted after ([\d,]+)", host.stdout) == ["1,280"]  # 20 steps of one
@@ -161,8 +123,7 @@ def test_the_host_of_the_rendezvous_is_lost(tmp_path, trained):
     with two_nodes(tmp_path, edited(tmp_path, "04", at(2, 15, GATE))) as (_, host, other):
         cut_the_power(host)
         open_the_gate(other)
-        assert other.wait(120).returncode == 1
-        other.wait_until_gone()
+        ended(other, code=1)
     assert "accuracy" not in host.stdout + other.stdout
     job = finished(forked("04", *LONG), tmp_path)
     assert resumed(job) == [2]
@@ -186,20 +147,3 @@ def test_one_node_is_told_to_stop_and_the_other_stops_at_the_same_step(tmp_path,
     saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert (saved["EPOCHS_RUN"], saved["SAMPLES_RUN"]) == (1, 20 * 128)
     assert same_bits(finished(forked("04", *LONG), tmp_path), trained("03", *LONG))
-
-
-@pytest.mark.weekly("a kill on each of two nodes, as on one")
-def test_a_kill_on_one_of_two_nodes(trained, tmp_path):
-    path = edited(tmp_path, "04", at(1, 20, KILLED, when=ON_RANK_1))
-    port = free_port()
-    with (
-        start_node(tmp_path, port, path, nnodes=2, host=True) as one,
-        start_node(tmp_path, port, path, nnodes=2) as two,
-    ):
-        for job in (one, two):
-            assert job.wait().returncode == 0, job
-            job.wait_until_gone()
-    # After the restart, rank 0, which prints, may be on either node.
-    assert sorted(number for job in (one, two) for number in epochs(job)) == [1, 2, 3, 4]
-    assert resumed(one) + resumed(two) == [1]
-    assert same_bits(tmp_path / "checkpoint.pt", trained("03", *LONG))

@@ -67,8 +67,7 @@ def fly(cluster, clone):
 
     def fly(*options, seconds=16):
         file = "slurm/preflight.sbatch"
-        options = ("--gpus-per-node=1", *options)
-        return Flight(cluster, clone, file, f"--timeout={seconds}", options=options)
+        return Flight(cluster, clone, "--gpus-per-node=1", *options, file, f"--timeout={seconds}")
 
     return fly
 
@@ -83,9 +82,10 @@ def broken(cluster, node, do, undo):
         cluster.run("bash", "-c", undo, node=node)
 
 
-def good_row(number):
+def good_row(number, tasks=1):
     """Return the cells of a healthy node."""
-    return [f"node{number}", "ok", f"eth0 {NETWORK}.{number}", "ok", "no GPU", "ok", "ok"]
+    address = f"{NETWORK}.{number}"
+    return [f"node{number}", f"{tasks} of {tasks} reported", "ok", address, "ok", "ok", "no GPU"]
 
 
 def shown(number):
@@ -98,9 +98,10 @@ def test_healthy(clone, fly):
     flight = fly("--gpus-per-node=2", seconds=60)
     assert flight.ends("COMPLETED") == {}
     for number in (1, 2):
-        assert flight.row(f"node{number}") == good_row(number)
-    milliseconds, bandwidth = map(float, flight.row("16384")[1:])
-    assert bandwidth == pytest.approx(1.5 * 2**24 / milliseconds / 1e6, abs=0.001)
+        assert flight.row(f"node{number}") == good_row(number, tasks=2)
+    speed = r"^all_reduce, 16 MiB, 4 ranks: (.+) s, bus bandwidth (.+) GB/s$"
+    seconds, bandwidth = map(float, re.search(speed, flight.output, re.MULTILINE).groups())
+    assert bandwidth == pytest.approx(1.5 * 2**24 / seconds / 1e9, rel=0.01)
     assert flight.output.splitlines()[-1] == HEALTHY
     assert shape(flight.output) == shown(0)
     (new,) = set(clone.iterdir()) - before
@@ -108,22 +109,26 @@ def test_healthy(clone, fly):
 
 
 @pytest.mark.weekly("three more sizes of an allocation; the tests above have two")
-@pytest.mark.parametrize("size", [(1, 0), (1, 3), (2, 0)], ids=str)
+@pytest.mark.parametrize("size", [(1, 0), (1, 3), (5, 0)], ids=str)
 def test_other_allocations(fly, size):
     nodes, gpus = size
     flight = fly(f"--nodes={nodes}", f"--gpus-per-node={gpus}", seconds=60)
     assert flight.ends("COMPLETED") == {}
-    assert f"all_reduce over world size {nodes * max(1, gpus)}, gloo; " in flight.output
+    assert f"all_reduce, 16 MiB, {nodes * max(1, gpus)} ranks: " in flight.output
 
 
-def hosts(folder, lines):
+def bound(source, target):
+    """Return commands that put a file or folder in the place of another, and that undo it."""
+    return f"mount --bind {source} {target}", f"umount {target}"
+
+
+def hosts(folder, **lines):
     """Return commands that change some lines of a node's hosts file, and that restore it."""
-    numbers = range(1, 10)
-    names = {f"node{n}": f"{NETWORK}.{n}" for n in numbers} | lines
+    names = {f"node{n}": f"{NETWORK}.{n}" for n in range(1, 10)} | lines
     text = "".join(f"{there} {name}\n" for name, there in names.items() if there)
-    path = folder / f"hosts-{len(list(folder.glob('hosts-*')))}"
+    path = folder / f"hosts-{'-'.join(lines)}"
     path.write_text(f"127.0.0.1 localhost\n{text}", encoding="utf-8")
-    return f"mount --bind {path} /etc/hosts", "umount /etc/hosts"
+    return bound(path, "/etc/hosts")
 
 
 SECOND_NETWORK = """\
@@ -142,31 +147,24 @@ def test_each_node_has_a_fault_of_its_own(cluster, clone, fly):
     text = late.read_text(encoding="utf-8")
     late.write_text(text.replace("time.time()", "(time.time() - 7)"), encoding="utf-8")
     (clone.parent / "copy" / ".venv").symlink_to(clone / ".venv")
-    second, no_eth1 = SECOND_NETWORK, "ip link delete eth1"
-    port = "rule {} ipproto tcp dport 20000-29999 prohibit"
-    faults = {
-        2: (second.format(2), no_eth1, None),
-        3: (*hosts(clone, {"node1": None}), r"names: no address for node1; port: node1:\d+: .+"),
+    prohibit = "ip rule {} ipproto tcp dport 20000-29999 prohibit"
+    cannot = r"network: 10\.77\.0\.{} cannot reach node1:\d+, .+"
+    loopback = "network: {} is a loopback address"
+    faults = {  # how to break a node, how to repair it, and what is said about it
+        2: (SECOND_NETWORK.format(2), "ip link delete eth1", None),
+        3: (*hosts(clone, node1=None), f"names: no address for node1; {cannot.format(3)}"),
         4: (
-            *hosts(clone, {"node4": "127.0.1.1"}),
-            "names: node4 is 127.0.1.1, a loopback address; network: 127.0.1.1 is a loopback .+",
+            *hosts(clone, node4="127.0.1.1"),
+            f"names: node4 is 127.0.1.1, a loopback address; {loopback.format('127.0.1.1')}",
         ),
         5: (  # gloo cannot use another host's address, so it uses that of lo
-            *hosts(clone, {"node5": f"{NETWORK}.1"}),
-            rf"names: node5 is {NETWORK}.1, but that is node1; network: lo 127.0.0.1 is a .+",
+            *hosts(clone, node5=f"{NETWORK}.1"),
+            f"names: node5 is {NETWORK}.1, but that is node1; {loopback.format('127.0.0.1')}",
         ),
-        6: (f"ip {port.format('add')}", f"ip {port.format('delete')}", r"port: node1:\d+: .+"),
-        7: (
-            f"mount --bind {clone.parent}/copy {clone}",
-            f"umount {clone}",
-            "folder: not shared with node1",
-        ),
-        8: (f"mount -t tmpfs none {clone}", f"umount {clone}", "did not report"),
-        9: (
-            f"mount --bind {late} {clone}/slurm/preflight.py",
-            f"umount {clone}/slurm/preflight.py",
-            "clock: 7.0 s behind",
-        ),
+        6: (prohibit.format("add"), prohibit.format("delete"), cannot.format(6)),
+        7: (*bound(clone.parent / "copy", clone), "folder: not shared with node1"),
+        8: (f"mount -t tmpfs none {clone}", f"umount {clone}", "tasks: 0 of 1 reported"),
+        9: (*bound(late, clone / "slurm" / "preflight.py"), r"clock: 7\.\d s behind"),
     }
     with contextlib.ExitStack() as stack:
         for node, (do, undo, _) in faults.items():
@@ -179,25 +177,10 @@ def test_each_node_has_a_fault_of_its_own(cluster, clone, fly):
             assert re.fullmatch(reason, verdict[f"node{node}"]), flight.output
     assert flight.row("node1") == good_row(1)
     assert flight.row("node2") == good_row(2)
-    row = [*good_row(7)[:-1], "not shared with node1"]
-    assert flight.row("node7") == row
+    assert flight.row("node7") == [*good_row(7)[:-2], "not shared with node1", "no GPU"]
     said = [line.replace("#.#", "#") for line in shown(1)]
     assert said[1] in shape(flight.output)
     assert "all_reduce" not in flight.output
-
-
-@SLOW
-def test_debians_hosts_file(cluster, clone, fly):
-    """It maps a host's own name to 127.0.1.1, so all_reduce fails with gloo."""
-    with contextlib.ExitStack() as stack:
-        for node in (1, 2):
-            own = hosts(clone, {f"node{node}": "127.0.1.1"})
-            stack.enter_context(broken(cluster, node, *own))
-        flight = fly()
-        verdict = flight.ends("FAILED")
-    assert verdict.keys() == {"node1", "node2"}, flight.output
-    for node, reasons in verdict.items():
-        assert reasons.split("; ")[0] == f"names: {node} is 127.0.1.1, a loopback address"
 
 
 @SLOW
@@ -209,8 +192,8 @@ def test_the_wrong_network(cluster, fly):
         flight = fly("--export=ALL,GLOO_SOCKET_IFNAME=eth1")
         verdict = flight.ends("FAILED")
     (shown,) = re.findall(r"^preflight: node2: (network: .*)$", GUIDE, re.MULTILINE)
-    assert verdict == {"node2": shown}, flight.output
-    assert flight.row("node1")[2] == "eth1 10.99.0.1"
+    assert [re.sub(r":\d+", ":20007", verdict.pop("node2")), verdict] == [shown, {}], flight.output
+    assert flight.row("node1")[3] == "10.99.0.1"
 
 
 @SLOW
@@ -220,16 +203,15 @@ def test_nobody_reaches_the_first_node(cluster, fly):
     with broken(cluster, 1, f"ip {rule.format('add')}", f"ip {rule.format('delete')}"):
         flight = fly("--nodes=3")
         verdict = flight.ends("FAILED")
-    assert verdict == {"node1": "port: out of reach of all other nodes"}, flight.output
+    assert verdict.keys() == {"node1"}, flight.output
+    assert re.fullmatch(r"network: all other nodes say .+ cannot reach node1.+", verdict["node1"])
 
     flight = fly("--hold")
-    port = 20000 + flight.number % 10000
-    listener = f"import socket, time; s = socket.create_server(('', {port})); time.sleep(60)"
-    start = f'{sys.executable} -c "{listener}" > /dev/null 2>&1 & echo $!'
-    with broken(cluster, 1, "true", f"kill {cluster.run('bash', '-c', start, node=1)}"):
-        cluster.run("scontrol", "release", flight.number)
-        verdict = flight.ends("FAILED")
-    assert verdict == {"node1": f"port: cannot listen at {port}: Address already in use"}
+    port = flight.lose_its_port()
+    verdict = flight.ends("FAILED")
+    assert verdict.keys() == {"node1"}, flight.output
+    assert f"port: {port}, " in verdict["node1"]
+    assert "address already in use" in verdict["node1"]
 
 
 def measuring(folder):
@@ -244,21 +226,17 @@ def measuring(folder):
 
 
 @SLOW
-@pytest.mark.parametrize("moment", ["checks", "all_reduce"])
-def test_cable_pulled(cluster, fly, moment):
+def test_cable_pulled(cluster, fly):
+    """While the ranks measure, so that the first node's cannot go on either."""
     flight = fly()
-    if moment == "checks":
-        flight.wait_for(lambda: list(flight.folder.glob(".preflight-*/node2")))
-    else:
-        flight.wait_for(lambda: measuring(flight.folder) == 2)
+    flight.wait_for(lambda: measuring(flight.folder) == 2)
     cluster.cable(2, "down")
     try:
         flight.wait_for(lambda: flight.verdict)
     finally:
         cluster.cable(2, "up")
         cluster.wait_until_idle()
-    assert flight.ends("FAILED").keys() == {"node2"}, flight.output
-    assert "did not report" in flight.verdict["node2"]
+    assert flight.ends("FAILED") == {"node2": "tasks: 0 of 1 reported"}, flight.output
 
 
 @SLOW
@@ -268,7 +246,7 @@ def test_slow_node(cluster, fly):
         flight = fly("--nodes=3", seconds=30)
         verdict = flight.ends("FAILED")
     assert verdict.keys() == {"node3"}, flight.output
-    assert verdict["node3"].startswith("slow: 0.0")
+    assert re.match("slow: .+ s in its fastest pair, the median node", verdict["node3"])
 
 
 # ---------------------------------------------------------------- without one
@@ -282,54 +260,14 @@ def test_started_without_slurm():
     assert done.stderr.endswith("error: start it with: sbatch slurm/preflight.sbatch\n")
 
 
-@pytest.mark.parametrize("count", range(1, 12))
-def test_partners(count):
-    """In each turn, partners agree; of up to 8 nodes, each meets every other one once."""
-    nodes = [f"node{number}" for number in range(count)]
-    met = {node: preflight.partners(node, nodes, 7) for node in nodes}
-    for node, others in met.items():
-        assert len(set(others) - {node}) == len(others)
-        assert count > 8 or len(others) == count - 1
-    while any(met.values()):  # each waits for its next partner, as in new_group, without deadlock
-        pairs = [n for n in nodes if met[n] and met[met[n][0]][0] == n]
-        assert pairs
-        for node in pairs:
-            met[node].pop(0)
-
-
 def test_slow_nodes():
     """A node is judged by its fastest pair, against the median node."""
-    nodes = [f"node{number}" for number in range(4)]
-    pairs = {a: {b: 2.0 if "node3" in (a, b) else 10.0 for b in nodes if b != a} for a in nodes}
-    reason = "slow: 2.000 GB/s in its fastest pair, the median node 10.000"
-    assert preflight.slow_nodes(pairs) == {"node3": [reason]}
-    pairs["node3"]["node0"] = pairs["node0"]["node3"] = 9.0  # the others were bad pairs
-    assert preflight.slow_nodes(pairs) == preflight.slow_nodes({"node0": {}}) == {}
-
-
-def test_clocks():
-    """The median is right; of two clocks, the first node's."""
-    for offsets, bad in (
-        ([0, -0.9, 0.9], {}),
-        ([0, 1.1], {"1": "1.1 s ahead"}),
-        ([0, 5, 5.2], {"0": "5.0 s behind"}),
-    ):
-        cells = preflight.clock_cells({str(n): offset for n, offset in enumerate(offsets)})
-        assert {node: text for node, (fine, text) in cells.items() if not fine} == bad
-
-
-def test_stranger_at_the_port():
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-
-        def answer():
-            link, _ = server.accept()
-            with link:
-                link.sendall(b"HTTP/1.1 400 Bad Request\r\n")
-
-        threading.Thread(target=answer).start()
-        with pytest.raises(preflight.Fault, match=f"^another program answers at localhost:{port}"):
-            preflight.ask("localhost", port, 30)
+    nodes = range(4)
+    pairs = {a: [5.0 if 3 in (a, b) else 1.0 for b in nodes if b != a] for a in nodes}
+    reason = "slow: 5 s in its fastest pair, the median node 1 s"
+    assert preflight.slow_nodes(pairs) == {3: [reason]}
+    pairs[3][0] = pairs[0][2] = 1.1  # the others were bad pairs
+    assert preflight.slow_nodes(pairs) == preflight.slow_nodes({0: []}) == {}
 
 
 def test_gpu(monkeypatch):
@@ -342,20 +280,15 @@ def test_gpu(monkeypatch):
         asked.append(size)
         return torch.zeros(1)
 
-    for name, value in {
-        "is_available": True,
-        "device_count": 2,
-        "set_device": None,
-        "mem_get_info": (10, 100),
-        "empty_cache": None,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch, "ones", ones)
+    cuda = {"is_available": True, "device_count": 2, "set_device": None, "mem_get_info": (10, 100)}
+    for name, value in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     assert preflight.check_gpu(1, 2) == "ok"
     assert asked == [80]
-    with pytest.raises(preflight.Fault, match=r"^GPU 1: CUDA out of memory$"):
+    with pytest.raises(RuntimeError, match=r"^GPU 1: CUDA out of memory$"):
         preflight.check_gpu(1, 2)
-    with pytest.raises(preflight.Fault, match=r"^2 GPUs for 4 tasks$"):
+    with pytest.raises(RuntimeError, match=r"^2 GPUs for 4 tasks$"):
         preflight.check_gpu(1, 4)
 
 
@@ -377,15 +310,15 @@ def test_gloo_address(monkeypatch):
 
     own = psutil.net_if_addrs().items()
     names = [name for name, found in own if any(each.family == socket.AF_INET for each in found)]
-    for name in (None, *names):
-        if name:
-            monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
+    for name in ("", *names):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
+        if not name:
+            monkeypatch.delenv("GLOO_SOCKET_IFNAME")
         before = listening()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         ((address, _),) = listening() - before
         dist.destroy_process_group()
-        interface, expected = preflight.gloo_address()
-        assert (interface, expected) == (name or interface, address)
+        assert preflight.gloo_address() == address
 
 
 def test_an_address_without_a_name(monkeypatch):
@@ -398,9 +331,9 @@ def test_an_address_without_a_name(monkeypatch):
 def faults(count=3, lost=0, **changes):
     """Return the faults of healthy nodes with two tasks each, with the cells in `changes`."""
     nodes = [f"node{number}" for number in range(1, count + 1)]
-    fine = {"port": (True, 0.0), "GPU": (True, "ok"), "names": (True, "ok")}
+    fine = dict.fromkeys(preflight.COLUMNS, (True, "ok"))
     found = [{"node": node, "cells": fine | changes.get(node, {})} for node in nodes * 2]
-    rows = preflight.node_rows(found[: len(found) - lost], nodes, 2)
+    rows = preflight.node_rows(found[: len(found) - lost], nodes, 2, preflight.COLUMNS)
     return preflight.node_faults(rows, "node1")
 
 
@@ -408,19 +341,21 @@ def test_verdict():
     none = {"GPU": (True, "no GPU")}
     assert faults() == faults(node1=none, node2=none, node3=none) == {}
     assert faults(node3=none) == {"node3": ["GPU: none, others have"]}
-    assert faults(lost=1) == {"node3": ["1 of 2 tasks did not report"]}
+    assert faults(lost=1) == {"node3": ["tasks: 1 of 2 reported"]}
     assert len(faults(lost=6)) == 3
-    for column in ("network", "port", "folder"):
-        bad = {column: (False, "refused")}
-        assert faults(node2=bad) == faults(2, node2=bad) == {"node2": [f"{column}: refused"]}
-        assert faults(node1=bad, node2=bad) == {"node1": [f"{column}: refused"]}
+    for column in ("network", "clock", "folder"):
+        bad = {column: (False, "bad")}
+        assert faults(node2=bad) == faults(2, node2=bad) == {"node2": [f"{column}: bad"]}
+        assert faults(node1=bad, node2=bad) == {"node1": [f"{column}: bad"]}
         blamed = faults(node2=bad, node3=bad)
-        assert blamed == {"node1": [f"{column}: out of reach of all other nodes"]}
+        assert blamed == {"node1": [f"{column}: all other nodes say bad"]}
 
 
-def test_one_task_fails_to_measure():
-    """Its fault is reported even though another task on its node has measured."""
-    told = {"node": "here", "cells": {"all_reduce": (False, "NCCL error")}}
-    well = {"node": "here", "cells": {"all_reduce": (True, {})}}
-    assert preflight.speed_faults([told, well], ["here"], 2) == {"here": ["all_reduce: NCCL error"]}
-    assert preflight.speed_faults([well], ["here"], 2) == {"here": ["all_reduce: did not report"]}
+def test_one_task_fails():
+    """Its fault is reported even though another task on its node has none."""
+    bad = {"cells": {"all_reduce": (False, "NCCL error")}}
+    fine = {"cells": {"all_reduce": (True, [1.0])}}
+    for one, two in ((bad, fine), (fine, bad)):
+        reports = [{"node": "here", **one}, {"node": "here", **two}]
+        rows = preflight.node_rows(reports, ["here"], 2, ("tasks", "all_reduce"))
+        assert preflight.node_faults(rows, "here") == {"here": ["all_reduce: NCCL error"]}

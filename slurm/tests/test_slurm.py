@@ -13,7 +13,6 @@ import pytest
 from clusters import BATCH, ON_A_CLUSTER, ON_TWO_NODES, ONE_CLUSTER, TWO_BY_TWO
 from support.results import same_bits
 from support.scripts import ROOT, SMALL, edit
-from tracing import look_until
 
 FILES = sorted((ROOT / "slurm").glob("*.sbatch"))
 GUIDE = (ROOT / "slurm" / "README.md").read_text(encoding="utf-8")
@@ -46,8 +45,8 @@ pytestmark = [ON_A_CLUSTER, ONE_CLUSTER]
 def simple(clone, submit):
     """Submit a step in a clone whose step 4 is SIMPLE; it goes on at once unless `go` is false."""
 
-    def submit_simple(step="04", *options, go=True, change=("", "")):
-        (clone / "04_multinode.py").write_text(SIMPLE.replace(*change), encoding="utf-8")
+    def submit_simple(step, *options, go=True, change=("", ""), name="04_multinode.py"):
+        (clone / name).write_text(SIMPLE.replace(*change), encoding="utf-8")
         if go:
             (clone / "go").touch()
         job = submit(step, options=options)
@@ -182,6 +181,7 @@ def move_the_limit(cluster, job):
 
 
 @SLOW
+@pytest.mark.xdist_group("outlives")  # takes as long as the others together, mostly waiting
 @pytest.mark.usefixtures("healed")
 def test_a_job_outlives_all_of_this(cluster, clone, submit, trained):
     """Its cable is pulled for a while, its time is up, a node is cut off, another reboots.
@@ -248,22 +248,6 @@ def test_a_node_reboots_before_slurm_misses_it(cluster, clone, submit, trained, 
     assert same_bits(again.checkpoint, trained("03", *TWO))
 
 
-@pytest.mark.weekly("waits 45 seconds; what is saved is shown by the other jobs")
-def test_a_save_of_45_seconds(cluster, clone, submit, trained):
-    """Longer than torchrun waits by default, but within the limit that the batch file sets."""
-    replace = "        os.replace("
-    slow = f"        time.sleep(45 * self.interrupted)\n{replace}"
-    edit(clone / "04_multinode.py", replace, slow)
-    gated = Gated(clone, submit, *ON_TWO_NODES)
-    gated.wait_at(0)
-    gated.job.cancel("--signal=TERM")
-    gated.job.wait_for(lambda: "interrupted after 2,560 samples" in gated.job.output)
-    gated.go_on()
-    gated.job.completed()
-    assert "forcefully exiting via" not in gated.job.output
-    assert same_bits(gated.job.checkpoint, trained("03", *TWO))
-
-
 @SLOW
 def test_a_save_that_takes_too_long(clone, simple):
     """Longer than the batch file allows; this also shows that its setting takes effect."""
@@ -288,50 +272,24 @@ def test_an_exception_on_one_rank_of_one_node(simple):
 
 # ---------------------------------------------------------------- requeued, or not
 
-TRAIN = """\
-import os, signal, sys, time
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-told = []
-signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
-dist.init_process_group("gloo")
-path = sys.argv[1].removeprefix("--output=")
-saved = torch.load(path) if os.path.exists(path) else {"step": 0}
-if dist.get_rank() == 0 and saved["step"]:  # a restart in place would leave it, too
+LEAVES_IT = """\
+if "SLURM_RESTART_COUNT" in os.environ:
     open(f"{path}.interrupted", "x").close()
-model = DDP(torch.nn.Linear(1, 1))
-for step in range(saved["step"], 20):
-    open(f"at-{step}", "w").close()
-    while step == 10 and not saved["step"] and not told:
-        time.sleep(0.01)
-    votes = torch.tensor(len(told))
-    dist.all_reduce(votes)
-    if votes:
-        if dist.get_rank() == 0:
-            torch.save({"step": step}, path)
-            open(f"{path}.interrupted", "x").close()
-        dist.destroy_process_group()
-        sys.exit(75)
-    model(torch.ones(1)).backward()
-print(f"rank {dist.get_rank()} went on at step {saved['step']}\\n", end="", flush=True)
-dist.destroy_process_group()
+if told:
 """
 
 
 @SLOW
-def test_a_train_py_of_your_own(clone, submit):
+def test_a_train_py_of_your_own(clone, simple):
     """It is requeued when it has failed and left the file, and not when it has succeeded."""
     old, new = re.search(r"^```diff\n-(.*\n)\+(.*\n)```", GUIDE, re.MULTILINE).groups()
     edit(clone / BATCH["04"], old, new)
-    (clone / "train.py").write_text(TRAIN, encoding="utf-8")
-    job = submit("04", options=(*ON_NODE_1, "--gpus-per-node=2", "--job-name=own"))
-    job.wait_for((clone / "at-10").exists)
+    options = (*ON_NODE_1, "--job-name=own")
+    job = simple("04", *options, go=False, change=("if told:\n", LEAVES_IT), name="train.py")
     job.cancel("--signal=TERM")
+    job.wait("PENDING")
+    (clone / "go").touch()
     job.completed()
-    for rank in (0, 1):
-        assert f"rank {rank} went on at step 10\n" in job.output
     assert (job.show("Restarts"), job.checkpoint.name) == ("1", "own.pt")
     assert Path(f"{job.checkpoint}.interrupted").exists()
 
@@ -340,21 +298,19 @@ def test_a_train_py_of_your_own(clone, submit):
 def test_a_chain_and_a_cancelled_job(cluster, simple):
     """The first of two jobs is told to stop, and the second goes on; cancelled, it stays so."""
     job = simple("04", *ON_NODE_1, "--array=1-2%1", go=False)
-    first, second = f"{job.number}_1", f"{job.number}_2"
-    file = Path(f"{job.checkpoint}.interrupted")
-    cluster.run("scancel", "--signal=TERM", first)
-    assert cluster.wait(first) == "FAILED"
+    number, file = job.number, Path(f"{job.checkpoint}.interrupted")
+    job.number = f"{number}_1"
+    job.cancel("--signal=TERM")
+    assert job.wait() == "FAILED"
+    job.number = f"{number}_2"
     logs = job.folder.glob
-    look_until(
-        lambda count: count == 2, lambda: sum("finds" in path.read_text() for path in logs("*.out"))
-    )
+    job.wait_for(lambda: sum("finds" in path.read_text() for path in logs("*.out")) == 2)
     assert not file.exists()
-    cluster.run("scancel", second)
-    assert cluster.wait(second) == "CANCELLED"
+    job.cancel()
+    assert job.wait() == "CANCELLED"
     cluster.wait_until_idle()  # by then, the batch file has ended
     assert file.exists()
-    shown = cluster.show(second)
-    assert (shown["JobState"], shown["Restarts"]) == ("CANCELLED", "0")
+    assert (job.wait(), job.show("Restarts")) == ("CANCELLED", "0")
 
 
 @SLOW
@@ -380,16 +336,6 @@ def test_srun_alone_trains(alone, submit, trained):
 # ---------------------------------------------------------------- does not start
 
 
-def listening(cluster, port):
-    """Let a program listen at a port of the first node; return its process ID."""
-    listen = f"import socket, time; s = socket.create_server(('', {port})); time.sleep(120)"
-    start = f'"{sys.executable}" -c "{listen}" > /dev/null 2>&1 & echo $!'
-    listener = cluster.run("bash", "-c", start, node=1).strip()
-    until = f"until (: < /dev/tcp/node1/{port}) 2> /dev/null; do sleep 0.1; done"
-    cluster.run("bash", "-c", until, node=1)
-    return listener
-
-
 def test_what_is_refused(cluster, clone, submit, tmp_path_factory):
     """Each with the message that the lookup table quotes."""
     for option, said in (
@@ -402,8 +348,7 @@ def test_what_is_refused(cluster, clone, submit, tmp_path_factory):
 
     elsewhere = submit(clone / BATCH["01"], folder=tmp_path_factory.mktemp("elsewhere"))
     taken = submit("04", options=(*ON_NODE_1, "--hold"))
-    listener = listening(cluster, port := 20000 + taken.number % 10000)
-    cluster.run("scontrol", "release", taken.number)
+    port = taken.lose_its_port()
     expected = {
         elsewhere: ".venv/bin/activate: No such file or directory",
         taken: f"port {port} of node1 is already in use",
@@ -416,7 +361,6 @@ def test_what_is_refused(cluster, clone, submit, tmp_path_factory):
     for job, said in expected.items():
         assert job.wait() == "FAILED"
         assert said in job.output
-    cluster.run("kill", listener, node=1)
 
     hosts = cluster.folder / "hosts"
     text = hosts.read_text(encoding="utf-8")
@@ -427,23 +371,6 @@ def test_what_is_refused(cluster, clone, submit, tmp_path_factory):
     finally:
         hosts.write_text(text, encoding="utf-8")
     assert "host 'node1' cannot be resolved" in job.output
-
-
-def by_hand(cluster, folder, launch, gpus="--gpus-per-node=2"):
-    """Submit one command on two nodes; return the job's state and its output."""
-    options = ["--nodes=2", "--ntasks-per-node=1", gpus, "--output=out"]
-    line = f"export PATH={Path(sys.executable).parent}:$PATH; {launch}"
-    job = cluster.sbatch(*options, f"--wrap={line}", cwd=folder)
-    return cluster.wait(job), (folder / "out").read_text(encoding="utf-8")
-
-
-@SLOW
-def test_agents_that_do_not_meet(cluster, tmp_path):
-    launch = "srun torchrun --nnodes=2 --rdzv-endpoint=localhost:29400 --nproc-per-node=2"
-    options = "--rdzv-backend=c10d --rdzv-conf=join_timeout=5 --no-python true"
-    state, output = by_hand(cluster, tmp_path, f"{launch} {options}")
-    assert state == "FAILED"
-    assert "RendezvousTimeoutError" in output
 
 
 # ---------------------------------------------------------------- ways to ask for nodes and GPUs
@@ -471,7 +398,7 @@ def test_a_node_runs_as_many_processes_as_it_has_gpus(cluster, alone, clone, sim
 
 
 @SLOW
-def test_nodes_with_different_numbers_of_gpus(cluster, clone, submit, tmp_path_factory):
+def test_nodes_with_different_numbers_of_gpus(cluster, clone, submit):
     """Slurm spreads three GPUs over two nodes; the last command starts a process for each."""
     edit(clone / BATCH["04"], "--gpus-per-node=4", "--gpus=3")
     job = submit("04")
@@ -481,9 +408,8 @@ def test_nodes_with_different_numbers_of_gpus(cluster, clone, submit, tmp_path_f
     launch = re.search(r"`(srun bash -c 'torchrun .*?) \.\.\.'`", GUIDE)[1]
     launch += " --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node1:29400 --no-python bash -c "
     launch += '"echo finds \\$WORLD_SIZE \\$CUDA_VISIBLE_DEVICES"\''
-    folder = tmp_path_factory.mktemp("by_hand")
-    state, output = by_hand(cluster, folder, launch, gpus="--gpus=3")
-    assert state == "COMPLETED", output
+    words = ["--nodes=2", "--ntasks-per-node=1", "--gpus=3", "bash", "-c"]
+    output = cluster.run("salloc", *words, f"source .venv/bin/activate; {launch}", cwd=clone)
     found = sorted(re.findall("^finds (.*)$", output, re.MULTILINE))
     assert found == ["3 0", "3 0,1", "3 0,1"]
 
