@@ -23,8 +23,7 @@ KINDS = {
 Each recipe adds one feature (bf16, FSDP2, …) to one of the five scripts, or splits the exercise's
 GPT over several ranks. The page is also the patch: type its command at the top of the repository
 to write the patched script to a new file and run it. The new file is standalone, so you can copy
-it as it is. For a script of your own, copy the lines with `+` by hand: those with `-` show where.
-Each page names the tests that prove what it says.""",
+it as it is. For a script of your own, copy the lines with `+` by hand.""",
         40,
         {
             "Large models and batches": [
@@ -159,10 +158,9 @@ the broken script, and not in ours.""",
 STANDALONE = "torchrun --standalone --nproc-per-node={}"
 GPT = "exercise/solution.py"
 GPT_LIMIT = 95  # a model in parts is also fed, evaluated, saved and sampled otherwise
-ONE_GPU = "With only one GPU, put `CUDA_VISIBLE_DEVICES=` before `{}`"
-ONE_GPU += ": both ranks then train on the CPU."
-BROKEN = "This writes the *broken* script, to show what happens. The remedy is in the table above."
-TOO_FEW_GPUS = ONE_GPU.replace("only one GPU", "fewer than four GPUs").replace("both", "all")
+ONE_GPU = "With only one GPU, train on the CPU: put `CUDA_VISIBLE_DEVICES=` before `{}`."
+BROKEN = "This writes the *broken* script, not the remedy."
+TOO_FEW_GPUS = ONE_GPU.replace("only one GPU", "fewer than four GPUs")
 TABLE = r"\| What you see \| Why \| What to do \|\n\|---\|---\|---\|\n(?P<{}>(?:\|.+\n)+)\n"
 FORM = re.compile(
     r"# (?P<title>.+)\n\n"
@@ -288,7 +286,7 @@ def read(root, path):
         result = apply(old.read_text(encoding="utf-8").splitlines(), match["hunks"].splitlines())
     except LookupError as error:
         raise Problem(f"{where}: no longer applies to {old.name}: {error}") from error
-    diff = compare(old, new, "\n".join([*result, ""]))
+    diff = compare(old, new, "\n".join([*result, ""]), context=1)  # in short hunks
     patch = Patch(
         kind=path.parent.name,
         name=path.stem,

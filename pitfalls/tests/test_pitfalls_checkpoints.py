@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from patching import on_screen, patched
+from running import IMPATIENT, ONE, TWO
 from support.jobs import run
 from support.positions import BATCH, TOLD
 from support.results import error_lines, same_bits, weights
-from support.scripts import SMALL, edited, forked
+from support.scripts import edited, forked
 
 pytestmark = pytest.mark.slow
 LOAD = "def load_datasets():\n"
@@ -26,27 +27,25 @@ def alone(script, *args):
 @pytest.fixture
 def saved(trained):
     """The checkpoint of one rank after the first epoch."""
-    return trained("05", "1", *SMALL, nprocs=1).cwd / "checkpoint.pt"
+    return trained("05", *ONE, nprocs=1).cwd / "checkpoint.pt"
 
 
 @pytest.fixture
 def undisturbed(trained):
     """An uninterrupted run of both epochs."""
-    return trained("05", "2", *SMALL, nprocs=1)
+    return trained("05", *TWO, nprocs=1)
 
 
 @pytest.fixture
 def resumed(tmp_path):
     """Return a function that resumes a checkpoint with a pitfall's script and with step 5."""
 
-    def resume(name, checkpoint, *changes, args=("2", *SMALL)):
+    def resume(name, checkpoint, *changes, args=TWO):
         jobs = []
-        for kind in ("broken", "step"):
-            folder = tmp_path / kind
+        for make, what in (patched, f"pitfalls/{name}"), (edited, "05"):
+            folder = tmp_path / make.__name__
             folder.mkdir()
-            broken = kind == "broken"
-            make = (patched, f"pitfalls/{name}") if broken else (edited, "05")
-            script = make[0](folder, make[1], *changes)
+            script = make(folder, what, *changes)
             shutil.copy(checkpoint, folder / "checkpoint.pt")
             jobs.append(alone(script, *args))
         return jobs
@@ -70,9 +69,8 @@ def test_every_rank_saves(tmp_path):
 {REPLACE}        if dist.get_rank() == 0:
             dist.barrier()
 """
-    short = ("timedelta(minutes=5)", "timedelta(seconds=10)")
-    script = patched(tmp_path, "pitfalls/every_rank_saves", (REPLACE, turns), short)
-    job = run(forked(script, "1", *SMALL), tmp_path)
+    script = patched(tmp_path, "pitfalls/every_rank_saves", (REPLACE, turns), IMPATIENT)
+    job = run(forked(script, *ONE), tmp_path)
     assert job.returncode == 1
     (error,) = on_screen("pitfalls/every_rank_saves")
     assert error in error_lines(job)
@@ -80,9 +78,9 @@ def test_every_rank_saves(tmp_path):
 
 def test_module_prefix_saved(saved, tmp_path):
     script = patched(tmp_path, "pitfalls/module_prefix_saved")
-    assert alone(script, "1", *SMALL).returncode == 0
+    assert alone(script, *ONE).returncode == 0
     assert set(weights(tmp_path / "checkpoint.pt")) == {f"module.{key}" for key in weights(saved)}
-    error = refused(alone(script, "1", *SMALL))
+    error = refused(alone(script, *ONE))
     assert all(text in error for text in on_screen("pitfalls/module_prefix_saved"))
 
 
@@ -97,9 +95,9 @@ NAMED = (
 
 
 def test_module_regex(resumed, tmp_path):
-    assert alone(edited(tmp_path, "05", NAMED), "1", *SMALL).returncode == 0
+    assert alone(edited(tmp_path, "05", NAMED), *ONE).returncode == 0
     checkpoint = tmp_path / "checkpoint.pt"
-    broken, step = resumed("module_regex", checkpoint, NAMED, args=("1", *SMALL))
+    broken, step = resumed("module_regex", checkpoint, NAMED, args=ONE)
     error = refused(broken)
     assert all(text in error for text in on_screen("pitfalls/module_regex"))
     assert step.returncode == 0, step
@@ -114,7 +112,7 @@ def test_resume_without_optimizer(saved, undisturbed, resumed):
 
 def test_lr_overruled(saved, undisturbed, resumed):
     """The broken script ends like a run that was not given another learning rate."""
-    broken, step = resumed("lr_overruled", saved, args=("2", *SMALL, "--lr=1e-5"))
+    broken, step = resumed("lr_overruled", saved, args=(*TWO, "--lr=1e-5"))
     assert broken.returncode == 0, broken
     assert same_bits(broken, undisturbed)
     assert "it was saved with {'width': 4, 'lr': 0.004, 'seed': 0}" in refused(step)
@@ -123,13 +121,13 @@ def test_lr_overruled(saved, undisturbed, resumed):
 def test_epoch_starts_again(saved, resumed, tmp_path):
     """Interrupted after 640 samples of 12,942."""
     told = f"            {TOLD}\n{BATCH}"
-    first = alone(edited(tmp_path, "05", (BATCH, told)), "1", *SMALL)
+    first = alone(edited(tmp_path, "05", (BATCH, told)), *ONE)
     assert "interrupted after 640 samples of the epoch" in first.stdout
     line = "            self.epochs_run += 1\n"
     count = f'            log(f"{{self.samples_run}} samples of "\n{" " * 16}f"{{self.train_loader'
     count += f'.sampler.total_size}}")\n{line}'
     checkpoint = tmp_path / "checkpoint.pt"
-    jobs = resumed("epoch_starts_again", checkpoint, (line, count), args=("1", *SMALL))
+    jobs = resumed("epoch_starts_again", checkpoint, (line, count), args=ONE)
     counts = [re.findall(r"^(\d+) samples of (\d+)$", job.stdout, re.MULTILINE) for job in jobs]
     assert counts == [[("13582", "12942")], [("12942", "12942")]]
     assert [same_bits(job, saved) for job in jobs] == [False, True]
@@ -145,7 +143,7 @@ class Program:
 def test_weights_only_false(saved, resumed, tmp_path):
     checkpoint = {**torch.load(saved, weights_only=True), "COMMENT": Program()}
     torch.save(checkpoint, tmp_path / "elsewhere.pt")
-    jobs = resumed("weights_only_false", tmp_path / "elsewhere.pt", args=("1", *SMALL))
+    jobs = resumed("weights_only_false", tmp_path / "elsewhere.pt", args=ONE)
     assert [(job.cwd / "executed").is_dir() for job in jobs] == [True, False]
     broken, step = jobs
     assert broken.returncode == 0, broken
@@ -176,4 +174,4 @@ def test_written_in_place(saved, resumed):
     assert same_bits(step, saved)
     assert Path(broken.cwd / "checkpoint.pt").stat().st_size == 1000
     (text,) = on_screen("pitfalls/written_in_place")
-    assert text in refused(alone(broken.cwd / "05_gather_eval.py", "2", *SMALL))
+    assert text in refused(alone(broken.cwd / "05_gather_eval.py", *TWO))

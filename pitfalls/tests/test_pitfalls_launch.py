@@ -8,15 +8,14 @@ import pytest
 from clusters import ON_A_CLUSTER, TWO_BY_TWO
 from patching import on_screen, patched, text_of
 from pretended import SHIM
+from running import IMPATIENT, ONE, TRAIN
 from support import server
 from support.jobs import Job, finished, free_port, run
 from support.positions import BATCH, KILLED, ON_RANK_1, at
 from support.results import epochs
-from support.scripts import ROOT, SMALL, command, edit, edited, forked
+from support.scripts import ROOT, command, edit, edited, forked
 
 pytestmark = pytest.mark.slow
-ONE = ("1", *SMALL)
-TRAIN = "    trainer.train("
 
 
 def test_global_rank_as_device(tmp_path):
@@ -25,17 +24,16 @@ def test_global_rank_as_device(tmp_path):
     node = ("    ddp_setup()\n", '    os.environ["LOCAL_RANK"] = "0"\n    ddp_setup()\n')
     (tmp_path / "step").mkdir()
     finished(forked(edited(tmp_path / "step", "05", node), *ONE), tmp_path / "step", env)
-    job = run(
-        forked(patched(tmp_path, "pitfalls/global_rank_as_device", node), *ONE), tmp_path, env
-    )
+    script = patched(tmp_path, "pitfalls/global_rank_as_device", node)
+    job = run(forked(script, *ONE), tmp_path, env)
     assert job.returncode == 1
     (error,) = on_screen("pitfalls/global_rank_as_device")
     assert re.search(rf"^\[?.*{error}", job.stderr, re.MULTILINE), job
 
 
 def test_collective_on_one_rank(tmp_path):
-    short = ("timedelta(minutes=5)", "timedelta(seconds=5)")
-    job = run(forked(patched(tmp_path, "pitfalls/collective_on_one_rank", short), *ONE), tmp_path)
+    script = patched(tmp_path, "pitfalls/collective_on_one_rank", IMPATIENT)
+    job = run(forked(script, *ONE), tmp_path)
     assert job.returncode == 1
     (error,) = on_screen("pitfalls/collective_on_one_rank")
     assert error in job.stderr
@@ -64,11 +62,8 @@ def test_old_store(tmp_path):
     """Three restarts out of four fail."""
     join = "init_process_group(backend"
     short = (join, f"{join}, timeout=__import__('datetime').timedelta(seconds=10)")
-    start = command(
-        edited(tmp_path, "03", short, at(0, 20, KILLED, ON_RANK_1)),
-        *ONE,
-        torchrun=("--max-restarts=1",),
-    )
+    script = edited(tmp_path, "03", short, at(0, 20, KILLED, ON_RANK_1))
+    start = command(script, *ONE, torchrun=("--max-restarts=1",))
     for attempt in range(8):
         folder = tmp_path / str(attempt)
         folder.mkdir()

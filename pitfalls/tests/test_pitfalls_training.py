@@ -6,14 +6,12 @@ from ast import literal_eval
 import pytest
 import torch
 from patching import on_screen, patched
+from running import IMPATIENT, ONE, said_at_the_end
 from support.jobs import finished, run
 from support.results import accuracy, error_lines, losses, said, same_bits
 from support.scripts import SMALL, digest, forked, on_each_rank
 
 pytestmark = pytest.mark.slow
-TRAINED = "    return 75 if trainer.interrupted"  # after training and evaluation
-ONE = ("1", *SMALL)
-SHORT = ("timedelta(minutes=5)", "timedelta(seconds=10)")
 SPLIT = "    padded = nn.functional.pad("
 SUM = "        loss, samples = total.tolist()"
 # Each rank prints how it split the data, and the sums of its losses and samples.
@@ -53,11 +51,12 @@ WAIT = "        while not os.path.exists(args.checkpoint_path):\n            tim
 
 def test_missing_barrier(tmp_path):
     """Rank 1 finds no file, half of one, or that of the previous epoch."""
-    show = (TRAINED, f"    {on_each_rank(digest('model.parameters()'))}{TRAINED}")
+    patient = ("timedelta(minutes=5)", "timedelta(seconds=10)")  # longer than the writer is slow
+    show = said_at_the_end(digest("model.parameters()"))
 
     def job_with(*changes, epochs):
         (tmp_path / "checkpoint.pt").unlink(missing_ok=True)
-        path = patched(tmp_path, "pitfalls/missing_barrier", SHORT, show, *changes)
+        path = patched(tmp_path, "pitfalls/missing_barrier", patient, show, *changes)
         return run(forked(path, epochs, *SMALL), tmp_path)
 
     found_too_early = [LATE], [(REPLACE, HALF), (LOAD, WAIT + LOAD)]
@@ -112,13 +111,12 @@ def test_accumulation_undivided(tmp_path):
     hook = f"    optimizer.register_step_pre_hook(lambda *_: {on_each_rank(norm).strip()})\n"
     remedy = ("        loss.backward()", "        (loss / 4).backward()")
     norms = []
-    for name, changes in ("broken", ()), ("remedied", (remedy,)):
-        (tmp_path / name).mkdir()
-        script = patched(
-            tmp_path / name, "pitfalls/accumulation_undivided", (made, hook + made), *changes
-        )
-        job = finished(forked(script, *ONE), tmp_path / name)
+    for changes in [], [remedy]:
+        hooked = (made, hook + made)
+        script = patched(tmp_path, "pitfalls/accumulation_undivided", hooked, *changes)
+        job = finished(forked(script, *ONE), tmp_path)
         norms.append(torch.tensor([float(text) for text in said(job, 0)]))
+        (tmp_path / "checkpoint.pt").unlink()
     broken, remedied = norms
     assert len(broken) == 25
     assert broken[0] == 4 * remedied[0]
@@ -150,7 +148,7 @@ def test_mean_of_means(trained_with, tmp_path):
 
 
 def test_rank_0_evaluates_the_wrapper(tmp_path):
-    path = patched(tmp_path, "pitfalls/rank_0_evaluates_the_wrapper", SHORT)
+    path = patched(tmp_path, "pitfalls/rank_0_evaluates_the_wrapper", IMPATIENT)
     job = run(forked(path, *ONE), tmp_path)
     assert job.returncode == 1
     assert "accuracy" not in job.stdout

@@ -5,9 +5,8 @@ from types import ModuleType
 
 import torch
 from patching import on_screen, patched, text_of
-from stopping import told
 from support.jobs import finished, run
-from support.positions import TOLD
+from support.positions import BATCH, TOLD
 from support.results import resumed, same_bits, weights
 from support.scripts import SMALL, forked, on_each_rank
 
@@ -24,6 +23,20 @@ LENGTH = [  # of the loader: how many batches it yields, also after a stop
     ),
 ]
 IMPATIENT = ("timedelta(minutes=5)", "timedelta(seconds=5)")
+ALL = "os.killpg(0, signal.SIGTERM)"  # tells all processes of a run to stop, also workers
+RESUMED = '        log(f"resuming from '
+AT_ONCE = (RESUMED, f"        stop_signals.append(signal.SIGTERM)\n{RESUMED}")
+# With DDP's own hook written in Python, SENT lists the types and sizes of what a rank all-reduces.
+SENT = (
+    "stop_signals = ",
+    """SENT, reduce = [], dist.all_reduce
+dist.all_reduce = lambda t, *a, **o: SENT.append((str(t.dtype), t.numel())) or reduce(t, *a, **o)
+stop_signals = """,
+)
+HOOKED = f"""\
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+    trainer.model.register_comm_hook(None, allreduce_hook)
+{TRAIN}"""
 
 
 def script(folder, name, *changes):
@@ -44,6 +57,36 @@ def refused(folder, name, *changes, args=ONE):
     assert job.returncode == 1, job
     assert on_screen(f"recipes/{name}")[0] in job.stderr, job
     return job
+
+
+def told(epoch, samples=25 * 128, how=ALL):
+    """Return the change with which rank 1 is told to stop after so many samples of an epoch.
+
+    The ranks ask each other in every tenth step: with 25 batches of two times 64, five steps later.
+    """
+    here = f"(dist.get_rank(), self.epochs_run, self.samples_run) == (1, {epoch}, {samples})"
+    return BATCH, f"            if {here}:\n                {how}\n{BATCH}"
+
+
+def stopped(path, *args, samples=30 * 128, env=None):
+    """Run a script that is told to stop, and check that it saved in mid-epoch."""
+    job = run(forked(path, *args), path.parent, env)
+    assert job.returncode != 0, job
+    assert f"interrupted after {samples:,} samples" in job.stdout, job
+    assert "accuracy" not in job.stdout, job
+    return job
+
+
+def writes_nothing_again(path, *args):
+    """Resume a script that is told to stop AT_ONCE; no file in its checkpoint's folder changes."""
+
+    def written():
+        return {file: file.stat().st_mtime_ns for file in path.parent.glob("*/*.distcp")}
+
+    before = written()
+    stopped(path, *args, samples=0)
+    assert [*path.parent.glob("*.pt.interrupted")]
+    assert written() == before
 
 
 def with_and_without_a_stop(folder, name, *changes):

@@ -12,12 +12,22 @@ import numpy as np
 import pytest
 import torch
 from patching import on_screen
-from running import IMPATIENT, LENGTH, ONE, TWO, printed, ran, refused, script
-from stopping import stopped, told
+from running import (
+    IMPATIENT,
+    LENGTH,
+    ONE,
+    TWO,
+    printed,
+    ran,
+    refused,
+    script,
+    stopped,
+    told,
+)
 from support.jobs import run
 from support.positions import BATCH
 from support.results import resumed, same_bits
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 SLOW = pytest.mark.slow
@@ -60,22 +70,14 @@ def test_loader_workers(tmp_path):
     assert same_bits(job, ran(tmp_path / "b", name, none))
 
 
-class Drawn(Dataset):
-    """Returns what the random generators of a DataLoader worker draw."""
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return index, torch.rand(()).item(), np.random.rand(), random.random()
-
-
 def test_workers_are_seeded_alike():
     """This holds for two ranks with the same seed, and so for a rank that is resumed."""
+    draw = lambda index: (index, torch.rand(()).item(), np.random.rand(), random.random())  # noqa: E731
     drawn = []
     for _ in range(2):
         torch.manual_seed(0)
-        drawn.append(sorted(DataLoader(Drawn(), batch_size=None, num_workers=2)))
+        data = DataLoader(range(4), batch_size=None, num_workers=2, collate_fn=draw)
+        drawn.append(sorted(data))
     assert drawn[0] == drawn[1]
     assert [len(set(numbers)) for numbers in zip(*drawn[0])] == [4, 4, 4, 4]
 

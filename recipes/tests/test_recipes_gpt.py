@@ -5,8 +5,7 @@ import shutil
 import pytest
 import torch
 from gpt import held, held_out, on_page, small, trained
-from running import same
-from stopping import writes_nothing_again
+from running import same, writes_nothing_again
 from support.jobs import run
 from support.results import losses, said
 from support.scripts import digest, forked, on_each_rank

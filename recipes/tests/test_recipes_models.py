@@ -7,8 +7,11 @@ import pytest
 import torch
 from patching import page
 from running import (
+    AT_ONCE,
+    HOOKED,
     IMPATIENT,
     ONE,
+    SENT,
     TRAIN,
     difference,
     printed,
@@ -18,9 +21,11 @@ from running import (
     same,
     saved,
     script,
+    stopped,
+    told,
     with_and_without_a_stop,
+    writes_nothing_again,
 )
-from stopping import AT_ONCE, stopped, told, writes_nothing_again
 from support import server
 from support.jobs import finished, run
 from support.positions import BATCH
@@ -60,22 +65,6 @@ META = (
     ),
     ("    optimizer = ", "    model.to_empty(device=device)\n    optimizer = "),
 )
-CHANNELS_LAST = ("(device)\n    for", "(device, memory_format=torch.channels_last)\n    for")
-
-
-def told_to_stop(folder, name, *changes):
-    """Run a recipe that is told to stop in epoch 2, and leaves no whole epoch behind."""
-    path = script(folder, name, *changes, told(1, STOP - 179 * 2))
-    stopped(path, *UNEVEN, samples=STOP)
-
-
-def resumed_by_four(folder, name, *changes):
-    """Resume a recipe on four ranks; return the state that it has loaded."""
-    job = ran(folder, name, *changes, LOADED, SAMPLES, args=UNEVEN, nprocs=4)
-    assert resumed(job) == [1]
-    assert printed(r"(\d+) samples", job) == ["9364"]  # 12942 - 3580, and two of padding
-    assert accuracy(job)[2] == 359
-    return torch.load(folder / "loaded.pt", weights_only=True)
 
 
 @pytest.fixture
@@ -92,31 +81,23 @@ def test_fsdp2(ddp, tmp_path):
     held = 8 * 4 * PARAMETERS  # float64 parameters, gradients, and two optimizer states
     assert [said(ddp, rank) for rank in (0, 1)] == [[f"{held}"]] * 2
     assert [said(job, rank) for rank in (0, 1)] == [[f"{held // 2}"]] * 2
-    told_to_stop(tmp_path / "two", "fsdp2", *DOUBLE)
-    shutil.copytree(tmp_path / "two", tmp_path / "four")
-    again = ran(tmp_path / "two", "fsdp2", *DOUBLE, args=UNEVEN)
-    assert same_bits(again, job)
-    checkpoint = torch.load(tmp_path / "four" / "checkpoint.pt", weights_only=True)
-    loaded = resumed_by_four(tmp_path / "four", "fsdp2", *DOUBLE, *META)
-    assert same(loaded[0], checkpoint["MODEL_STATE"])
-    assert same(loaded[1], checkpoint["OPTIMIZER_STATE"])
+    two, four = tmp_path / "two", tmp_path / "four"
+    stopped(script(two, "fsdp2", *DOUBLE, told(1, STOP - 179 * 2)), *UNEVEN, samples=STOP)
+    shutil.copytree(two, four)
+    assert same_bits(ran(two, "fsdp2", *DOUBLE, args=UNEVEN), job)
+    checkpoint = torch.load(four / "checkpoint.pt", weights_only=True)
+    job = ran(four, "fsdp2", *DOUBLE, *META, LOADED, SAMPLES, args=UNEVEN, nprocs=4)
+    assert resumed(job) == [1]
+    assert printed(r"(\d+) samples", job) == ["9364"]  # 12942 - 3580, and two of padding
+    assert accuracy(job)[2] == 359
+    model, optimizer = torch.load(four / "loaded.pt", weights_only=True)
+    assert same(model, checkpoint["MODEL_STATE"])
+    assert same(optimizer, checkpoint["OPTIMIZER_STATE"])
 
 
 def test_fsdp2_wants_contiguous_parameters(tmp_path):
-    refused(tmp_path, "fsdp2", CHANNELS_LAST)
-
-
-def sharding():
-    """Yield the changes of the recipe fsdp2, except those about checkpoints."""
-    _, _, diff = page("recipes/fsdp2").partition("\n@@")
-    hunks = diff.partition("\n```")[0].split("\n@@")
-    ddp = "from torch.nn.parallel import DistributedDataParallel as DDP\n"
-    yield ddp, "from torch.distributed.fsdp import fully_shard\n"
-    for hunk in hunks:
-        if "import" not in hunk and "MODEL_STATE" not in hunk:
-            lines = hunk.splitlines()[1:]
-            sides = [[line[1:] for line in lines if line[:1] != sign] for sign in "+-"]
-            yield tuple("\n".join([*side, ""]) for side in sides)
+    last = ("(device)\n    for", "(device, memory_format=torch.channels_last)\n    for")
+    refused(tmp_path, "fsdp2", last)
 
 
 def last_folder(folder):
@@ -144,16 +125,6 @@ def test_sharded_checkpoint(ddp, tmp_path):
     assert resumed(ran(tmp_path, "sharded_checkpoint", *DOUBLE, args=UNEVEN)) == [1]
     assert {"__0_0.distcp", "__1_0.distcp"} <= {path.name for path in broken.iterdir()}
     assert same(converted(tmp_path)["model_state_dict"], weights(ddp))
-
-
-def test_sharded_checkpoint_with_fsdp2(tmp_path):
-    """The same code saves the shards of two ranks, and four ranks load what they need."""
-    changes = [*sharding(), *DOUBLE]
-    told_to_stop(tmp_path, "sharded_checkpoint", *changes)
-    state = converted(tmp_path)
-    loaded = resumed_by_four(tmp_path, "sharded_checkpoint", *changes)
-    assert same(loaded[0], state["model_state_dict"])
-    assert same(loaded[1], state["optim_state_dict"])
 
 
 # Rank 1 writes its part only when the next epoch is under way; of epoch 2, it is killed instead.
@@ -257,15 +228,6 @@ def test_gan(tmp_path):
 
 FREEZE = "    model[:5].requires_grad_(False)"
 LATER = [(FREEZE, "    #"), (TRAIN, f"    trainer.model.module{FREEZE[9:]}\n{TRAIN}")]
-REDUCED = f"""    reduced = set()
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    def counted(_, bucket):
-        reduced.add(bucket.buffer().numel())
-        return default_hooks.allreduce_hook(None, bucket)
-
-    trainer.model.register_comm_hook(None, counted)
-{TRAIN}"""
 
 
 def test_frozen_layers(trained, tmp_path):
@@ -273,36 +235,23 @@ def test_frozen_layers(trained, tmp_path):
     pretrained = trained("05", *ONE)
     shutil.copy(pretrained.cwd / "checkpoint.pt", tmp_path / "pretrained.pt")
     refused(tmp_path, "frozen_layers", *LATER)
-    said_last = said_at_the_end("list(reduced)")
-    job = ran(tmp_path, "frozen_layers", (TRAIN, REDUCED), said_last)
+    sizes = said_at_the_end("{size for _, size in SENT if size > 2}")
+    job = ran(tmp_path, "frozen_layers", SENT, (TRAIN, HOOKED), sizes)
     before, after = weights(pretrained), weights(job)
     kept = {name for name in before if torch.equal(before[name], after[name])}
     assert kept == {"0.weight", "0.bias", "2.weight", "2.bias"}
     trainable = sum(tensor.numel() for name, tensor in after.items() if name not in kept)
-    assert said(job, 0) == [str([trainable])]
+    assert said(job, 0) == [str({trainable})]
     assert len(saved(job, "OPTIMIZER_STATE")["state"]) == 4
-
-
-SPY = """SENT = set()
-all_reduce = dist.all_reduce
-
-
-def spied(tensor, *args, **options):
-    SENT.add((str(tensor.dtype), tensor.numel()))
-    return all_reduce(tensor, *args, **options)
-
-
-dist.all_reduce = spied
-stop_signals = """
 
 
 def test_compressed_gradients(trained, tmp_path):
     """All gradients are sent with two bytes each; the ranks still have the same weights."""
-    shown = said_at_the_end(f"sorted(SENT), {digest('model.parameters()')}")
-    job = ran(tmp_path, "compressed_gradients", ("stop_signals = ", SPY), shown)
+    types = f"{{kind for kind, size in SENT if size == {PARAMETERS}}}"
+    shown = said_at_the_end(f"{types}, {digest('model.parameters()')}")
+    job = ran(tmp_path, "compressed_gradients", SENT, shown)
     assert said(job, 0) == said(job, 1)
-    assert str(("torch.float16", PARAMETERS)) in said(job, 0)[0]
-    assert str(("torch.float32", PARAMETERS)) not in said(job, 0)[0]
+    assert said(job, 0)[0].startswith("({'torch.float16'}, ")
     step_5 = trained("05", *ONE)
     assert not same_bits(job, step_5)
     assert float(losses(job)[0]) == pytest.approx(float(losses(step_5)[0]), abs=0.02)

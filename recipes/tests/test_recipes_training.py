@@ -8,11 +8,14 @@ import pytest
 import torch
 from patching import on_screen, text_of
 from running import (
+    HOOKED,
     ONE,
+    SENT,
     STEP,
     STEPS,
     TRAIN,
     TWO,
+    difference,
     module,
     printed,
     ran,
@@ -46,30 +49,17 @@ SLOW = pytest.mark.slow
 
 
 @SLOW
-def test_accumulation(tmp_path):
+def test_accumulation(trained_with, tmp_path):
     """A group of four batches acts as one large batch, and all-reduces once; so does a shorter one.
 
     A rank has 6471 samples: 32 full groups of 4 x 50, and a last one of 50 and 21.
     """
-    hook = f"""\
-    reduced = []
-    counting = default_hooks.allreduce_hook
-    trainer.model.register_comm_hook(
-        None, lambda state, bucket: reduced.append(1) or counting(None, bucket)
-    )
-{TRAIN}"""
-    hooks = "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks\n"
-    imported = ("from torch import nn\n", f"from torch import nn\n{hooks}")
-    changes = (*DOUBLE, imported, (TRAIN, hook), said_at_the_end("len(reduced)"))
+    count = said_at_the_end("sum(size > 2 for _, size in SENT)")
+    changes = (*DOUBLE, SENT, (TRAIN, HOOKED), count)
     parts = ran(tmp_path, "accumulation", *changes, args=("1", "--batch-size=50", "--width=2"))
-    (tmp_path / "whole").mkdir()
-    step_5 = forked(
-        edited(tmp_path / "whole", "05", *changes), "1", "--batch-size=200", "--width=2"
-    )
-    whole = finished(step_5, tmp_path / "whole")
+    whole = trained_with("05", changes, ("1", "--batch-size=200", "--width=2"))
     assert said(parts, 0) == said(whole, 0) == ["33"]
-    one, other = weights(parts), weights(whole)
-    assert max((one[name] - other[name]).abs().max() for name in one) < 1e-9
+    assert difference(parts, whole) < 1e-9
 
 
 @SLOW
