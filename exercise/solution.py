@@ -241,5 +241,4 @@ if not interrupted:
         print(write(model, 300))
 dist.barrier()  # wait until every rank has finished with the group
 dist.destroy_process_group()
-if interrupted:
-    raise SystemExit(75)  # EX_TEMPFAIL: try again later
+raise SystemExit(75 if interrupted else 0)  # 75 is EX_TEMPFAIL: try again later
