@@ -170,7 +170,7 @@ def test_a_recipe_is_as_tidy_as_a_step(tmp_path):
         ("Read more: ", "", "not in the form of the others"),
         ("`test_pitfall[no_set_epoch]`", "test", "names no tests"),
         ("--- 05_gather_eval.py", "--- 06.py", "there is no 06.py to patch"),
-        ("     def _run_epoch", "+\n" * 40 + "     def _run_epoch", "41 lines, 14 are allowed"),
+        ("         torch.", "+\n" * 40 + "         torch.", "41 lines, 14 are allowed"),
         ("patch -o no_set_epoch.py", "patch", "its command does not end with 'patch -o no_set"),
     ],
 )
