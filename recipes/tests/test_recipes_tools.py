@@ -19,10 +19,9 @@ from support.scripts import DOUBLE, SMALL, forked, on_each_rank, write
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
-SLOW = pytest.mark.slow
+pytestmark = pytest.mark.slow
 
 
-@SLOW
 def test_early_stopping(trained, tmp_path):
     """From the third epoch on, all answers of rank 1 are wrong, so the second is the best.
 
@@ -47,7 +46,6 @@ def test_early_stopping(trained, tmp_path):
 # ---------------------------------------------------------------- loggers
 
 
-@SLOW
 def test_log_tensorboard(tmp_path):
     """Rank 0 is killed in the second epoch, after logging steps that the next run repeats."""
     line = "            loss = self._run_batch(source, targets)\n"
@@ -102,7 +100,6 @@ def logged(folder, name, **env):
     finished(forked(path, "3", *SMALL), folder, env)
 
 
-@SLOW
 def test_log_wandb(tmp_path):
     folders = {f"WANDB_{name}_DIR": str(tmp_path) for name in ("CACHE", "CONFIG", "DATA")}
     logged(tmp_path, "log_wandb", WANDB_MODE="offline", **folders)
@@ -115,7 +112,6 @@ def test_log_wandb(tmp_path):
     assert len(ids) == 1
 
 
-@SLOW
 def test_log_mlflow(tmp_path):
     """Rank 0 alone logs, in one run, and no epoch twice."""
     pytest.importorskip("mlflow", reason="pip install -r recipes/requirements.txt")
@@ -126,7 +122,6 @@ def test_log_mlflow(tmp_path):
         assert steps.fetchall() == [(1,), (2,), (3,)]
 
 
-@SLOW
 def test_progress(tmp_path):
     """No bar in a file; in a terminal, one bar, which starts where the run was stopped."""
     path = script(tmp_path, "progress", told(0))
@@ -139,7 +134,6 @@ def test_progress(tmp_path):
     assert len(re.findall("epoch 1  loss", shown)) == 1
 
 
-@SLOW
 def test_profiler(tmp_path):
     """Of three ranks, two are profiled: each writes a trace of three steps with an all-reduce."""
     ran(tmp_path, "profiler", ("range(8)", "range(2)"), nprocs=3)
@@ -155,7 +149,6 @@ def test_profiler(tmp_path):
         assert names.count("DistributedDataParallel.forward") == 3
 
 
-@SLOW
 def test_eval_torchmetrics(trained, tmp_path):
     """The same numbers as step 5, from 180 samples on rank 0 and 179 on rank 1."""
     line = "    result = metrics.compute()"
@@ -171,7 +164,6 @@ def test_eval_torchmetrics(trained, tmp_path):
     assert accuracy(ours) == accuracy(step_5)
 
 
-@SLOW
 def test_sweep(tmp_path):
     """A run that is stopped continues its trial; both ranks train with its learning rate."""
     line = "    trainer.train(args.total_epochs"
@@ -205,7 +197,6 @@ accelerator = SimpleNamespace(
 """
 
 
-@SLOW
 def test_any_accelerator(trained, tmp_path):
     """It uses the GPUs as step 5 does, without a word about CUDA in the script."""
     text = text_of("recipes/any_accelerator")
@@ -223,7 +214,6 @@ def test_any_accelerator(trained, tmp_path):
         assert ["pin_memory", f"cuda:{rank}"] in others
 
 
-@SLOW
 def test_unequal_gpus(trained_with, tmp_path):
     """Of each 128 samples, rank 0 gets 96 and rank 1 gets 32: step 5's steps, with 64 each.
 
