@@ -3,13 +3,30 @@
 from pathlib import Path
 
 import pytest
-from ddp_check.report import conclude, perform, planned
+from ddp_check.report import planned
 from ddp_check.rules import RULES, judge
 from ddp_check.rules.base import BROKEN, NONE, PASS, UNSEEN, WRONG
 from ddp_check.run import LAUNCHERS, Plan
 from support import server
 from support.once import once
-from support.scripts import LONG, SCRIPT
+from support.scripts import LONG, ROOT, SCRIPT
+
+BASE = (ROOT / "checker" / "tests" / "base.py").read_text(encoding="utf-8")
+SPAWNED = [  # changes to the base, which then starts its own processes
+    ("def main():\n", "def main(rank):\n"),
+    ('group("gloo")', 'group("gloo", f"file://{os.getcwd()}/met", rank=rank, world_size=2)'),
+    (
+        "    main()\n",
+        """    from torch.multiprocessing import Process
+
+    ranks = [Process(target=main, args=[rank]) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+""",
+    ),
+]
 
 
 @pytest.fixture
@@ -19,29 +36,35 @@ def own_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+@pytest.fixture
 def fork_ranks(monkeypatch):
     """Let the checker fork the ranks instead of starting torchrun: it takes a third of the time.
 
     The ranks have imported everything before the script does, and a signal to all kills them.
     """
-    *words, _ = server.command("script", nprocs="NPROC")
-    monkeypatch.setitem(LAUNCHERS, "torchrun", [str(word) for word in words])
+    for launcher, nprocs in (("torchrun", "NPROC"), ("python", 0)):
+        *words, _ = server.command("script", nprocs=nprocs)
+        monkeypatch.setitem(LAUNCHERS, launcher, [str(word) for word in words])
 
 
-def plan_of(step, folder, nproc=2):
-    """Return the plan for a step. Its undisturbed run is shared by all pytest workers."""
+def observed(path, *arguments, nproc=2):
+    """Return the undisturbed run of a script; all tests with the same text share it."""
 
     def make(shared):
         (shared / "empty").mkdir()
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(shared / "empty")
             patch.setenv("OMP_NUM_THREADS", "1")
-            run = Plan(SCRIPT[step], LONG, nproc, 300, None, shared).undisturbed
-        assert run.returncode == 0, run.output
-        return run
+            return Plan(path, arguments, nproc, 300, None, shared).undisturbed
 
+    return once(("observed", path.read_text(encoding="utf-8"), arguments, nproc), make)
+
+
+def plan_of(step, folder, nproc=2):
+    """Return the plan for a step, with a run that all tests share."""
     plan = Plan(SCRIPT[step], LONG, nproc, 300, None, folder)
-    plan.undisturbed = once(("observed", plan.text, nproc), make)
+    plan.undisturbed = observed(SCRIPT[step], *LONG, nproc=nproc)
+    assert plan.undisturbed.returncode == 0, plan.undisturbed.output
     return plan
 
 
@@ -72,14 +95,18 @@ def told(verdicts):
     return {name: one.status for name, one in verdicts.items() if one.status not in quiet}
 
 
+def after(line, more):
+    """Return the change that adds lines after one."""
+    return line, line + more
+
+
+def before(line, more):
+    return line, more + line
+
+
 def line_of(verdict):
-    """Return the line of a script that a verdict points to."""
+    """Return the line of a script that a verdict points to, or an empty string."""
     path, _, number = verdict.where.rpartition(":")
+    if not Path(path).is_file():
+        return ""
     return Path(path).read_text(encoding="utf-8").splitlines()[int(number) - 1].strip()
-
-
-def drill_passes(plan, name):
-    """Check that each verdict of a drill is a pass."""
-    verdicts = perform(name, plan)
-    assert [verdict for _, verdict in verdicts if verdict.status != PASS] == []
-    assert "you may rely on it" in conclude(name, verdicts)

@@ -1,3 +1,3 @@
-"""The fixture of the checker's tests."""
+"""The fixtures of the checker's tests."""
 
-from checking import own_folder  # noqa: F401
+from checking import fork_ranks, own_folder  # noqa: F401

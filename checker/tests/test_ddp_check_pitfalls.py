@@ -3,22 +3,19 @@
 import re
 
 import pytest
-from checking import failed, fork_ranks, judged, named, plan_of, told
+from checking import failed, judged, named, plan_of, told
 from ddp_check.report import conclude, perform, planned
 from ddp_check.rules import RULES, judge
 from ddp_check.rules.base import FRAGILE, PASS, SLOW, UNSURE, WRONG
 from patching import on_screen, page, text_of
-from support.scripts import LONG, ROOT, SMALL, write
+from support.scripts import LONG, ROOT, write
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 PITFALLS = ROOT / "pitfalls"
+SHORT = ("2", "--batch-size=256", "--width=4")
 TOLD = {  # pitfall: the rules that tell it, and what they say
-    "accumulation_undivided": {
-        "gradients_are_averaged": "4 backward passes all-reduce their gradients"
-    },
-    "accumulation_without_no_sync": {
-        "gradients_are_averaged": "4 backward passes all-reduce their gradients"
-    },
+    "accumulation_undivided": {"gradients_are_averaged": "4 backward passes all-reduce"},
+    "accumulation_without_no_sync": {"gradients_are_averaged": "4 backward passes all-reduce"},
     "batchnorm_of_rank_0": {"evaluated_models_agree": "running_mean of Sequential differs"},
     "collective_on_one_rank": {
         "script_ends": "rank 0 is at .* in all_reduce; rank 1 is at .* in barrier",
@@ -26,12 +23,12 @@ TOLD = {  # pitfall: the rules that tell it, and what they say
     },
     "destroy_missing": {"one_group": "rank 0 did not call destroy_process_group"},
     "edit_on_one_rank": {"weights_agree": "before step 1, the weights differ from rank to rank"},
-    "eval_never_undone": {"training_mode": "step 103 is taken in evaluation mode"},
+    "eval_never_undone": {"training_mode": "step 27 is taken in evaluation mode"},
     "every_rank_saves": {"one_rank_writes": "ranks 0, 1 write checkpoint.pt.new"},
     "find_unused_without_need": {"unused_search_is_needed": "every parameter is used in each step"},
     "fixed_port": {"one_group": "the port is always 12355"},
     "forward_through_module": {
-        "weights_agree": "before step 103, the weights differ from rank to rank",
+        "weights_agree": "before step 27, the weights differ from rank to rank",
         "gradients_are_averaged": "differ from rank to rank, .* the model is called without",
     },
     "handler_holds_model": {"no_thread_left": "drop every reference to the DDP model"},
@@ -42,15 +39,11 @@ TOLD = {  # pitfall: the rules that tell it, and what they say
     "no_set_epoch": {"order_changes": "epochs 1 and 2 have the same order"},
     "optimizer_of_other_parameters": {"weights_agree": "changes 2 parameters that are in no wrap"},
     "os_exit": {"one_group": "ends with os._exit: atexit functions are not called"},
-    "padded_evaluation": {
-        "each_sample_is_evaluated_once": "it counts 360 samples, 359 of them distinct, of 359"
-    },
+    "padded_evaluation": {"each_sample_is_evaluated_once": "360 samples, 359 of them distinct"},
     "prints_on_every_rank": {"one_rank_prints": "ranks 0 and 1 print"},
     "rank_0_evaluates_the_wrapper": {"script_ends": "rank 0 is at .* rank 1 is at .* in barrier"},
     "rank_0_loss": {"printed_loss_is_of_all": "is the loss only that of rank 0"},
-    "rank_seeds_split_data": {
-        "ranks_share_data": r"3[0-4]\d\d samples are seen by several"
-    },  # a quarter
+    "rank_seeds_split_data": {"ranks_share_data": r"3[0-4]\d\d samples are seen by several"},
     "same_augmentation": {"random_numbers_differ": "all ranks have the same augmentation"},
     "shuffle_beside_sampler": {"script_ends": "^ValueError: "},
     "split_differs_by_rank": {"ranks_share_data": "the same index means different samples"},
@@ -89,13 +82,13 @@ def broken(tmp_path, name, changes=()):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in TOLD]
 )
-def test_pitfall(tmp_path, monkeypatch, name):
+def test_pitfall(tmp_path, request, name):
     """Exactly the rules that the pitfall breaks tell it; step 5 passes."""
     assert told(named(judge(plan_of("05", tmp_path).undisturbed))) == {}
     if name != "late_import":
-        fork_ranks(monkeypatch)
+        request.getfixturevalue("fork_ranks")
     timeout = 40 if name in HANG else 200
-    run, verdicts = judged(broken(tmp_path, name), "2", *SMALL, timeout=timeout)
+    run, verdicts = judged(broken(tmp_path, name), *SHORT, timeout=timeout)
     if name in MAY_FAIL:
         verdicts.pop("script_ends")
     severity = SEVERITY.get(name, WRONG)
@@ -110,31 +103,25 @@ def test_pitfall(tmp_path, monkeypatch, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REMEDIES)
-def test_remedy(tmp_path, monkeypatch, name):
-    fork_ranks(monkeypatch)
-    run, verdicts = judged(broken(tmp_path, name, [REMEDIES[name]]), "2", *SMALL)
+def test_remedy(tmp_path, fork_ranks, name):
+    run, verdicts = judged(broken(tmp_path, name, [REMEDIES[name]]), *SHORT)
     assert failed(verdicts) == [], run.output
     assert name != "same_augmentation" or verdicts["random_numbers_differ"].status == PASS
     assert on_screen("pitfalls/find_unused_without_need")[0] not in run.output
 
 
-AGAIN = pytest.mark.weekly("the drills of one more pitfall, several runs each")
+WEEKLY = pytest.mark.weekly("the drills of one more pitfall, several runs each")
+AGAIN = [pytest.param(name, marks=WEEKLY) for name in DRILLED if name != "resume_without_optimizer"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "drill"),
-    [
-        pytest.param(name, drill, marks=() if name == "resume_without_optimizer" else AGAIN)
-        for name, drill in DRILLED.items()
-    ],
-)
-def test_a_pitfall_fails_its_drill(tmp_path, name, drill):
+@pytest.mark.parametrize("name", ["resume_without_optimizer", *AGAIN])
+def test_a_pitfall_fails_its_drill(tmp_path, name):
     """One process is enough to show these pitfalls."""
     with planned(broken(tmp_path, name), LONG, nproc=1) as plan:
         # Without an interruption, these pitfalls have no effect.
         plan.undisturbed = plan_of("05", tmp_path, nproc=1).undisturbed
-        verdicts = perform(drill, plan)
+        verdicts = perform(drill := DRILLED[name], plan)
     severity = SEVERITY.get(name, WRONG)
     assert severity in {verdict.status for _, verdict in verdicts}, verdicts
     assert ("do not rely on it" in conclude(drill, verdicts)) == (severity == WRONG)
