@@ -26,9 +26,7 @@ import torch
 import torch.distributed as dist
 
 COLUMNS = ("tasks", "names", "network", "clock", "folder", "GPU")
-TO_THE_FIRST = ("network", "clock", "folder")  # what is compared with the first node
 SIZE = 2**24  # bytes for all_reduce
-SIOCGIFADDR = 0x8915  # from linux/sockios.h: the IPv4 address of an interface
 
 
 def at_once(checks, seconds):
@@ -82,8 +80,8 @@ def gloo_address():
     It is that of the interface in GLOO_SOCKET_IFNAME, or that of the host name, or else loopback.
     """
     if name := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
-            answer = fcntl.ioctl(query, SIOCGIFADDR, name.encode().ljust(40, b"\0"))
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:  # SIOCGIFADDR of Linux
+            answer = fcntl.ioctl(query, 0x8915, name.encode().ljust(40, b"\0"))
         return socket.inet_ntoa(answer[20:24])
     with contextlib.suppress(OSError, RuntimeError), socket.socket() as probe:
         probe.bind((address := address_of(socket.gethostname()), 0))  # fails if it is another's
@@ -203,7 +201,7 @@ def node_faults(rows, first):
     for column in rows[first]:
         faults = {node: row[column][1] for node, row in rows.items() if not row[column][0]}
         all_others = len(faults) > 1 and len(faults) == len(rows) - 1
-        if column in TO_THE_FIRST and (first in faults or all_others):
+        if column in ("network", "clock", "folder") and (first in faults or all_others):
             others_say = f"all other nodes say {[*faults.values()][-1]}"
             faults = {first: faults.get(first, others_say)}
         for node, fault in faults.items():
@@ -261,7 +259,6 @@ def judge(launch, seconds):
     print(flush=True)
     if bad := node_faults(rows, nodes[0]):
         return bad
-
     del own  # with its store, which listens at the port that the ranks need
     reports = run_tasks([*launch, "measure", plan], 2 * seconds)
     rows = node_rows(reports, nodes, tasks, ("tasks", "all_reduce"))

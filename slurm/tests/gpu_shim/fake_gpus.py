@@ -24,7 +24,6 @@ CPU = torch.device("cpu")
 MIX_DEVICES = {Tensor.copy_, Tensor.data.__set__, torch._has_compatible_shallow_copy_type}
 calls = []
 current = 0  # the GPU that "cuda" means
-contexts = set()  # the GPUs on which this process would allocate memory
 storages = {}  # of the tensors on a GPU: storage -> (weak reference, GPU)
 backends = {}  # of the process group: device type -> backend
 
@@ -46,14 +45,12 @@ def set_device(device):
     global current  # noqa: PLW0603
     index = device if isinstance(device, int) else torch.device(device).index
     if index >= GPUS:  # the beginning of PyTorch's message
-        error = getattr(torch, "AcceleratorError", RuntimeError)
-        raise error(
+        raise torch.AcceleratorError(
             "CUDA error: invalid device ordinal\n"
             "GPU device may be out of range, do you have enough GPUs?\n"
         )
     record("set_device", index, VISIBLE[index])
     current = index
-    contexts.add(index)
 
 
 def device_of(tensor):
@@ -79,7 +76,6 @@ def named_device(value):
 
 def place(tensors, gpu):
     record("allocate", gpu)
-    contexts.add(gpu.index)
     for tensor in tensors:
         storage = tensor.untyped_storage()
         storages[storage._cdata] = StorageWeakRef(storage), gpu
@@ -124,7 +120,6 @@ torch.cuda.current_device = lambda: current
 torch.cuda.set_device = set_device
 torch.accelerator.current_accelerator = lambda check_available=False: None
 torch.cuda.is_current_stream_capturing = lambda: False  # PyTorch 2.6 asks before each step
-torch._C._cuda_hasPrimaryContext = contexts.__contains__
 FakeGPUs().__enter__()
 
 
