@@ -1,15 +1,13 @@
 """The lines of the front page make a right script of one that trains on one GPU."""
 
 import re
-import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
-from support.jobs import environment
+from support.jobs import finished
+from support.scripts import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PLAIN = '''
 # imports
 import torch
@@ -110,8 +108,6 @@ def test_the_checker_calls_them_right(tmp_path):
     script.write_text(applied(diff, PLAIN), encoding="utf-8")
     drills = [word for name in ("kill", "world-size") for word in ("--drill", name)]
     words = [sys.executable, "-m", "ddp_check", *drills, script]
-    env = environment(PYTHONPATH=str(ROOT / "checker"))
-    job = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-    assert job.returncode == 0, job.stdout + job.stderr
+    job = finished(words, tmp_path, {"PYTHONPATH": str(ROOT / "checker")}, timeout=600)
     assert "FAIL" not in job.stdout
     assert "WARN" not in job.stdout
