@@ -15,7 +15,6 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-import timeline
 from shared import launcher
 
 HERE = Path(__file__).resolve().parent
@@ -32,7 +31,6 @@ COMMANDS = (  # the number of ranks, if torchrun starts them, and the command
     (2, BUCKETS),
     (4, BUCKETS),
     (2, "communication.py"),
-    (3, "communication.py"),
     (None, "scaling.py --processes=4 --repeats=2 --epochs=3"),
     (None, "learning_rate.py"),
     (None, "growth.py"),
@@ -56,10 +54,9 @@ def read(folder, name):
 
 
 def drawn(folder):
-    """Return the data of the figure on diffs' page: the recorded steps, and the network."""
+    """Return the data of the figure on diffs' page: the recorded steps."""
     records = {str(n): read(folder, f"timeline-{n}") for n in (2, 4)}
-    network = timeline.fit([read(folder, f"communication-{n}") for n in (2, 3)])
-    return {"written_by": "benchmarks/all.py", "network": network, "records": records}
+    return {"written_by": "benchmarks/all.py", "records": records}
 
 
 def shown(folder, name):

@@ -9,7 +9,8 @@ its trace.
 
 The default model fits into one of DDP's 25 MB buckets. To see several, take a wider model with
 smaller buckets: --width=128 --batch-size=8 --bucket-mb=0.25. Then the files are timeline-N.json and
-timeline-N.svg, where N is the number of ranks, and what timeline.py forecasts is measured, too.
+timeline-N.svg, where N is the number of ranks, and some of what the figure on diffs/index.html
+forecasts is measured, too.
 """
 
 import statistics
@@ -31,7 +32,6 @@ from shared import (
     table,
     write,
 )
-from timeline import end_of
 from torch.profiler import ProfilerActivity, profile
 
 PARTS = {
@@ -121,7 +121,8 @@ def fastest_step(by_rank):
     """
     steps = list(zip(*by_rank, strict=True))
     begins = [min(rank["data"][0][0] for rank in step) for step in steps]
-    chosen = min(range(len(steps)), key=lambda n: end_of(steps[n]) - begins[n])
+    ends = [max(rank["optimizer"][0][1] for rank in step) for step in steps]
+    chosen = min(range(len(steps)), key=lambda n: ends[n] - begins[n])
     return [
         {name: shifted(found, -begins[chosen]) for name, found in rank.items()}
         for rank in steps[chosen]
@@ -153,7 +154,7 @@ def shortest(events):
 
 
 def measured(args):
-    """Measure what timeline.py forecasts: return the settings, each with its milliseconds."""
+    """Measure what the figure forecasts: return the settings, each with its milliseconds."""
     found = []
     for batch, passes, no_sync in FORECAST:
         profiler, _ = profiled(args, FEW, batch, passes, no_sync)

@@ -2,8 +2,7 @@
 
     torchrun --standalone --nproc-per-node=4 benchmarks/communication.py
 
-Rank 0 prints the times and writes communication-N.json, where N is the world size. timeline.py fits
-this machine's latency and time per byte to them.
+Rank 0 prints the times and writes communication-N.json, where N is the world size.
 """
 
 import os

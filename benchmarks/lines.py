@@ -25,7 +25,7 @@ from shared import cell, load, middle, parser_of, positive_int, prepared, table,
 RANKS = int(os.environ.get("WORLD_SIZE", "0"))
 STEP = "05" if RANKS else "01"  # the script whose lines are changed
 PART = 3  # train on every third sample: an epoch is long enough for two votes
-LOADER = "pin_memory=pin"
+LOADER = "dataset, args.batch_size, "
 FORWARD = "loss = nn.functional.cross_entropy(self.model(source), targets, label_smoothing=0.1)"
 ADAMW = "lr=args.lr)"
 BUILD = "build_model(args.width)"
@@ -47,7 +47,7 @@ ANYWHERE = {
     "channels-last": [(f"{BUILD}.to(", f"{BUILD}.to(memory_format=torch.channels_last).to(")],
     "AdamW fused": [(ADAMW, "lr=args.lr, fused=True)")],
     "AdamW with foreach": [(ADAMW, "lr=args.lr, foreach=True)")],
-    "one loader worker": [(LOADER, f"{LOADER}, num_workers=1, persistent_workers=True")],
+    "one loader worker": [(LOADER, f"{LOADER}num_workers=1, persistent_workers=True, ")],
     "bf16 autocast": [
         (FORWARD, f"with torch.autocast(source.device.type, torch.bfloat16): {FORWARD}")
     ],

@@ -5,8 +5,7 @@
 
 Weak scaling keeps the batch per process. Strong scaling keeps the batch of all processes together,
 so each gets a smaller part. Every repetition runs all sizes once, in random order, and compares
-them only with each other. On one machine, each size is also compared with the same number of copies
-of step 1, which run side by side and never communicate: the most that these cores can do.
+them only with each other.
 """
 
 import itertools
@@ -15,7 +14,6 @@ import random
 import re
 import statistics
 import subprocess
-import sys
 import tempfile
 
 import torch
@@ -41,28 +39,6 @@ RUNS = itertools.count()
 # ---------------------------------------------------------------- running
 
 
-def speed(process):
-    """Return the median samples/s that a run prints, without the first epoch, a warm-up."""
-    output, errors = process.communicate()
-    if process.returncode:
-        raise SystemExit(f"{' '.join(map(str, process.args))}\n{output}{errors}")
-    found = re.findall(r"^epoch .* ([\d,]+) samples/s$", output, re.MULTILINE)
-    return statistics.median(int(number.replace(",", "")) for number in found[1:])
-
-
-def run_together(commands, threads):
-    """Run commands side by side; return the sum of their samples/s."""
-    env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    options = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # The checkpoints are saved here rather than in /tmp, which the nodes of a job do not share.
-    with tempfile.TemporaryDirectory(prefix=".scaling-", dir=".") as folder:
-        running = [
-            subprocess.Popen([*words, f"--checkpoint-path={folder}/{number}.pt"], **options)
-            for number, words in enumerate(commands)
-        ]
-        return sum(map(speed, running))
-
-
 def srun(size):
     """Return the words that start a script with this many ranks on the nodes of the job."""
     nodes = size // PER_NODE
@@ -80,19 +56,22 @@ def plan(args):
     together = args.batch_size * sizes[-1]
     runs = [(("weak",), size, args.batch_size) for size in sizes[:-1]]
     runs += [(("strong",), size, together // size) for size in sizes[:-1]]
-    runs += [(("weak", "strong"), sizes[-1], args.batch_size)]
-    if not NODES:
-        runs += [(("copies",), size, args.batch_size) for size in sizes]
-    return runs
+    return [*runs, (("weak", "strong"), sizes[-1], args.batch_size)]
 
 
-def measure(kinds, size, batch, args):
-    """Return the samples/s of all processes together."""
-    words = [str(args.epochs), str(args.epochs), f"--batch-size={batch}", f"--width={args.width}"]
-    if "copies" in kinds:
-        return run_together([[sys.executable, STEPS["01"], *words]] * size, args.threads)
-    start = srun(size) if NODES else launcher(size)
-    return run_together([[*start, STEPS["04"], *words]], args.threads)
+def measure(size, batch, args):
+    """Return the median samples/s that a run prints, without the first epoch, a warm-up."""
+    words = [*(srun(size) if NODES else launcher(size)), STEPS["04"]]
+    words += [str(args.epochs), str(args.epochs), f"--batch-size={batch}", f"--width={args.width}"]
+    env = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
+    # The checkpoint is saved here rather than in /tmp, which the nodes of a job do not share.
+    with tempfile.TemporaryDirectory(prefix=".scaling-", dir=".") as folder:
+        words.append(f"--checkpoint-path={folder}/checkpoint.pt")
+        result = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise SystemExit(f"{' '.join(map(str, words))}\n{result.stdout}{result.stderr}")
+    found = re.findall(r"^epoch .* ([\d,]+) samples/s$", result.stdout, re.MULTILINE)
+    return statistics.median(int(number.replace(",", "")) for number in found[1:])
 
 
 # ---------------------------------------------------------------- showing
@@ -101,8 +80,7 @@ def measure(kinds, size, batch, args):
 def summary(runs):
     """Return a row for each kind and world size: samples/s, and ratios within a repetition.
 
-    "speed_up" is relative to the smallest size, "efficiency" is the speed-up per process, and
-    "of_copies" is relative to the same number of copies of step 1, if these were run.
+    "speed_up" is relative to the smallest size, "efficiency" is the speed-up per process.
     """
     speeds = {(r["kind"], r["world_size"], r["repetition"]): r["samples_per_second"] for r in runs}
     repetitions = sorted({r["repetition"] for r in runs})
@@ -115,19 +93,16 @@ def summary(runs):
         row["samples_per_second"] = statistics.median(own)
         row["speed_up"] = middle(ups)
         row["efficiency"] = middle([up * smallest / size for up in ups])
-        if kind == "weak" and ("copies", size, 0) in speeds:
-            row["of_copies"] = middle([o / speeds["copies", size, n] for n, o in enumerate(own)])
         rows.append(row)
     return sorted(rows, key=lambda row: (row["kind"], row["world_size"]))
 
 
 def report(record):
     """Return the summary as a Markdown table."""
-    ratios = {"speed_up": "speed-up", "efficiency": "efficiency", "of_copies": "of copies"}
-    lines = [("scaling", "processes", "batch each", "samples/s", *ratios.values())]
+    lines = [("scaling", "processes", "batch each", "samples/s", "speed-up", "efficiency")]
     for row in record["summary"]:
         cells = (row["kind"], row["world_size"], row["batch"], f"{row['samples_per_second']:,.0f}")
-        lines.append((*cells, *(cell(row[name]) if name in row else "" for name in ratios)))
+        lines.append((*cells, cell(row["speed_up"]), cell(row["efficiency"])))
     return table(*lines)
 
 
@@ -155,7 +130,7 @@ def main():
             random.shuffle(order)  # so that drift favours no size
             for kinds, size, batch in order:
                 run = {"world_size": size, "batch": batch, "repetition": repetition}
-                run["samples_per_second"] = measure(kinds, size, batch, args)
+                run["samples_per_second"] = measure(size, batch, args)
                 runs += [{"kind": kind, **run} for kind in kinds]
                 progress.update()
     write("scaling", args, report, summary=summary(runs), runs=runs)

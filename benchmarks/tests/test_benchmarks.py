@@ -14,7 +14,6 @@ from support.scripts import ROOT, forked
 
 BENCHMARKS = ROOT / "benchmarks"
 PAGE = BENCHMARKS / "README.md"
-NAMES = sorted({path.stem for path in BENCHMARKS.glob("*.py")} - {"shared", "timeline"})
 
 
 @pytest.fixture
@@ -24,17 +23,9 @@ def benchmark(monkeypatch):
     return importlib.import_module
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_it_says_how_it_is_used(benchmark, monkeypatch, capsys, name):
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
-    with pytest.raises(SystemExit, match="0"):
-        benchmark(name).parse_args()
-    assert f"usage: {name}.py" in capsys.readouterr().out
-
-
 def test_ratios_are_taken_within_a_repetition(benchmark):
     """The second time, the machine was ten times as fast, which must not change any ratio."""
-    speeds = {("weak", 1): 100, ("weak", 4): 300, ("copies", 1): 100, ("copies", 4): 400}
+    speeds = {("weak", 1): 100, ("weak", 4): 300}
     runs = [
         {"kind": kind, "world_size": n, "batch": 9, "repetition": r, "samples_per_second": f * s}
         for r, f in enumerate((1, 10))
@@ -44,7 +35,6 @@ def test_ratios_are_taken_within_a_repetition(benchmark):
     ratio = {"low": 3, "median": 3, "high": 3}
     assert rows["weak", 4]["speed_up"] == ratio
     assert rows["weak", 4]["efficiency"] == dict.fromkeys(ratio, 0.75)
-    assert rows["weak", 4]["of_copies"] == dict.fromkeys(ratio, 0.75)
 
 
 def test_the_changed_lines_are_in_the_scripts(benchmark):
@@ -54,14 +44,6 @@ def test_the_changed_lines_are_in_the_scripts(benchmark):
         load("05", changes)
     for changes in lines.ANYWHERE.values():
         load("01", changes)
-
-
-def test_a_fit_finds_what_made_the_figures(benchmark):
-    timeline, records = benchmark("timeline"), []
-    for n in (2, 3):
-        times = {s: {"all_reduce": timeline.ring(n, s, 5e-5, 1e-9)} for s in (4, 4096, 2**24)}
-        records.append({"world_size": n, "seconds": times})
-    assert timeline.fit(records) == pytest.approx((5e-5, 1e-9))
 
 
 SMALL = {
@@ -161,7 +143,7 @@ def test_communication(tmp_path):
 def test_scaling(tmp_path):
     runs = measured("scaling", tmp_path)["runs"]
     kinds = {run["kind"] for run in runs if run["samples_per_second"] > 0}
-    assert kinds == {"weak", "strong", "copies"}
+    assert kinds == {"weak", "strong"}
 
 
 def test_learning_rate(tmp_path):

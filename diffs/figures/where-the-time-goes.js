@@ -3,12 +3,7 @@
   const PARTS = ["data", "forward", "backward", "waiting", "optimizer"];
   const AS_RECORDED = { slower: 1, batch: 1, passes: 1, no_sync: true };
 
-  // These five are ring(), sent(), calibrated(), forecasted() and stretched() of
-  // benchmarks/timeline.py. Times are in milliseconds.
-  function ring(ranks, size, alpha, beta) {
-    return 2 * (ranks - 1) * (alpha + (size / ranks) * beta);
-  }
-
+  // Return when each bucket's all-reduce starts and ends: one at a time, none before it is ready.
   function sent(ready, times) {
     let free = 0;
     return ready.map((moment, number) => {
@@ -20,21 +15,21 @@
 
   const lastReady = (ranks, bucket) => Math.max(...ranks.map((rank) => rank.ready[bucket][0]));
 
-  // Return a network as much slower as makes the undisturbed forecast as long as the recording.
-  function calibrated({ ranks, bucket_bytes: sizes }, network) {
-    const bytes = sumOf(sizes);
-    const total = 1e3 * ring(ranks.length, bytes, ...network);
+  // Return how long all all-reduces take together, if the undisturbed forecast is as long as the
+  // recording. One of the buckets decides: it and those after it are sent without a break.
+  function calibrated({ ranks, bucket_bytes: sizes }) {
     const longest = Math.max(...ranks.map(({ optimizer: [[begin, end]] }) => end - begin));
     const room = summary(ranks).length - longest;
-    const factors = sizes.map((_, number) =>
-      (room - lastReady(ranks, number)) / ((total * sumOf(sizes.slice(number))) / bytes));
-    return network.map((value) => Math.min(...factors) * value);
+    return sumOf(sizes) * Math.min(...sizes.map((_, number) =>
+      (room - lastReady(ranks, number)) / sumOf(sizes.slice(number))));
   }
 
-  function forecasted({ ranks, bucket_bytes: sizes }, network, settings) {
-    const bytes = sumOf(sizes);
-    const total = 1e3 * settings.slower * ring(ranks.length, bytes, ...network);
-    const times = sizes.map((size) => (total * size) / bytes);
+  // Return a recorded step, changed. A larger batch stretches everything until the end of backward;
+  // of several passes before the optimizer's step, only the last one communicates with no_sync.
+  function forecasted(record, settings) {
+    const { ranks, bucket_bytes: sizes } = record;
+    const total = settings.slower * calibrated(record);
+    const times = sizes.map((size) => (total * size) / sumOf(sizes));
     const steps = ranks.map((rank) =>
       Object.fromEntries(Object.keys(rank).map((name) => [name, []])));
     let starts = ranks.map((rank) => rank.data[0][0]);
@@ -66,9 +61,9 @@
   }
 
   // Return what the figure shows: the recording itself, unless something is changed.
-  function redrawn(record, network, settings) {
+  function redrawn(record, settings) {
     const same = ["slower", "batch", "passes"].every((name) => settings[name] === 1);
-    return same ? record.ranks : forecasted(record, calibrated(record, network), settings);
+    return same ? record.ranks : forecasted(record, settings);
   }
 
   // Return the length of a step, and the share of it that its ranks wait, on average.
@@ -79,20 +74,16 @@
     return { length, waiting, share: waiting / length };
   }
 
-  // Return the settings that were measured, with the forecast and its relative error. The first is
-  // what the forecast is calibrated by, so there the fitted network is used.
-  function errors(record, network) {
-    const recorded = { ...AS_RECORDED, milliseconds: summary(record.ranks).length };
-    return [recorded, ...record.measured].map((row, number) => {
-      const used = number ? calibrated(record, network) : network;
-      const forecast = summary(forecasted(record, used, row)).length;
+  // Return the settings that were measured, with the forecast and its relative error.
+  function errors(record) {
+    return record.measured.map((row) => {
+      const forecast = summary(forecasted(record, row)).length;
       return { ...row, forecast, error: forecast / row.milliseconds - 1 };
     });
   }
 
   function named({ batch, passes, no_sync: noSync }) {
     if (batch > 1) return `batch × ${batch}`;
-    if (passes === 1) return "as recorded, not calibrated";
     return `${passes} batches, ${noSync ? "with" : "without"} no_sync`;
   }
 
@@ -179,7 +170,7 @@
     return `${Math.round((1e3 * samples) / length).toLocaleString("en-US")} samples/s`;
   }
 
-  function words(record, network, settings, ranks) {
+  function words(record, settings, ranks) {
     const { length, waiting, share } = summary(ranks);
     const recorded = summary(record.ranks);
     const same = ranks === record.ranks;
@@ -189,7 +180,7 @@
     const steps = settings.batch * settings.passes;
     const then = `As recorded, as many samples take ${duration(steps * recorded.length)} ` +
       `(${speed(record, AS_RECORDED, recorded.length)}).`;
-    const measured = errors(record, network).find((row) =>
+    const measured = errors(record).find((row) =>
       ["slower", "batch", "passes", "no_sync"].every((name) => row[name] === settings[name]));
     const off = measured ? ` Measured: ${duration(measured.milliseconds)}.` : "";
     return `Forecast: ${took} ${waits} ${then}${off}`;
@@ -214,14 +205,14 @@
       const record = data.records[count];
       tell(slower, times(settings.slower, "slower"));
       tell(batch, times(settings.batch, "larger"));
-      const ranks = redrawn(record, data.network, settings);
+      const ranks = redrawn(record, settings);
       const steps = settings.batch * settings.passes;
       draw(figure.querySelector("svg"), ranks, record.bucket_bytes, steps * summary(record.ranks).length, steps);
-      say(figure.querySelector(".said"), words(record, data.network, settings, ranks));
+      say(figure.querySelector(".said"), words(record, settings, ranks));
       figure.querySelector(".recorded").textContent = howRecorded(record);
       const body = figure.querySelector("tbody");
       body.replaceChildren();
-      for (const row of errors(record, data.network)) {
+      for (const row of errors(record)) {
         const line = add(body, "tr");
         add(line, "th", { scope: "row" }, named(row));
         const off = `${row.error < 0 ? "" : "+"}${percent(row.error)}`;
@@ -230,5 +221,5 @@
     });
   }
 
-  figures["where-the-time-goes"] = { start, redrawn };
+  figures["where-the-time-goes"] = { start, redrawn, forecasted, errors };
 }

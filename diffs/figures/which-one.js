@@ -1,4 +1,4 @@
-// Which way of splitting a GPT fits, by the formulae of benchmarks/which.py, in its order.
+// Which way of splitting a GPT fits, by the formulae of lookup/which.py, in its order.
 {
   const VOCABULARY = 50000;
   const ROOM = 0.9;

@@ -8,6 +8,9 @@ from pathlib import Path
 
 CONTEXT = 3  # lines around a change, as in `diff -u`
 COUNTS = {3: "three", 4: "four", 5: "five", 6: "six"}  # how many lines may carry a lesson
+# The parts of a note, and of what stands before the notes of a step: what stands behind each.
+NOTE = {"diff": "```diff\n", "anchor": "\n```\n", "why": "Read more: ", "links": ""}
+LESSON = {"count": " lines**\n\n", "list": "\n\n", "story": ""}
 
 
 def anchor(title):
@@ -131,10 +134,10 @@ class Diff:
     def opening(self):
         return f"The step in {COUNTS[len(self.lesson)]} lines"
 
-    def short(self, anchor):
-        """Return the lesson in Markdown; `anchor` returns that of the heading above a note."""
+    def short(self, anchor=anchor):
+        """Return the lesson in Markdown; `anchor` turns the heading above a note into an anchor."""
         items = [
-            f"{number}. [`{line.code}`](#{anchor(line.note)}): {line.why}"
+            f"{number}. [`{line.code}`](#{anchor(line.note.title)}): {line.why}"
             for number, line in enumerate(self.lesson, 1)
         ]
         return "\n".join([f"**{self.opening}**", "", *items])
@@ -184,13 +187,9 @@ def explained(root):
     """Return the diffs from each step to the next, with the note of each hunk."""
     diffs = [compare(old, new) for old, new in pairwise(ladder(root))]
     sections = parse((root / "diffs" / "notes.md").read_text(encoding="utf-8"))
-    names = [diff.name for diff in diffs]
-    for name in sections:
-        if name not in names:
-            raise Problem(f'notes.md: there is no diff "{name}", only {", ".join(names)}')
+    if (names := [diff.name for diff in diffs]) != [*sections]:
+        raise Problem(f"notes.md: its sections are {', '.join(sections)}, not {', '.join(names)}")
     for diff in diffs:
-        if diff.name not in sections:
-            raise Problem(f'notes.md: no section on {diff.name}: add "## {diff.name}: TITLE"')
         diff.title, story, notes = sections[diff.name]
         tie(diff, notes)
         diff.lesson, diff.story = read_lesson(diff, story)
@@ -217,52 +216,42 @@ def cut(text, mark):
     return [(part.partition("\n")[0].strip(), part.partition("\n")[2]) for part in parts]
 
 
-NOTE = re.compile(
-    r"\s*```diff\n(?P<anchor>[+-].*)\n```\n+"
-    r"(?P<why>.+?)\n\n"
-    r"(?:Fails without it: (?P<tests>[^\n]+)\n)?"
-    r"Read more: (?P<links>.+)\s*",
-    re.DOTALL,
-)
+def cut_at(text, marks, where):
+    """Cut a text into parts, {name: what stands before its mark}; the last one has no mark."""
+    parts = {}
+    *ended, last = marks
+    for name in ended:
+        parts[name], found, text = text.partition(marks[name])
+        if not found:
+            raise Problem(f"{where}: no {marks[name].strip()!r} behind its {name}")
+    return {**parts, last: text}
 
 
 def read_part(title, body):
     """Return a note from its heading and the text below it, or an aside if it has no diff."""
     if "```diff" not in body:
         return Aside(title, body.strip())
-    match = NOTE.fullmatch(body)
-    if not match:
-        raise Problem(
-            f'notes.md: the note "{title}" needs a line of its hunk in a diff block, the reason, '
-            "perhaps a line `Fails without it: `, and a line `Read more: `"
-        )
-    tests = re.findall(r"`(test_[^`]+)`", match["tests"] or "")
-    links = re.findall(r"\[([^]]+)\]\(((?:https://|\.\./)[^)]+)\)", match["links"])
-    if not links or (match["tests"] and not tests):
-        raise Problem(f'notes.md: the note "{title}" names no {"tests" if links else "links"}')
-    return Note(title, match["anchor"], match["why"].strip(), tests, links)
-
-
-LESSON = re.compile(
-    r"\*\*In (?P<count>\w+) lines\*\*\n\n(?P<items>(?:- `[^`]+`: .+\n(?:  .+\n)*)+)\n"
-)
+    where = f'notes.md: the note "{title}"'
+    parts = cut_at(body, NOTE, where)
+    why, _, tests = parts["why"].partition("Fails without it: ")
+    found = re.findall(r"`(test_[^`]+)`", tests)
+    links = re.findall(r"\[([^]]+)\]\(((?:https://|\.\./)[^)]+)\)", parts["links"])
+    if not links or (tests and not found):
+        raise Problem(f"{where} names no {'tests' if links else 'links'}")
+    return Note(title, parts["anchor"], why.strip(), found, links)
 
 
 def read_lesson(diff, text):
     """Return the lines that carry the lesson, each with the note on its hunk, and the story."""
-    match = LESSON.match(text)
-    if not match:
-        form = "**In five lines**, with a list of `LINE`: WHY"
-        raise Problem(f"notes.md: {diff.name} does not begin with {form}")
-    items = re.findall(r"^- `([^`]+)`: ((?:.+\n(?!- ))*.+)$", match["items"], re.MULTILINE)
-    if COUNTS.get(len(items)) != match["count"]:
-        said = f'"In {match["count"]} lines" and lists {len(items)}'
-        raise Problem(f"notes.md: {diff.name} says {said}; three to six are allowed")
+    parts = cut_at(text, LESSON, f"notes.md: {diff.name}")
     lesson = []
-    for code, why in items:
+    for item in re.split(r"^- ", parts["list"], flags=re.MULTILINE)[1:]:
+        code, _, why = item.removeprefix("`").partition("`: ")
         hunk = single([hunk for hunk in diff.hunks if hunk.adds(code)], f"`{code}`", diff)
         lesson.append(Line(code, " ".join(why.split()), hunk.note))
-    return lesson, text[match.end() :].strip()
+    if len(lesson) not in COUNTS:
+        raise Problem(f"notes.md: {diff.name} lists {len(lesson)} lines; three to six are allowed")
+    return lesson, parts["story"].strip()
 
 
 def single(found, line, diff):

@@ -3,25 +3,10 @@
 import re
 from collections import Counter
 
-from hunks import Problem
+from hunks import Problem, anchor
 from markdown_it import MarkdownIt
 from markupsafe import Markup, escape
 
-GROUPS = (  # pages of messages, in the order of the index
-    "starting",
-    "nccl",
-    "wrapping",
-    "hanging",
-    "crashing",
-    "wrong_results",
-    "slow",
-    "out_of_memory",
-    "saving",
-    "slurm",
-    "several_machines",
-    "notebooks_and_clouds",
-    "harmless_warnings",
-)
 ASKED = (  # pages whose sections the search finds
     "lookup/questions.md",
     "lookup/data_and_models.md",
@@ -51,9 +36,12 @@ ROLES = {  # a table that is shown as a list of cards is one only by its roles
 
 
 def weave(root, collections):
-    """Return the pages of messages, with links to the recipes and pitfalls that have some."""
+    """Return the pages of messages, in the order of the index, with links to the recipes and
+    pitfalls that have some."""
     pages = with_rows(collections)
-    paths = [root / "lookup" / f"{name}.md" for name in GROUPS]
+    index = (root / "lookup" / "README.md").read_text(encoding="utf-8")
+    names = re.findall(r"^\|[^|]*\| \[[^]]+\]\((\w+\.md)\)", index, re.M)
+    paths = [root / "lookup" / name for name in names if f"lookup/{name}" not in ASKED]
     texts = {path: path.read_text(encoding="utf-8") for path in paths}
     stretches = STRETCH.finditer("".join(texts.values()))
     named = Counter(name for stretch in stretches for name in stretch["names"].split())
@@ -80,11 +68,6 @@ def line_of(row):
     return f"- {seen} → [{page.name}](../{page.path})\n"
 
 
-def slug(title):
-    """Return a heading's anchor, as forges write it."""
-    return re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-")
-
-
 def parts(text):
     """Yield the parts of a page: [(level of its heading, heading, text)]."""
     outside = FENCE.sub(lambda fence: fence[0].replace("#", "\0"), text)
@@ -104,9 +87,9 @@ def entries(messages, collections, anchors):
     pages, ids, found = with_rows(collections), dict(anchors), []
     for path, text in messages.items():
         for level, title, body in parts(text):
-            name = f"see-{path.stem if level == 1 else slug(title)[:50].rstrip('-')}"
+            name = f"see-{path.stem if level == 1 else anchor(title)[:50].rstrip('-')}"
             name = name if name not in ids.values() else f"{name}-{len(found)}"
-            ids[f"{path.name}#{slug(title)}" if level > 1 else path.name] = name
+            ids[f"{path.name}#{anchor(title)}" if level > 1 else path.name] = name
             found.append((level, title, re.sub(r"\]\(#", f"]({path.name}#", body), name))
     parser = MarkdownIt("commonmark", {"html": True}).enable("table")
     return Markup("").join(
@@ -192,4 +175,4 @@ def section(path, title, body, often):
     codes = [fence["code"].rstrip() for fence in FENCE.finditer(body) if fence["language"]]
     typed = codes[0] if codes and codes[0].count("\n") < 6 else ""
     rare = " ".join(sorted(words(body) - often - words(title) - words(first) - words(typed)))
-    return title, f"../{path}#{slug(title)}", first, typed, rare
+    return title, f"../{path}#{anchor(title)}", first, typed, rare

@@ -46,11 +46,11 @@ async function copy(text) {
   }
 }
 
-const status = document.getElementById("copied");
-for (const button of document.querySelectorAll(".command button")) {
-  const label = button.firstChild;
+// Have a button copy the text of an element, and say so.
+function copies(button, element) {
+  const [label, status] = [button.firstChild, document.getElementById("copied")];
   button.addEventListener("click", async () => {
-    const copied = await copy(button.parentElement.querySelector("code").textContent);
+    const copied = await copy(element.textContent);
     button.focus({ preventScroll: true });
     label.data = copied ? "Copied" : "Not copied";
     status.textContent = copied ? "The command is copied." : "Copy the command by hand.";
@@ -60,6 +60,10 @@ for (const button of document.querySelectorAll(".command button")) {
     }, 2000);
   });
   button.hidden = false;
+}
+
+for (const button of document.querySelectorAll(".command button")) {
+  copies(button, button.parentElement.querySelector("code"));
 }
 
 new IntersectionObserver(([{ isIntersecting }]) => document.body.classList.toggle("scrolled", !isIntersecting))

@@ -3,30 +3,18 @@
 import re
 from difflib import SequenceMatcher
 from itertools import groupby, pairwise, takewhile
-from pathlib import Path
 
 from holds import pictures
 from hunks import Aside
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markdown_it import MarkdownIt
 from markupsafe import Markup, escape
-from patches import KINDS
+from patches import readme
 from pygments.lexers import PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, Operator, String
+from templates import ENV, FIGURES
 
 from lookup import entries
 
-HERE = Path(__file__).resolve().parent
-FIGURES = HERE.parent / "figures"  # per figure: its HTML, its script and its data, if it has any
-PLACES = {  # the step, tab or hunk at which figures stand
-    "01-to-02": ["one-step"],
-    "01-to-02-wrap-the-model": ["where-the-time-goes"],
-    "01-to-02-give-each-rank-its-share-of-the-data": ["who-gets-which"],
-    "03-to-04": ["life-of-a-job"],
-    "03-to-04-a-sampler-that-can-start-inside-an-epoch": ["who-resumes"],
-    "04-to-05": ["who-is-counted"],
-    "recipes": ["which-one"],
-}
 STYLES = {  # the CSS class for each of Pygments' token types that the page colours
     Comment: "c",
     String: "s",
@@ -38,13 +26,6 @@ STYLES = {  # the CSS class for each of Pygments' token types that the page colo
     Name.Decorator: "f",
 }
 LINK = re.compile(r"\]\((?:\.\./\w+/)?(\w+)\.md\)")  # from one recipe or pitfall to another
-
-
-def names_of(kind):
-    return [name for names in KINDS[kind].groups.values() for name in names]
-
-
-SLUGS = {name: f"{kind[:-1]}-{name.replace('_', '-')}" for kind in KINDS for name in names_of(kind)}
 ALIKE = 0.5  # of lines less similar than this, no words are marked
 
 
@@ -180,9 +161,10 @@ def fold(code, start, count):
 # ---------------------------------------------------------------- the page
 
 
-def markdown(root):
+def markdown(root, collections):
     """Return a function that turns Markdown into HTML, with its pictures inlined."""
     parser = MarkdownIt("commonmark", {"html": False})
+    slugs = {patch.name: patch.slug for members in collections.values() for patch in members}
     drawn = {path.name: text for path, text in pictures(root).items()}  # perhaps not written yet
 
     def picture(_, tokens, index, *__):
@@ -191,7 +173,7 @@ def markdown(root):
         return Markup('<span class="picture">{}</span>').format(Markup(svg[svg.index("<svg") :]))
 
     def on_page(link):  # pages that are no patches stay files
-        return f"](#{SLUGS[link[1]]})" if link[1] in SLUGS else link[0]
+        return f"](#{slugs[link[1]]})" if link[1] in slugs else link[0]
 
     def to_html(text):
         return Markup(parser.render(LINK.sub(on_page, text)))
@@ -214,13 +196,14 @@ def here(diff, text):
     return text.replace("](#", f"](#{diff.slug}-")
 
 
-def tab(kind, collected):
+def tab(root, kind, members):
     """Return what the template shows for the patches of one kind."""
+    title, _, story, *_ = readme(root, kind).removeprefix("# ").split("\n\n")
     shown = []
-    for patch in collected:
+    for patch in members:
         code = Code(patch.diff)
         shown.append({"patch": patch, "hunks": [code.hunk(hunk) for hunk in patch.diff.hunks]})
-    return {"slug": kind, "title": KINDS[kind].title, "story": KINDS[kind].story, "patches": shown}
+    return {"slug": kind, "title": title, "story": story, "patches": shown}
 
 
 def figures(kind):
@@ -229,9 +212,9 @@ def figures(kind):
         yield path.stem, Markup(path.read_text(encoding="utf-8").replace("</", r"<\/"))
 
 
-def anchors(diffs):
+def anchors(diffs, collections):
     """Return the ids on the page of what the pages of messages link to: {link: id}."""
-    ids = {f"{kind}/{name}.md": SLUGS[name] for kind in KINDS for name in names_of(kind)}
+    ids = {patch.path: patch.slug for members in collections.values() for patch in members}
     for diff in diffs:
         ids |= {f"diffs/README.md#{h.note.slug}": f"{diff.slug}-{h.note.slug}" for h in diff.hunks}
     return ids
@@ -239,22 +222,14 @@ def anchors(diffs):
 
 def render(root, diffs, collections, messages, asked):
     """Return the page as HTML."""
-    env = Environment(
-        loader=FileSystemLoader([HERE, FIGURES]),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    env.filters["markdown"] = markdown(root)
-    env.filters["inline"] = lambda text: Markup(MarkdownIt("commonmark").renderInline(text))
-    env.globals |= {"figures": figures, "places": PLACES, "here": here}
-    template = env.get_template("page.html.j2")
+    ENV.filters["markdown"] = markdown(root, collections)
+    ENV.filters["inline"] = lambda text: Markup(MarkdownIt("commonmark").renderInline(text))
+    ENV.globals |= {"figures": figures, "here": here}
     steps = list(map(view, diffs))
-    tabs = [tab(*item) for item in collections.items()]
+    tabs = [tab(root, *item) for item in collections.items()]
     lookup = {"slug": "troubleshooting", "title": "Troubleshooting: look up what you see"}
-    lookup |= {"entries": entries(messages, collections, anchors(diffs)), "asked": asked}
+    found = entries(messages, collections, anchors(diffs, collections))
+    lookup |= {"entries": found, "asked": asked}
     for one, following in pairwise([*steps, *tabs, lookup]):
         one["next"] = following
-    return template.render(steps=steps, tabs=tabs, lookup=lookup)
+    return ENV.get_template("page.html.j2").render(steps=steps, tabs=tabs, lookup=lookup)

@@ -2,179 +2,32 @@
 
 import re
 from dataclasses import dataclass
+from itertools import dropwhile
 
-from hunks import Diff, Problem, compare
+from hunks import Diff, Problem, compare, cut_at
 
+KINDS = ("recipes", "pitfalls")
 NOT_PATCHES = ("README",)
-
-
-@dataclass
-class Kind:
-    title: str
-    story: str
-    limit: int  # how many lines may change
-    groups: dict  # {heading: names of the pages, in the order of the index}
-
-
-KINDS = {
-    "recipes": Kind(
-        "Recipes: what to do next",
-        """\
-Each recipe adds one feature (bf16, FSDP2, …) to one of the five scripts, or splits the exercise's
-GPT over several ranks. The page is also the patch: type its command at the top of the repository
-to write the patched script to a new file and run it. The new file is standalone, so you can copy
-it as it is. For a script of your own, copy the lines with `+` by hand.""",
-        40,
-        {
-            "Large models and batches": [
-                "fsdp2",
-                "sharded_checkpoint",
-                "async_checkpoint",
-                "accumulation",
-                "activation_checkpointing",
-            ],
-            "Beyond data parallel: a GPT on four ranks": [
-                "zero_optimizer",
-                "fsdp2_gpt",
-                "hybrid_sharding",
-                "tensor_parallel",
-                "two_dimensional",
-                "pipeline",
-                "local_sgd",
-            ],
-            "Precision and speed": [
-                "bf16",
-                "fp16_scaler",
-                "compile",
-                "compressed_gradients",
-                "profiler",
-            ],
-            "Data loading": [
-                "loader_workers",
-                "stateful_loader",
-                "streaming",
-                "weighted_sampler",
-                "uneven_inputs",
-                "prepare_once",
-            ],
-            "Training": [
-                "learning_rate",
-                "sync_batchnorm",
-                "randomness",
-                "bitwise_resume",
-                "ema",
-                "early_stopping",
-                "sweep",
-            ],
-            "Machines": ["any_accelerator", "unequal_gpus"],
-            "Contrastive learning, GANs, fine-tuning, export": [
-                "contrastive",
-                "gan",
-                "huggingface",
-                "frozen_layers",
-                "export",
-            ],
-            "Logging and metrics": [
-                "log_tensorboard",
-                "log_wandb",
-                "log_mlflow",
-                "progress",
-                "eval_torchmetrics",
-            ],
-        },
-    ),
-    "pitfalls": Kind(
-        "Pitfalls: what goes wrong, often without an error",
-        """\
-Each pitfall breaks one of the five scripts, or a batch file, with a small patch. Most of the broken
-scripts still train without an error. The page is the patch: type its command at the
-top of the repository to write the broken script to a new file and run it. Tests show the symptom in
-the broken script, and not in ours.""",
-        14,
-        {
-            "The job does not start, or starts as several jobs": [
-                "fixed_port",
-                "without_srun",
-                "standalone_on_each_node",
-                "localhost_fallback",
-                "global_rank_as_device",
-            ],
-            "A rank hangs or fails": [
-                "collective_on_one_rank",
-                "rank_0_evaluates_the_wrapper",
-                "uneven_batches",
-                "unused_parameters",
-                "find_unused_without_need",
-                "no_record",
-                "old_store",
-            ],
-            "Ranks train on the wrong samples": [
-                "no_sampler",
-                "shuffle_beside_sampler",
-                "rank_seeds_split_data",
-                "no_set_epoch",
-                "late_set_epoch",
-                "persistent_workers",
-                "split_differs_by_rank",
-                "same_augmentation",
-            ],
-            "Training gives a worse model, or takes longer": [
-                "forward_through_module",
-                "edit_on_one_rank",
-                "optimizer_of_other_parameters",
-                "learning_rate_for_a_larger_batch",
-                "accumulation_undivided",
-                "accumulation_without_no_sync",
-                "eval_never_undone",
-            ],
-            "The printed numbers are wrong": [
-                "prints_on_every_rank",
-                "rank_0_loss",
-                "padded_evaluation",
-                "mean_of_means",
-                "batchnorm_of_rank_0",
-            ],
-            "Checkpoints and resuming": [
-                "every_rank_saves",
-                "missing_barrier",
-                "written_in_place",
-                "module_prefix_saved",
-                "module_regex",
-                "weights_only_false",
-                "resume_without_optimizer",
-                "lr_overruled",
-                "epoch_starts_again",
-                "sigterm_with_workers",
-            ],
-            "The process does not end cleanly": [
-                "destroy_missing",
-                "late_import",
-                "handler_holds_model",
-                "os_exit",
-            ],
-        },
-    ),
-}
-STANDALONE = "torchrun --standalone --nproc-per-node={}"
+LIMITS = {"recipes": 40, "pitfalls": 14}  # how many lines may change
 GPT = "exercise/solution.py"
 GPT_LIMIT = 95  # a model in parts is also fed, evaluated, saved and sampled otherwise
+STANDALONE = "torchrun --standalone --nproc-per-node={}"
 ONE_GPU = "With only one GPU, train on the CPU: put `CUDA_VISIBLE_DEVICES=` before `{}`."
-BROKEN = "This writes the *broken* script, not the remedy."
 TOO_FEW_GPUS = ONE_GPU.replace("only one GPU", "fewer than four GPUs")
-TABLE = r"\| What you see \| Why \| What to do \|\n\|---\|---\|---\|\n(?P<{}>(?:\|.+\n)+)\n"
-FORM = re.compile(
-    r"# (?P<title>.+)\n\n"
-    rf"(?:(?P<purpose>(?:[^|\n].*\n)+)\n|{TABLE.format('seen')})"
-    r"```bash\n(?P<command>(?s:.+?))\n```\n\n"
-    r"(?:This writes the \*broken\* script, .+\n\n)?"  # both written by up_to_date
-    r"(?:With (?:only one GPU|fewer than four GPUs), .+\n\n)?"
-    r"(?P<why>(?s:.+?))\n\n(?:The patch that breaks it:\n\n)?"
-    r"```diff\n--- (?P<old>.+)\n\+\+\+ (?P<new>.+)\n(?P<hunks>@@(?s:.+?))\n```\n\n"
-    rf"(?:{TABLE.format('messages')})?"
-    r"(?P<advice>\*\*(?:When not|Notice it)\.\*\* (?s:.+?))\n\n"
-    r"<details>\n<summary>Tests that show it</summary>\n\n(?P<tests>.+)\n\n</details>\n\n"
-    r"Read more: (?P<links>.+)\n"
-)
+BROKEN = "This writes the *broken* script, not the remedy."
+BELOW = ("With only one GPU", "With fewer than four GPUs", "This writes the *broken*")
+BREAKS = "\n\nThe patch that breaks it:"
+ROW = r"\]\((\w+)\.md\)"  # in a table of the README.md of a kind
+PARTS = {  # of a page, in their order: what stands behind each
+    "title": "\n\n",
+    "opening": "\n\n```bash\n",  # of a recipe its purpose, of a pitfall the table of its symptoms
+    "command": "\n```\n\n",
+    "explanation": "\n\n```diff\n",
+    "patch": "\n```\n\n",
+    "advice": "\n\n<details>\n<summary>Tests that show it</summary>\n\n",
+    "tests": "\n\n</details>\n\nRead more: ",
+    "links": "",
+}
 
 
 @dataclass
@@ -192,7 +45,7 @@ class Patch:
     old: str  # the script it applies to, and the name of the patched one
     new: str
     diff: Diff
-    text: str  # the page, with what is generated in it brought up to date
+    text: str = ""  # the page, with what is generated in it brought up to date
 
     @property
     def slug(self):
@@ -200,8 +53,16 @@ class Patch:
 
     @property
     def path(self):
-        """The page, relative to the top of the repository."""
+        """Of the page, from the top of the repository."""
         return f"{self.kind}/{self.name}.md"
+
+    @property
+    def index_rows(self):
+        """Its rows in the README.md of its kind."""
+        link = f"[{self.title}]({self.name}.md)"
+        if self.kind == "recipes":
+            return f"| {link} | {' '.join(self.purpose.split())} |\n"
+        return "".join(f"| {seen} | {link} | {remedy} |\n" for seen, _, remedy in self.rows)
 
     @property
     def result(self):
@@ -229,21 +90,14 @@ class Patch:
         return f"{patch}\n{folded(f'    {start}', ' --checkpoint-path', '        ')}"
 
     @property
-    def one_gpu(self):
-        """What to type with fewer GPUs than the command's two ranks, or four."""
+    def below(self):
+        """What the page says below its command: what it writes, and what to type with fewer GPUs
+        than the command's ranks."""
         name, *_ = self.launcher.split()
         said = TOO_FEW_GPUS if self.old == GPT else ONE_GPU
-        return "" if name == "sbatch" else said.format(name)
-
-    @property
-    def below(self):
-        """What the page says below its command, line by line."""
-        broken = BROKEN if self.kind == "pitfalls" else ""
-        return [line for line in (broken, self.one_gpu) if line]
-
-    @property
-    def changed(self):
-        return sum(len(hunk.changed) for hunk in self.diff.hunks)
+        lines = [BROKEN if self.kind == "pitfalls" else ""]
+        lines += ["" if name == "sbatch" else said.format(name)]
+        return [line for line in lines if line]
 
 
 def folded(command, before, indent):
@@ -253,14 +107,31 @@ def folded(command, before, indent):
     return command.replace(before, f" \\\n{indent}{before.strip()}")
 
 
+# ---------------------------------------------------------------- the pages
+
+
+def readme(root, kind):
+    return (root / kind / "README.md").read_text(encoding="utf-8")
+
+
+def index(text, pages):
+    """Return the README.md of a kind with the rows of its tables brought up to date."""
+    rows = {page.name: page.index_rows for page in pages}
+
+    def written(table):
+        return "".join(rows[name] for name in dict.fromkeys(re.findall(ROW, table[0])))
+
+    return re.sub(rf"(?:^\|.*{ROW}.*\n)+", written, text, flags=re.MULTILINE)
+
+
 def collect(root, kind):
-    """Return all pages of this kind, in the order of the index."""
-    named = [name for names in KINDS[kind].groups.values() for name in names]
-    for path in sorted((root / kind).glob("*.md")):
-        if path.stem not in [*named, *NOT_PATCHES]:
-            raise Problem(f"{kind}/{path.name}: in no group of diffs/generator/patches.py")
+    """Return all pages of this kind, in the order of their README.md."""
+    names = dict.fromkeys(re.findall(ROW, readme(root, kind)))
     pages, problems = [], []
-    for name in named:
+    for path in sorted((root / kind).glob("*.md")):
+        if path.stem not in [*names, *NOT_PATCHES]:
+            problems.append(f"{kind}/{path.name}: in no table of {kind}/README.md")
+    for name in names:
         try:
             pages.append(read(root, root / kind / f"{name}.md"))
         except Problem as problem:
@@ -275,66 +146,59 @@ def read(root, path):
     where = f"{path.parent.name}/{path.name}"
     if not path.exists():
         raise Problem(f"{where}: there is no such page")
-    text = path.read_text(encoding="utf-8")
-    match = FORM.fullmatch(text)
-    if not match:
-        raise Problem(f"{where}: not in the form of the others, which FORM in patches.py describes")
-    old, new = root / match["old"], root / match["new"]
-    if not old.exists():
-        raise Problem(f"{where}: there is no {match['old']} to patch")
+    parts = cut_at(path.read_text(encoding="utf-8"), PARTS, where)
+    old, new, *hunks = parts["patch"].splitlines()
+    old, new = old.removeprefix("--- "), new.removeprefix("+++ ")
+    if not (root / old).exists():
+        raise Problem(f"{where}: there is no {old} to patch")
     try:
-        result = apply(old.read_text(encoding="utf-8").splitlines(), match["hunks"].splitlines())
+        result = apply((root / old).read_text(encoding="utf-8").splitlines(), hunks)
     except LookupError as error:
-        raise Problem(f"{where}: no longer applies to {old.name}: {error}") from error
-    diff = compare(old, new, "\n".join([*result, ""]), context=1)  # in short hunks
+        raise Problem(f"{where}: no longer applies to {old}: {error}") from error
+    paragraphs = parts["explanation"].removesuffix(BREAKS).split("\n\n")
+    table, _, advice = parts["advice"].rpartition("|\n\n")
     patch = Patch(
         kind=path.parent.name,
         name=path.stem,
-        title=match["title"],
-        purpose=(match["purpose"] or "").strip(),
-        rows=cells(match["seen"] or match["messages"] or ""),
-        command=match["command"],
-        why=match["why"],
-        advice=match["advice"],
-        tests=re.findall(r"`(test_[^`]+)`", match["tests"]),
-        links=re.findall(r"\[([^]]+)\]\((https://[^)]+)\)", match["links"]),
-        old=match["old"],
-        new=match["new"],
-        diff=diff,
-        text=text,
+        title=parts["title"].removeprefix("# "),
+        purpose="" if parts["opening"].startswith("|") else parts["opening"],
+        rows=[*cells(parts["opening"]), *cells(table)],
+        command=parts["command"],
+        why="\n\n".join(dropwhile(lambda each: each.startswith(BELOW), paragraphs)),
+        advice=advice,
+        tests=re.findall(r"`(test_[^`]+)`", parts["tests"]),
+        links=re.findall(r"\[([^]]+)\]\((https://[^)]+)\)", parts["links"]),
+        old=old,
+        new=new,
+        diff=compare(root / old, root / new, "\n".join([*result, ""]), context=1),  # in short hunks
     )
-    check(patch, where)
-    patch.text = up_to_date(patch, match)
+    for problem in problems_of(patch):
+        raise Problem(f"{where}: {problem}")
+    breaks = BREAKS if parts["explanation"].endswith(BREAKS) else ""
+    parts["explanation"] = "\n\n".join([*patch.below, patch.why]) + breaks
+    hunks = [hunk.text for hunk in patch.diff.hunks]
+    parts["patch"] = "\n".join([f"--- {old}", f"+++ {new}", *hunks])
+    patch.text = "".join(parts[name] + mark for name, mark in PARTS.items())
     return patch
 
 
-def up_to_date(patch, match):
-    """Return the page with the line numbers of its script, and what it says below its command."""
-    hunks = "\n".join(hunk.text for hunk in patch.diff.hunks)
-    parts = [patch.text[: match.end("command")], "\n```\n\n"]
-    parts += [f"{line}\n\n" for line in patch.below]
-    parts += [patch.text[match.start("why") : match.start("hunks")], hunks]
-    return "".join([*parts, patch.text[match.end("hunks") :]])
+def cells(text):
+    """Return the cells of the rows of a table in Markdown, without its heading."""
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    return [tuple(row.strip("| ").split(" | ")) for row in rows[2:]]
 
 
-def cells(rows):
-    """Return the cells of the rows of a table in Markdown."""
-    return [tuple(row.strip("| ").split(" | ")) for row in rows.splitlines()]
-
-
-def check(patch, where):
-    """Raise Problem if something is missing, or too much."""
-    limit = GPT_LIMIT if patch.old == GPT else KINDS[patch.kind].limit
-    if patch.changed > limit:
-        raise Problem(f"{where}: changes {patch.changed} lines, {limit} are allowed")
-    if not patch.tests or not patch.links:
-        raise Problem(f"{where}: names no {'links' if patch.tests else 'tests'}")
-    missing = {"recipes": "purpose", "pitfalls": "rows"}[patch.kind]
-    if not getattr(patch, missing):
-        what = {"purpose": "does not begin with its purpose", "rows": "has no symptom"}[missing]
-        raise Problem(f"{where}: {what}")
+def problems_of(patch):
+    """Yield what is missing, or too much."""
+    limit = GPT_LIMIT if patch.old == GPT else LIMITS[patch.kind]
+    changed = sum(len(hunk.changed) for hunk in patch.diff.hunks)
+    if changed > limit:
+        yield f"changes {changed} lines, {limit} are allowed"
+    for name in ("tests", "links", "purpose" if patch.kind == "recipes" else "rows"):
+        if not getattr(patch, name):
+            yield f"has no {name}"
     if not patch.command.endswith(patch.written_and_run):
-        raise Problem(f"{where}: its command does not end with {patch.written_and_run!r}")
+        yield f"its command does not end with {patch.written_and_run!r}"
 
 
 def apply(lines, hunks):

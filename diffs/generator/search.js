@@ -95,8 +95,7 @@ function section(element) {
 
 function code(text) {
   const pre = document.createElement("pre");
-  pre.append(document.createElement("code"));
-  pre.firstChild.textContent = text;
+  add(pre, "code", {}, text);
   return pre;
 }
 
@@ -169,34 +168,23 @@ const NOTHING = "Nothing found. Try the last line of the error alone, without nu
 
 function hit({ link, title, why, typed }, number) {
   const box = document.createElement("div");
-  const anchor = box.appendChild(document.createElement("a"));
-  anchor.href = link;
-  anchor.dataset.hit = "";
-  anchor.appendChild(document.createElement("b")).textContent = title.trim();
-  anchor.appendChild(document.createElement("span")).textContent = why.trim();
-  const copies = typed.map((part) => part.cloneNode(true));
-  if (number === 0) box.append(...copies);
-  else if (copies.length) {
-    const [line] = copies[0].querySelector("code, li").textContent.trim().split("\n");
-    anchor.appendChild(document.createElement("code")).textContent = line;
+  const anchor = add(box, "a", { href: link, "data-hit": "" });
+  add(anchor, "b", {}, title.trim());
+  add(anchor, "span", {}, why.trim());
+  if (number === 0) box.append(...typed.map((part) => part.cloneNode(true)));
+  else if (typed.length) {
+    const [line] = typed[0].querySelector("code, li").textContent.trim().split("\n");
+    add(anchor, "code", {}, line);
   }
   for (const pre of box.querySelectorAll("pre")) copied(pre);
   return box;
 }
 
-// Put a button into what is to be typed.
+// Put a button into what is to be typed, instead of that which was cloned with it.
 function copied(pre) {
-  pre.querySelector("button")?.remove(); // that of the entry, which was cloned with it
-  const button = document.createElement("button");
-  button.type = "button";
-  button.textContent = "Copy";
-  button.addEventListener("click", async () => {
-    const done = await copy(pre.querySelector("code").textContent);
-    button.focus({ preventScroll: true });
-    button.textContent = done ? "Copied" : "Not copied";
-    setTimeout(() => { button.textContent = "Copy"; }, 2000);
-  });
-  pre.append(button);
+  pre.querySelector("button")?.remove();
+  const button = add(pre, "button", { type: "button" }, "Copy");
+  copies(button, pre.querySelector("code"));
 }
 
 function look() {

@@ -1,4 +1,4 @@
-"""The calculator on the page computes what benchmarks/which.py does."""
+"""The calculator on the page computes what lookup/which.py does."""
 
 import importlib
 import random
@@ -18,7 +18,7 @@ pytestmark = NEEDS_BROWSER
 
 @pytest.fixture
 def which(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT / "lookup")
     return importlib.import_module("which")
 
 

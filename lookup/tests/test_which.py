@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import profile
 
-BENCHMARKS = ROOT / "benchmarks"
+LOOKUP = ROOT / "lookup"
 SLOW = pytest.mark.slow
 PARAMETERS = 117_479  # of the exercise's GPT
 TOKENS = 32 * 64  # per rank and step: samples and characters
@@ -32,13 +32,13 @@ LAYOUTS = {  # of the recipes' four ranks: (nodes, GPUs per node)
 
 @pytest.fixture
 def which(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.syspath_prepend(LOOKUP)
     return importlib.import_module("which")
 
 
 @pytest.fixture
 def collectives(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.syspath_prepend(LOOKUP)
     return importlib.import_module("collectives")
 
 
@@ -46,9 +46,9 @@ def collectives(monkeypatch):
 
 
 def test_the_tables_are_computed(which):
-    text, shared = page("lookup/which"), importlib.import_module("shared")
+    text = page("lookup/which")
     example = which.Job(3e9, *which.shape(3e9), 2, 4, 4096)
-    assert shared.table(which.HEADING, *which.rows(example, 40e9)) in text
+    assert which.table(which.HEADING, *which.rows(example, 40e9)) in text
     assert which.recommended(example, 40e9) == "hybrid_sharding"
     pattern = r"^\| ([\d.]+) billion \| (\d+) GB \| (\d+) \S (\d+) \| (yes|no) \|(.*)\|$"
     rows = re.findall(pattern, text, re.MULTILINE)
@@ -126,15 +126,14 @@ def test_a_block_keeps_16_values(collectives, mixed, size):
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory):
     """What collectives.py counts: {way: {ranks: [[of what, collective, bytes], ...]}}."""
-    words = [sys.executable, BENCHMARKS / "collectives.py", "--json"]
+    words = [sys.executable, LOOKUP / "collectives.py", "--json"]
     found = json.loads(finished(words, tmp_path_factory.mktemp("counted")).stdout)
     return {way: {int(n): calls for n, calls in by.items()} for way, by in found.items()}
 
 
 @SLOW
-def test_the_collectives_on_the_page_are_counted(collectives, counted):
-    shared = importlib.import_module("shared")
-    assert shared.table(*collectives.rows(counted)) in page("benchmarks/README")
+def test_the_collectives_on_the_page_are_counted(which, collectives, counted):
+    assert which.table(*collectives.rows(counted)) in page("benchmarks/README")
 
 
 @SLOW

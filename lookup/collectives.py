@@ -1,20 +1,21 @@
 """Count the collectives of a training step of a GPT under DDP, FSDP2 and 2-D, up to 4,096 ranks.
 
-    python benchmarks/collectives.py
+    python lookup/collectives.py
 
 It takes a single process. PyTorch's fake process group pretends to have any number of ranks and
 sends nothing, so rank 0 calls what it would call among them, with the same shapes. 2-D splits the
 tensors over the 8 ranks of a node, and shards what is left across nodes.
 """
 
+import argparse
 import ast
 import json
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor.parallel as tp
-from shared import ROOT, parser_of, table
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,7 +24,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from which import table
 
+GPT = Path(__file__).resolve().parent.parent / "exercise" / "solution.py"
 WORLDS = (8, 64, 512, 4096)
 NODE = 8  # ranks per node
 SHAPE = {"width": 512, "layers": 4, "heads": 8, "context": 64, "characters": range(1000)}
@@ -62,7 +65,7 @@ class Collectives(TorchDispatchMode):
 
 def gpt():
     """Return the exercise's GPT in our shape, and the globals that its forward pass reads."""
-    tree = ast.parse((ROOT / "exercise" / "solution.py").read_text(encoding="utf-8"))
+    tree = ast.parse(GPT.read_text(encoding="utf-8"))
     classes = [part for part in tree.body if isinstance(part, ast.ClassDef)]
     wanted = [part for part in classes if part.name in ("Attention", "Block", "GPT")]
     names = {"torch": torch, "nn": nn, "F": F, **SHAPE}
@@ -184,7 +187,7 @@ def rows(found):
 
 
 def parse_args():
-    parser = parser_of(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print every call instead of a table")
     return parser.parse_args()
 

@@ -1,15 +1,13 @@
 """Which way of splitting a GPT fits: the memory of a rank, and what it sends in a step.
 
-    python benchmarks/which.py 3e9 --nodes 2 --gpus 4 --memory 40
+    python lookup/which.py 3e9 --nodes 2 --gpus 4 --memory 40
 
-These are the formulae of lookup/which.md, which says where they come from and what they leave out.
-The calculator on diffs/index.html computes the same. collectives.py counts what PyTorch really
-sends, and forecast.py tells how long a step takes.
+These are the formulae of which.md, which says where they come from and what they leave out. The
+calculator on diffs/index.html computes the same. collectives.py counts what PyTorch really sends.
 """
 
+import argparse
 from dataclasses import dataclass
-
-from shared import parser_of, positive, positive_int, table
 
 VOCABULARY = 50_000
 SHARDED = ("fsdp2_gpt", "hybrid_sharding", "two_dimensional")  # cast to bf16 by FSDP2's policy
@@ -167,32 +165,32 @@ def rows(job, limit):
         yield (name, *(f"{size / 1e9:,.1f} GB" for size in each), together, *sizes)
 
 
-def add_options(parser):
-    """Add what forecast.py wants to know of a job, too."""
-    parser.add_argument("--gpus", type=positive_int, default=8, help="per node")
-    parser.add_argument("--tokens", type=positive_int, default=4096, help="per GPU and step")
-    parser.add_argument("--float32", action="store_true", help="not in mixed precision")
-    parser.add_argument("--checkpointed", action="store_true", help="activation checkpointing")
-
-
-def job_of(args, nodes):
-    """Return the job of a command line with the options above."""
-    settings = (nodes, args.gpus, args.tokens, not args.float32, args.checkpointed)
-    return Job(args.parameters, *shape(args.parameters), *settings)
+def table(heading, *rows):
+    """Return a Markdown table."""
+    lines = [" | ".join(map(str, row)) for row in (heading, ["---"] * len(heading), *rows)]
+    return "\n".join(f"| {line} |" for line in lines)
 
 
 def parse_args():
-    parser = parser_of(__doc__)
-    parser.add_argument("parameters", type=positive, help="of the model, such as 3e9")
-    parser.add_argument("--nodes", type=positive_int, default=1)
-    parser.add_argument("--memory", type=positive, default=80, help="of a GPU, in GB")
-    add_options(parser)
-    return parser.parse_args()
+    style = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=style)
+    parser.add_argument("parameters", type=float, help="of the model, such as 3e9")
+    parser.add_argument("--nodes", type=int, default=1, help="machines")
+    parser.add_argument("--gpus", type=int, default=8, help="per node")
+    parser.add_argument("--memory", type=float, default=80, help="of a GPU, in GB")
+    parser.add_argument("--tokens", type=int, default=4096, help="per GPU and step")
+    parser.add_argument("--float32", action="store_true", help="not in mixed precision")
+    parser.add_argument("--checkpointed", action="store_true", help="activation checkpointing")
+    args = parser.parse_args()
+    if min(args.parameters, args.nodes, args.gpus, args.memory, args.tokens) <= 0:
+        parser.error("each number must be above 0")
+    return args
 
 
 def main():
     args = parse_args()
-    job, limit = job_of(args, args.nodes), args.memory * 1e9
+    settings = (args.nodes, args.gpus, args.tokens, not args.float32, args.checkpointed)
+    job, limit = Job(args.parameters, *shape(args.parameters), *settings), args.memory * 1e9
     print(table(HEADING, *rows(job, limit)))
     way = recommended(job, limit)
     print(f"\nThe simplest that fits: {WAYS[way]}" if way else "\nNothing fits.")
