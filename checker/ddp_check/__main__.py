@@ -37,7 +37,10 @@ def variable(text):
     return name, value
 
 
-def parser():
+def parse_args():
+    if len(sys.argv) == 1:
+        print(USAGE)
+        sys.exit(2)
     options = argparse.ArgumentParser(
         prog="ddp-check",
         usage="ddp-check [options] script [arguments]",
@@ -47,11 +50,7 @@ def parser():
     add = options.add_argument
     add("--nproc", type=int, default=2, help="number of processes (2)")
     add("--timeout", type=float, default=300, help="seconds for each run (300)")
-    add(
-        "--launcher",
-        choices=LAUNCHERS,
-        help="how to start the script; python: it starts its own processes (chosen by its text)",
-    )
+    add("--launcher", choices=LAUNCHERS, help="how to start the script (chosen by its text)")
     add("--translate", choices=["auto", "yes", "no"], default="auto", help="GPU calls (auto)")
     add("--env", metavar="NAME=VALUE", action="append", default=[], type=variable)
     add("--drill", action="append", choices=DRILLS, default=[], help="also run this (repeatable)")
@@ -62,23 +61,11 @@ def parser():
     add("-m", dest="module", action="store_true", help="the script is a module, as for python -m")
     add("script")
     add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
-    return options
-
-
-def joined(words):
-    """Join --restart-args to its value, which begins with a hyphen; argparse wants it so."""
-    if "--restart-args" not in words[:-1]:
-        return words
-    at = words.index("--restart-args")
-    return [*words[:at], "=".join(words[at : at + 2]), *words[at + 2 :]]
-
-
-def parse_args():
-    if len(sys.argv) == 1:
-        print(USAGE)
-        sys.exit(2)
-    options = parser()
-    args = options.parse_args(joined(sys.argv[1:]))
+    words = sys.argv[1:]
+    if "--restart-args" in words[:-1]:  # its value begins with a hyphen: argparse wants them joined
+        at = words.index("--restart-args")
+        words[at : at + 2] = ["=".join(words[at : at + 2])]
+    args = options.parse_args(words)
     path = module_path(args.script) if args.module else Path(args.script)
     if not path.is_file():
         options.error(f"there is no {path}")
@@ -90,30 +77,18 @@ def main():
     args = parse_args()
     for number in (signal.SIGINT, signal.SIGPIPE):  # as in `ddp-check train.py | head`
         signal.signal(number, signal.SIG_DFL)  # end at once, silently: the keeper cleans up
-    with planned(
-        args.script,
-        args.arguments,
-        nproc=args.nproc,
-        timeout=args.timeout,
-        launcher=args.launcher,
-        module=args.module,
-        translate=args.translate,
-        env=dict(args.env),
-        restart_arguments=args.restart_args,
-    ) as plan:
+    options = {name: getattr(args, name) for name in ("nproc", "timeout", "launcher", "module")}
+    options |= {"env": dict(args.env), "restart_arguments": args.restart_args}
+    with planned(args.script, args.arguments, translate=args.translate, **options) as plan:
         verdicts = check(plan, args.drill)
-        show(plan, verdicts, args)
+        as_json = args.format == "json"
+        print(json_of(plan, verdicts) if as_json else text_of(plan, verdicts, args.all))
+        if args.format == "github":
+            print(annotations(plan, verdicts))
+        if args.output:
+            where = sys.stderr if as_json else sys.stdout
+            print(f"\nThe script printed:\n{plan.undisturbed.output}", file=where)
     sys.exit(exit_code(plan, verdicts))
-
-
-def show(plan, verdicts, args):
-    """Print the report in the form that is asked for."""
-    print(json_of(plan, verdicts) if args.format == "json" else text_of(plan, verdicts, args.all))
-    if args.format == "github":
-        print(annotations(plan, verdicts))
-    if args.output:
-        where = sys.stderr if args.format == "json" else sys.stdout
-        print(f"\nThe script printed:\n{plan.undisturbed.output}", file=where)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,18 @@
 """What the observer reports: a dataclass for each kind of event. Does not import PyTorch."""
 
 import json
-from dataclasses import asdict, dataclass, make_dataclass
+from dataclasses import dataclass, make_dataclass
 
 KINDS = {}  # name -> class
 
 
 @dataclass(kw_only=True)
 class Event:
-    """Something that a process did."""
-
     time: float = 0  # in seconds
     where: str = ""  # the line of the script, as "file:line"
 
     def __str__(self):
-        return json.dumps({"kind": type(self).__name__, **asdict(self)}, default=str)
+        return json.dumps({"kind": type(self).__name__, **vars(self)}, default=str)
 
 
 def read(line):
@@ -30,8 +28,6 @@ def kind(name, fields=""):
     return made
 
 
-# ---------------------------------------------------------------- the process and its group
-
 Start = kind("Start", "rank")  # as its launcher says
 # It joined a process group; nn: torch.distributed.nn was imported before; own: by the script itself
 Join = kind("Join", "rank port nn own")
@@ -46,10 +42,9 @@ Gpu = kind("Gpu", "use index count chosen")
 # It called a collective on all ranks. adds: numbers are added up; inside: of the model's forward
 # pass; elements: of its largest tensor; gradient: its input requires one, its result has none
 Collective = kind("Collective", "name adds inside elements gradient")
+Received = kind("Received")  # it waited for what another rank sent
 # A backward pass ends at what a collective returned; own: also at what this rank gave
 GradientLost = kind("GradientLost", "own")
-
-# ---------------------------------------------------------------- data
 
 # A pass over a DataLoader. length: of the data set; total: batches to come; part: checksum of the
 # indices that a Subset keeps, or 0 for all of the data set; distributed: has a DistributedSampler;
@@ -66,12 +61,11 @@ PassEnded = kind("PassEnded", "number")
 EpochSet = kind("EpochSet", "value")  # it called set_epoch
 # A random number generator made its first sample; checksums of its state
 Drawn = kind("Drawn", "source before after worker")
-# After a gather, a tensor was cut to length; blocks: it held what one rank gave after what another
-# gave, not in turns
-Cut = kind("Cut", "dropped blocks")
-Counted = kind("Counted", "length")  # after a gather, a tensor was compared or summed
-
-# ---------------------------------------------------------------- models
+# After a gather, a tensor was cut to length. order: it held what the ranks gave in "blocks" of one
+# rank each, or in "another" order; empty if in turns, as DistributedSampler deals, or unknown
+Cut = kind("Cut", "dropped order")
+# After a gather, a tensor was compared, or reduced to its sum or mean
+Counted = kind("Counted", "length reduced")
 
 # shapes: [name, shape] of each parameter; weights: checksums; buffers: how many each rank updates
 Wrap = kind("Wrap", "shapes weights buffers")
@@ -88,13 +82,15 @@ Step = kind(
     "unused "  # parameters without a gradient
     "foreign "  # parameters in no wrapped model
     "bypassed "  # models that got gradients without a call of their wrappers
-    "sharded meshes "  # dimensions of the largest mesh
+    "sharded "  # over a mesh with this number of dimensions
     "state "  # the optimizer has one
     "closure "
     "synced "  # the last forward pass asked for a reduction
     "reductions "
     "by_hand "  # checksums of what the script reduced itself, and whether it was all gradients
     "training "  # mode of the model
+    "buffers "  # {name: checksum} of those that have changed, without those of normalizations
+    "broadcasts "  # DDP replaces them by those of rank 0
     "random "  # checksum of the generator's state
     "dropout "  # the model drew random numbers
     "inputs "  # checksums of what entered the model
@@ -109,8 +105,6 @@ StateLoaded = kind("StateLoaded", "wraps")  # how many models were wrapped befor
 # parameters and buffers; noisy: the layer that changes what it returns, being in training mode
 Evaluated = kind("Evaluated", "model steps values noisy wrapped number")
 Final = kind("Final", "weights finite")
-
-# ---------------------------------------------------------------- files
 
 Print = kind("Print", "text")
 Opened = kind("Opened", "path append")  # for writing

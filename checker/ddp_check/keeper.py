@@ -33,38 +33,23 @@ def kept_folder():
         keeper.communicate()  # closes the pipe that it waits at
 
 
-def processes(folder):
-    """Return the observed processes, with all descendants, that report to a folder or inside it."""
+def signalled(folder, method):
+    """Terminate or kill all observed processes that report to a folder or inside it; count them."""
     import psutil  # takes a while, and the keeper needs it only at the end
 
-    found = []
-    for candidate in psutil.process_iter():
+    count = 0
+    for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            asked = candidate.environ().get(VARIABLE)
+            asked = process.environ().get(VARIABLE)
             if asked and Path(json.loads(asked)["events"]).is_relative_to(folder):
-                found.append(candidate)
-    return found
-
-
-def kill(folder):
-    """Kill all processes that report to a folder or inside it; return how many there were."""
-    import psutil
-
-    found = processes(folder)
-    for candidate in found:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            candidate.kill()
-    return len(found)
-
-
-def main(folder):
-    """Wait for the end of the checker, and clean up."""
-    sys.stdin.read()
-    end = time.monotonic() + 30
-    while kill(folder) and time.monotonic() < end:
-        time.sleep(0.05)
-    shutil.rmtree(folder, ignore_errors=True)
+                getattr(process, method)()
+                count += 1
+    return count
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    sys.stdin.read()  # until the checker has ended
+    end = time.monotonic() + 30
+    while signalled(sys.argv[1], "kill") and time.monotonic() < end:
+        time.sleep(0.05)
+    shutil.rmtree(sys.argv[1], ignore_errors=True)

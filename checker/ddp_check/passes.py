@@ -7,8 +7,6 @@ from ddp_check.events import Batch, Collective, Counted, Cut, PassBegun, PassEnd
 
 @dataclass
 class Pass:
-    """One pass of a process over a DataLoader."""
-
     begun: PassBegun
     batches: list = field(default_factory=list)
     steps: list = field(default_factory=list)
@@ -17,7 +15,7 @@ class Pass:
     gathers: int = 0  # that follow one of its batches
     added_up: bool = False  # numbers are added up over the ranks after its batches, before a gather
     cuts: list = field(default_factory=list)  # made after a gather
-    counted: set = field(default_factory=set)  # lengths of what is counted after a gather
+    counted: list = field(default_factory=list)  # what is counted after a gather
 
     def __getattr__(self, name):
         return getattr(self.begun, name)
@@ -38,58 +36,51 @@ class Pass:
         return None if None in found else [value for of in found for value in of]
 
 
-@dataclass
-class Reader:
-    """Reads the events of one rank, in order."""
-
-    passes: dict = field(default_factory=dict)  # by number
-    fed: list = field(default_factory=list)  # passes with a batch since the last step
-    given: Pass | None = None  # the pass that gave the last batch
-
-    def read(self, event):
-        known = self.passes.get(getattr(event, "number", None))
+def passes_of(events):
+    """Return the passes of one rank, whose events these are."""
+    passes = {}  # by number
+    fed = []  # passes with a batch since the last step
+    given = None  # the pass that gave the last batch
+    for event in events:
+        known = passes.get(getattr(event, "number", None))
         match event:
             case PassBegun():
-                self.passes[event.number] = Pass(event)
+                passes[event.number] = Pass(event)
             case Batch() if known:
                 known.batches.append(event)
-                self.given = known
-                self.fed = [one for one in self.fed if one is not known] + [known]
+                given = known
+                fed = [one for one in fed if one is not known] + [known]
             case PassEnded() if known:
                 known.ended = True
-            case Collective() if self.given and not event.inside:
-                self.given.added_up |= event.adds and not self.given.gathers
-                self.given.gathers += "gather" in event.name
-            case Cut() if self.given:
-                self.given.cuts.append(event)
-            case Counted() if self.given:
-                self.given.counted.add(event.length)
-            case Step() if self.passes:
-                self.step(event)
+            case Collective() if given and not event.inside:
+                given.added_up |= event.adds and not given.gathers
+                given.gathers += "gather" in event.name
+            case Cut() if given:
+                given.cuts.append(event)
+            case Counted() if given:
+                given.counted.append(event)
+            case Step() if passes:
+                credit(event, fed, list(passes.values()))
+                fed = []
+    return list(passes.values())
 
-    def step(self, event):
-        """Credit a step to the pass that gave the last batch, preferably one that goes on."""
-        fed = [one for one in self.fed if not one.ended] or self.fed or [self.latest()]
-        fed[-1].steps.append(event)
-        for one in fed[:-1]:
-            one.steps_beside += 1
-        self.fed = []
 
-    def latest(self):
-        """Return the pass of the previous step, whose batches may have been fetched ahead."""
-        passes = list(self.passes.values())
-        return next((one for one in reversed(passes) if one.steps), passes[-1])
+def credit(step, fed, passes):
+    """Credit a step to the pass that gave the last batch, preferably one that goes on.
+
+    If there was none since the previous step, its batches may have been fetched ahead.
+    """
+    if not fed:
+        fed = [next((one for one in reversed(passes) if one.steps), passes[-1])]
+    fed = [one for one in fed if not one.ended] or fed
+    fed[-1].steps.append(step)
+    for one in fed[:-1]:
+        one.steps_beside += 1
 
 
 def passes(run):
     """Return the passes of each rank: {rank: [pass]}."""
-    found = {}
-    for rank, events in run.ranks.items():
-        reader = Reader()
-        for event in events:
-            reader.read(event)
-        found[rank] = list(reader.passes.values())
-    return found
+    return {rank: passes_of(events) for rank, events in run.ranks.items()}
 
 
 def epochs(run):

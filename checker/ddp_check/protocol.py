@@ -44,5 +44,4 @@ class Task:
 
 
 def task():
-    """Return the task of this process."""
     return Task(**json.loads(os.environ[VARIABLE]))

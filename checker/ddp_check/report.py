@@ -11,19 +11,9 @@ from pathlib import Path
 from ddp_check import events
 from ddp_check.drills import DRILLS
 from ddp_check.keeper import kept_folder
+from ddp_check.ranks import short
 from ddp_check.rules import RULES, judge
-from ddp_check.rules.base import (
-    BROKEN,
-    FRAGILE,
-    NONE,
-    PASS,
-    SLOW,
-    UNSEEN,
-    UNSURE,
-    WRONG,
-    Verdict,
-    short,
-)
+from ddp_check.rules.base import BROKEN, FRAGILE, NONE, PASS, SLOW, UNSEEN, UNSURE, WRONG, Verdict
 from ddp_check.run import Plan
 
 LABELS = {  # status -> how its line in the report begins; the worst come first
@@ -37,32 +27,27 @@ LABELS = {  # status -> how its line in the report begins; the worst come first
     NONE: "n/a",
 }
 FOLDED = (UNSEEN, NONE)
-LEVELS = {
-    WRONG: "error",
-    BROKEN: "error",
-    FRAGILE: "warning",
-    SLOW: "warning",
+LEVELS = {  # GitHub's
+    **dict.fromkeys((WRONG, BROKEN), "error"),
+    **dict.fromkeys((FRAGILE, SLOW), "warning"),
     UNSURE: "notice",
-}  # GitHub's
+}
 TAIL = 8  # lines of a traceback
 CLEAN, FAULTY, UNKNOWN = range(3)  # the exit codes
 SUMMARIES = ("nothing wrong", "wrong", "no verdict")
-NO_TRAINING = "no training was seen"
 MANY = 4  # translated calls that are shown
 
 
 @contextlib.contextmanager
 def planned(script, arguments=(), nproc=2, timeout=300, launcher=None, **options):
-    """Yield the plan for a script, whose runs stay in a temporary folder."""
     with kept_folder() as folder:
         yield Plan(script, arguments, nproc, timeout, launcher, folder, **options)
 
 
 def perform(name, plan):
     """Return the verdicts of a drill: [(title, verdict)]."""
-    drill, _ = DRILLS[name]
     try:
-        verdicts = drill(plan)
+        verdicts = DRILLS[name](plan)
     except Exception as error:  # a drill that breaks must not cost the whole report
         verdicts = [("the drill", Verdict(BROKEN, repr(error)))]
     return [(f"{name}: {title}", verdict) for title, verdict in verdicts]
@@ -92,28 +77,22 @@ def exit_code(plan, verdicts):
 
 
 def summary(plan, verdicts):
-    """Return the verdict in words."""
     code = exit_code(plan, verdicts)
     broken = [name_of(title) for title, verdict in verdicts if verdict.status == BROKEN]
-    text = SUMMARIES[code]
-    if code == UNKNOWN and plan.undisturbed.returncode == 0 and not broken:
-        text = NO_TRAINING
-    return f"{text}, and the checker itself failed in {', '.join(broken)}" if broken else text
+    if broken:
+        return f"{SUMMARIES[code]}, and the checker itself failed in {', '.join(broken)}"
+    idle = code == UNKNOWN and plan.undisturbed.returncode == 0
+    return "no training was seen" if idle else SUMMARIES[code]
 
 
-# ---------------------------------------------------------------- as text
-
-
-def message(title, verdict, place):
-    """Return a verdict on one line."""
+def message(title, verdict):
     kind = f"{verdict.status}: " if verdict.status in (FRAGILE, SLOW) else ""
-    at = f" ({place})" if place and verdict.status != NONE else ""
+    at = f" ({short(verdict.where)})" if verdict.where and verdict.status != NONE else ""
     return f"{kind}{title}: {verdict.text}{at}"
 
 
 def line(title, verdict):
-    """Return a verdict as one or more lines of the report."""
-    lines = [f"{LABELS[verdict.status]:<8} {message(title, verdict, short(verdict.where))}"]
+    lines = [f"{LABELS[verdict.status]:<8} {message(title, verdict)}"]
     if verdict.status in LEVELS:
         lines += [f"{'':<8} see pitfalls/{verdict.page}.md"] if verdict.page else []
         lines += [f"{'':<8} | {text}" for text in verdict.details[-TAIL:]]
@@ -122,13 +101,11 @@ def line(title, verdict):
 
 def conclude(name, verdicts):
     """Return a line that says whether the promise of a drill holds, and if not, why."""
-    _, promise = DRILLS[name]
     found = [one for _, one in verdicts if one.status not in (FRAGILE, PASS)]  # how it is loaded
+    holds = f"not shown ({found[0].text})" if found else "you may rely on it"
     if any(one.status == WRONG for one in found):
-        return f"{name}: do not rely on it: {promise}"
-    if not found:
-        return f"{name}: you may rely on it: {promise}"
-    return f"{name}: not shown ({found[0].text}): {promise}"
+        holds = "do not rely on it"
+    return f"{name}: {holds}: {DRILLS[name].__doc__}"
 
 
 def ranked(verdicts):
@@ -143,57 +120,49 @@ def name_of(title):
     return names.get(title) or title.partition(":")[0]
 
 
-def headline(plan, verdicts):
-    """Return the three lines that come first: the verdict, its first reason, and what was run."""
+def text_of(plan, verdicts, everything=False):
+    """Return the report: first the verdict, its first reason, and what was run."""
     run, counts = plan.undisturbed, Counter(verdict.status for _, verdict in verdicts)
     found = ", ".join(f"{counts[status]} {status}" for status in LABELS if counts[status])
-    title, worst = ranked(verdicts)[0]
+    first = ranked(verdicts)[0]
     reason = f"all {counts[PASS]} rules that saw something pass"
-    if worst.status in LEVELS:
-        reason = f"first: {message(title, worst, short(worst.where))}"
+    reason = f"first: {message(*first)}" if first[1].status in LEVELS else reason
     where = "its GPU calls translated for the CPU" if run.translate else "on the CPU"
     option = f" with {run.option}" if run.option else ""
     ran = f"ran: {plan.nproc} processes under {run.launcher}{option}, {where}, {run.seconds:.0f} s"
-    return [f"{plan.script}: {summary(plan, verdicts)}: {found}", reason, ran]
-
-
-def text_of(plan, verdicts, everything=False):
-    """Return the report, as `check` gave the verdicts."""
     shown = [one for one in ranked(verdicts) if everything or one[1].status not in FOLDED]
-    lines = [*headline(plan, verdicts), "", *starmap(line, shown)]
+    lines = [f"{plan.script}: {summary(plan, verdicts)}: {found}", reason, ran, ""]
+    lines += starmap(line, shown)
     folded = [name_of(title) for title, verdict in verdicts if verdict.status in FOLDED]
     if folded and not everything:
         lines.append(f"not seen: {', '.join(dict.fromkeys(folded))} (--all says why)")
-    drilled = {name: [] for name in DRILLS}
-    for title, verdict in verdicts:
-        drilled.get(title.partition(":")[0], []).append((title, verdict))
-    lines += ["", *(conclude(name, found) for name, found in drilled.items() if found)]
-    if plan.lacking:
-        lines.append(f"Without a GPU, the script ended with: {plan.lacking}")
-    lines += changes(plan, everything)
-    return "\n".join(lines).rstrip("\n")
+    lines.append("")
+    for name in DRILLS:
+        drilled = [one for one in verdicts if one[0].startswith(f"{name}: ")]
+        lines += [conclude(name, drilled)] if drilled else []
+    return "\n".join([*lines, *changes(plan, everything)]).rstrip("\n")
 
 
 def changes(plan, everything):
     """Return lines that say what the checker did that the script would not have done."""
     lines, run = [], plan.undisturbed
+    if plan.lacking:
+        lines.append(f"Without a GPU, the script ended with: {plan.lacking}")
     if calls := translated(plan):
         shown = calls if everything else calls[:MANY]
         more = f" and {len(calls) - MANY} more (--all)" if len(calls) > len(shown) else ""
         lines.append(f"Translated for the CPU: {', '.join(shown)}{more}")
-    if any(event.models for event in run.all(events.Leave)) and not run.for_nccl:
-        text = "Changed: destroy_process_group waits 50 ms. Without it, a model that is freed later"
-        lines.append(f"{text}, as here, can hang in rare cases (pitfalls/handler_holds_model.md)")
-    return lines
+    left = run.all(events.Leave)
+    text = "Changed: destroy_process_group waits 50 ms"
+    if any(event.models for event in left) and not run.for_nccl:
+        text += ". Without it, a model that is freed later, as here, can hang in rare cases"
+        text += " (pitfalls/handler_holds_model.md)"
+    return [*lines, text] if left else lines
 
 
 def translated(plan):
-    """Return the calls that were translated, with their lines."""
     calls = plan.undisturbed.all(events.Translated)
     return list(dict.fromkeys(f"{call.call} ({short(call.where)})" for call in calls))
-
-
-# ---------------------------------------------------------------- for programs
 
 
 def split(where):
@@ -203,7 +172,6 @@ def split(where):
 
 
 def json_of(plan, verdicts):
-    """Return the report as JSON."""
     run, code = plan.undisturbed, exit_code(plan, verdicts)
     results = [
         {
@@ -223,11 +191,8 @@ def json_of(plan, verdicts):
 
 def annotations(plan, verdicts):
     """Return GitHub's commands that show the verdicts beside the lines of the script."""
-    return "\n".join(
-        annotation(plan.path, title, verdict)
-        for title, verdict in ranked(verdicts)
-        if verdict.status in LEVELS
-    )
+    shown = [one for one in ranked(verdicts) if one[1].status in LEVELS]
+    return "\n".join(annotation(plan.path, *one) for one in shown)
 
 
 def annotation(script, title, verdict):

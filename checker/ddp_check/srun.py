@@ -17,24 +17,21 @@ def free_port():
             return str(port)
 
 
-COUNTS = (  # of processes, each with a CPU and a GPU
-    *("NTASKS", "NPROCS", "NTASKS_PER_NODE", "TASKS_PER_NODE"),
-    *("STEP_NUM_TASKS", "STEP_TASKS_PER_NODE", "CPUS_ON_NODE", "JOB_CPUS_PER_NODE"),
-    *("GPUS", "GPUS_ON_NODE", "GPUS_PER_NODE"),
-)
-ONES = ("NNODES", "JOB_NUM_NODES", "STEP_NUM_NODES", "JOB_ID", "JOBID", "CPUS_PER_TASK")
-NODES = ("JOB_NODELIST", "NODELIST", "STEP_NODELIST", "SUBMIT_HOST", "TOPOLOGY_ADDR")
+COUNTS = """NTASKS NPROCS NTASKS_PER_NODE TASKS_PER_NODE STEP_NUM_TASKS STEP_TASKS_PER_NODE
+    CPUS_ON_NODE JOB_CPUS_PER_NODE GPUS GPUS_ON_NODE GPUS_PER_NODE"""  # one of each for a process
+ONES = "NNODES JOB_NUM_NODES STEP_NUM_NODES JOB_ID JOBID CPUS_PER_TASK"
+NODES = "JOB_NODELIST NODELIST STEP_NODELIST SUBMIT_HOST TOPOLOGY_ADDR"
+ZEROS = "NODEID STEP_ID STEPID"
+NAMES = "JOB_NAME CLUSTER_NAME JOB_PARTITION"
+RANKS = "GTIDS JOB_GPUS STEP_GPUS"
 
 
 def environment(nproc):
     """Return the environment that all processes share, with what batch scripts export."""
-    names = dict.fromkeys(COUNTS, nproc) | dict.fromkeys(ONES, "1")
-    names |= dict.fromkeys(NODES, "localhost") | {"LAUNCH_NODE_IPADDR": "127.0.0.1"}
-    names |= dict.fromkeys(("NODEID", "STEP_ID", "STEPID"), "0")
-    names |= {"JOB_NAME": "ddp_check", "JOB_PARTITION": "debug", "CLUSTER_NAME": "ddp_check"}
-    names |= {"SUBMIT_DIR": os.getcwd(), "GTIDS": ",".join(map(str, range(int(nproc))))}
-    names |= {"JOB_GPUS": names["GTIDS"], "STEP_GPUS": names["GTIDS"]}
-    slurm = {f"SLURM_{name}": value for name, value in names.items()}
+    ranks = ",".join(map(str, range(int(nproc))))
+    groups = {COUNTS: nproc, ONES: "1", NODES: "localhost", ZEROS: "0", NAMES: "ddp_check"}
+    groups |= {RANKS: ranks, "LAUNCH_NODE_IPADDR": "127.0.0.1", "SUBMIT_DIR": os.getcwd()}
+    slurm = {f"SLURM_{name}": value for of, value in groups.items() for name in of.split()}
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "WORLD_SIZE": nproc}
     return {**slurm, "SLURMD_NODENAME": "localhost", **address, **os.environ}
 
@@ -46,21 +43,15 @@ def main(nproc, *command):
         env = {**shared, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}
         processes.append(subprocess.Popen([sys.executable, *command], env=env))
     codes = [None]
-    while None in codes:
+    while None in codes and not any(codes):
         time.sleep(0.05)
         codes = [process.poll() for process in processes]
-        if any(codes):
-            return stop(processes, codes)
-    return 0
-
-
-def stop(processes, codes):
-    """Say which process failed, as srun does, and kill the others."""
-    rank, code = next((rank, code) for rank, code in enumerate(codes) if code)
+    if not any(codes):
+        return 0
     for process in processes:
         process.kill()
-    for process in processes:
         process.wait()
+    rank, code = next((rank, code) for rank, code in enumerate(codes) if code)
     print(f"srun: task {rank} ended with exit code {code}", flush=True)
     return 1
 

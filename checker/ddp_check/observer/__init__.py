@@ -5,13 +5,13 @@ Importing this package starts the observation.
 """
 
 import atexit
-import contextlib
 import faulthandler
 import multiprocessing.util
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -25,17 +25,15 @@ from ddp_check.protocol import STACKS
 @watch(signal, "signal")
 def handle(do, number, handler):
     if number == signal.SIGTERM and handler not in (signal.SIG_DFL, signal.SIG_IGN) and where():
-        say(Handler())
+        say(Handler)
     return do(number, handler)
 
 
 def gloo_threads():
-    """Return the number of gloo's threads in this process."""
-    names = []
-    with contextlib.suppress(OSError):
-        for task in os.listdir("/proc/self/task"):
-            with open(f"/proc/self/task/{task}/comm", encoding="utf-8") as file:
-                names.append(file.read().strip())
+    try:
+        names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    except OSError:  # one has just ended
+        return gloo_threads()
     return sum("gloo" in name for name in names)
 
 
@@ -47,14 +45,12 @@ def end():
     open_group = dist.is_initialized()
     if not seen.described:
         describe_models()
-    left = 0
-    for _ in range(20):  # Linux lists a thread for a moment after it has ended
-        left = 0 if open_group else gloo_threads()
-        if not left:
-            break
+    tries = 0 if open_group else 20
+    while (left := tries and gloo_threads()) and tries > 1:
+        tries -= 1  # Linux lists a thread for a moment after it has ended
         time.sleep(0.1)
     nn = "torch.distributed.nn" in sys.modules
-    say(Exit(open_group=open_group, threads=left, nn=nn))
+    say(Exit, open_group=open_group, threads=left, nn=nn)
 
 
 def end_as_a_copy(_):
@@ -70,4 +66,4 @@ stacks = open(os.path.join(TASK.events, f"{os.getpid()}.stack"), "w", encoding="
 faulthandler.register(STACKS, file=stacks, all_threads=False)
 if TASK.translate:
     from ddp_check.observer import translate  # noqa: F401
-say(Start(rank=os.environ.get("RANK", os.environ.get("SLURM_PROCID"))))
+say(Start, rank=os.environ.get("RANK", os.environ.get("SLURM_PROCID")))

@@ -20,60 +20,51 @@ class Printed:
     def write(self, text):
         *lines, self.begun = f"{self.begun}{text}".split("\n")
         for line in filter(str.strip, lines):
-            say(Print(text=line[:200]))
+            say(Print, text=line[:200])
         return self.stream.write(text)
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
 
 
-sys.stdout = Printed(sys.stdout)
-
-
 def audit(event, args):
-    """Report files that are opened for writing or renamed."""
     if event == "open" and isinstance(args[0], str) and re.search("[wax+]", str(args[1] or "")):
         unlink(args[0], args[1])
         path = os.path.realpath(args[0])
-        if in_place(path) and where():
-            say(Opened(path=path, append="a" in args[1]))
+        if path.startswith(TASK.place) and where():
+            say(Opened, path=path, append="a" in args[1])
     elif event == "os.rename" and where():
         source, path = (os.path.realpath(os.fsdecode(name)) for name in args[:2])
-        say(Renamed(path=path if in_place(path) else None, source=source))
-
-
-def in_place(path):
-    return path.startswith(TASK.place)
+        say(Renamed, path=path if path.startswith(TASK.place) else None, source=source)
 
 
 def unlink(path, mode="w"):
     """Replace a link by a file before it is written to, so the user's own file stays unchanged."""
-    if os.path.islink(path) and in_place(os.path.abspath(path)):
+    if os.path.islink(path) and os.path.abspath(path).startswith(TASK.place):
         original = os.path.realpath(path)
         os.unlink(path)
         if "w" not in mode and os.path.isfile(original):
             shutil.copyfile(original, path)
 
 
+sys.stdout = Printed(sys.stdout)
 sys.addaudithook(audit)
 
 
 @watch(torch, "save")
 def save(do, obj, f, *args, **kwargs):
-    keys = list(prefixed(obj))[:3]
-    if isinstance(f, str | os.PathLike):
+    path = f if isinstance(f, str | os.PathLike) else getattr(f, "name", None)
+    if path is f:
         unlink(f)
-        say(Save(path=os.path.realpath(f), keys=keys))
-    elif where():
-        name = getattr(f, "name", None)
-        say(Save(path=os.path.realpath(name) if isinstance(name, str) else None, keys=keys))
+    if path is f or where():
+        path = os.path.realpath(path) if isinstance(path, str | os.PathLike) else None
+        say(Save, path=path, keys=list(prefixed(obj))[:3])
     result = do(obj, f, *args, **kwargs)
-    say(Saved(steps=seen.steps))
+    say(Saved, steps=seen.steps)
     return result
 
 
 def prefixed(obj, prefix="module."):
-    """Yield the keys with a prefix, also from nested dictionaries."""
     if isinstance(obj, dict):
         for key, value in obj.items():
             if isinstance(key, str) and key.startswith(prefix):
@@ -85,5 +76,5 @@ def prefixed(obj, prefix="module."):
 def load(do, f, *args, **kwargs):
     only = kwargs.get("weights_only")
     if called_by_script():
-        say(Load(weights_only=only is None or bool(only)))
+        say(Load, weights_only=only is None or bool(only))
     return do(f, *args, **kwargs)

@@ -12,33 +12,24 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.utils._pytree import tree_leaves
 
 from ddp_check import events
 from ddp_check.observer.models import describe_models
-from ddp_check.observer.report import called_by_script, checksum, say, seen, watch, where
+from ddp_check.observer.report import called_by_script, say, seen, watch, where
+from ddp_check.observer.values import checksum, tensors_in
 
-COLLECTIVES = [
-    "all_reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "gather_object",
-    "reduce",
-    "scatter",
-    "reduce_scatter_tensor",
-    "scatter_object_list",
-    "all_to_all",
-    "all_to_all_single",
-]
+COLLECTIVES = (
+    *("all_reduce", "reduce", "broadcast", "broadcast_object_list", "barrier"),
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "gather", "gather_object"),
+    *("scatter", "scatter_object_list", "reduce_scatter_tensor", "monitored_barrier"),
+    *("all_to_all", "all_to_all_single"),
+)
+REDUCE = ("sum", "mean")
+LENGTHS = ("__getitem__", "__eq__", "eq", "numpy", "tolist", *REDUCE)
+RECEIVE = ("recv", "recv_object_list")
 
 
 def is_here(host):
-    """Return whether an address or a name is that of this machine."""
     with contextlib.suppress(OSError):
         for family, *_, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
             with socket.socket(family) as probe:
@@ -52,7 +43,7 @@ def meet_here(address):
     host = urlsplit(address).hostname if "//" in address else address
     if not host or is_here(host):
         return address
-    say(events.OtherMachine(host=host))
+    say(events.OtherMachine, host=host)
     return address.replace(host, "localhost")
 
 
@@ -69,62 +60,21 @@ def init_process_group(do, *args, **kwargs):
     address = re.fullmatch(r"tcp://.*:(\d+).*", method)
     port = address[1] if address else os.environ.get("MASTER_PORT")
     own = bool(called_by_script())
-    say(events.Join(rank=dist.get_rank(), port=port, nn=early, own=own))
+    say(events.Join, rank=dist.get_rank(), port=port, nn=early, own=own)
     return result
 
 
 @watch(c10d, "destroy_process_group")
 def destroy_process_group(do, *args, **kwargs):
     describe_models()
-    say(events.Leave(models=sum(one() is not None for one in seen.wrappers)))
+    say(events.Leave, models=sum(one() is not None for one in seen.wrappers))
     time.sleep(0.05)  # gloo's threads forget their last work, or freeing a DDP model could hang
     return do(*args, **kwargs)
 
 
 def is_of_all(arguments):
-    """Return whether a collective with these arguments involves all ranks."""
     groups = [value for value in arguments if isinstance(value, dist.ProcessGroup)]
     return all(group is dist.group.WORLD for group in groups)
-
-
-LENGTHS = ("__getitem__", "__eq__", "eq", "sum", "mean", "numpy", "tolist")
-
-
-def watch_lengths(parts):
-    """Until the next batch, report how long tensors are: a script cuts a sampler's padding off.
-
-    The parts are what a gather returned, one of each rank.
-    """
-    for name in LENGTHS if not seen.gathered else ():
-        do = getattr(torch.Tensor, name)
-        seen.gathered[name] = do
-        setattr(torch.Tensor, name, watched_length(name, do, set(), parts))
-
-
-def watched_length(name, do, said, parts):
-    @functools.wraps(do)
-    def method(tensor, *args, **kwargs):
-        result = do(tensor, *args, **kwargs)
-        length = len(tensor) if tensor.dim() else 0
-        if name == "__getitem__":
-            cut = isinstance(args[0], slice) and length - len(result)
-            if cut and ("cut", cut) not in said:
-                said.add(("cut", cut))
-                say(events.Cut(dropped=cut, blocks=in_blocks(tensor, parts)))
-        elif length > 1 and length not in said:
-            said.add(length)
-            say(events.Counted(length=length))
-        return result
-
-    return method
-
-
-def in_blocks(tensor, parts):
-    """Return whether a tensor is what one rank gave after what another gave, not in turns."""
-    if len(parts) < 2 or any(part.shape != parts[0].shape for part in parts):
-        return False
-    blocks, turns = torch.cat(parts), torch.stack(parts, dim=1).flatten(0, 1)
-    return tensor.equal(blocks) and not tensor.equal(turns)
 
 
 def sums(name, arguments):
@@ -135,62 +85,97 @@ def sums(name, arguments):
     )
 
 
-class End(torch.autograd.Function):
-    """Marks the result of a gather, so that a backward pass that ends there is noticed."""
-
-    @staticmethod
-    def forward(ctx, value, start, line, own):
-        ctx.line, ctx.own = line, own
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        say(events.GradientLost(own=ctx.own, where=ctx.line))
-        return None, None, None, None
-
-
 def mark_ends(parts, line):
-    """Mark what each rank gave, in the script's list."""
-    start = torch.zeros((), requires_grad=True)
+    """Notice a backward pass that ends at what each rank gave, in the script's list."""
+
+    def told(own, _):
+        say(events.GradientLost, line, own=own)
+
     for rank, part in enumerate(parts):
-        parts[rank] = End.apply(part, start, line, rank == dist.get_rank())
+        leaf = part.detach().requires_grad_()
+        leaf.register_hook(functools.partial(told, rank == dist.get_rank()))
+        parts[rank] = leaf.view_as(leaf)
 
 
-def watch_collective(name):
-    @watch(c10d, name)
-    def collective(do, *args, **kwargs):
-        line = where()
-        outer = not seen.in_collective and is_of_all([*args, *kwargs.values()])
-        tensors = [one for one in tree_leaves([args, kwargs]) if isinstance(one, torch.Tensor)]
-        lost = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
-        elements = max((one.numel() for one in tensors), default=0)
-        adds = sums(name, [*args, *kwargs.values()])
-        if outer and line and adds and elements > 1 and not (seen.in_forward or seen.in_step):
-            seen.by_hand.append((checksum(tensors), elements))
-        told = outer and line  # called by the script, or by a library on its behalf
-        if told:
-            inside = seen.in_forward
-            say(
-                events.Collective(
-                    name=name, adds=adds, inside=inside, elements=elements, gradient=lost
-                )
-            )
-        seen.in_collective += 1  # all_gather_object calls all_gather
-        try:
-            result = do(*args, **kwargs)
-        finally:
-            seen.in_collective -= 1
-        if not told:
-            return result
-        if "gather" in name:
-            parts = args[0] if args and isinstance(args[0], list) else []
-            watch_lengths([part for part in parts if isinstance(part, torch.Tensor)])
-            if lost and name == "all_gather" and parts:
-                mark_ends(parts, line)
+def watch_lengths(parts):
+    """Report lengths until the next batch; the parts are what a gather returned, one a rank."""
+    said = set()
+    for name in LENGTHS if not seen.gathered else ():
+        seen.gathered[name] = getattr(torch.Tensor, name)
+        setattr(torch.Tensor, name, watched(name, said, parts))
+
+
+def watched(name, said, parts):
+    do = seen.gathered[name]
+
+    @functools.wraps(do)
+    def method(tensor, *args, **kwargs):
+        result = do(tensor, *args, **kwargs)
+        length = len(tensor) if tensor.dim() else 0
+        if name == "__getitem__":
+            dropped = isinstance(args[0], slice) and length - len(result)
+            if dropped and ("cut", dropped) not in said:
+                said.add(("cut", dropped))
+                say(events.Cut, dropped=dropped, order=order_of(tensor, parts))
+        elif length > 1 and (name in REDUCE, length) not in said:
+            said.add((name in REDUCE, length))
+            say(events.Counted, length=length, reduced=name in REDUCE)
         return result
 
+    return method
 
-for name in COLLECTIVES:
-    watch_collective(name)
-for name in (*COLLECTIVES, "init_process_group", "destroy_process_group"):
+
+def order_of(tensor, parts):
+    """Return in which order a tensor holds the parts that the ranks gave, if that is known."""
+    if len(parts) < 2 or any(part.shape != parts[0].shape for part in parts):
+        return ""
+    blocks, turns = torch.cat(parts), torch.stack(parts, dim=1).flatten(0, 1)
+    if tensor.shape != blocks.shape or tensor.equal(turns):
+        return ""
+    if tensor.equal(blocks):
+        return "blocks"
+    same = tensor.flatten().sort().values.equal(blocks.flatten().sort().values)
+    return "another" if same else ""
+
+
+@watch(c10d, *COLLECTIVES)
+def collective(do, *args, **kwargs):
+    if seen.in_collective:  # all_gather_object calls all_gather
+        return do(*args, **kwargs)
+    seen.in_collective += 1
+    try:
+        line, arguments = where(), [*args, *kwargs.values()]
+        called = line and is_of_all(arguments)  # by the script, or by a library on its behalf
+        lost = called and report_collective(do.__name__, arguments)
+        result = do(*args, **kwargs)
+    finally:
+        seen.in_collective -= 1
+    if called and "gather" in do.__name__:
+        parts = args[0] if args and isinstance(args[0], list) else []
+        watch_lengths(tensors_in(parts))
+        if lost and do.__name__ == "all_gather" and parts:
+            mark_ends(parts, line)
+    return result
+
+
+def report_collective(name, arguments):
+    """Report a collective; return whether it loses the gradient of its input."""
+    tensors = tensors_in(arguments)
+    lost = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+    elements = max((one.numel() for one in tensors), default=0)
+    adds, inside = sums(name, arguments), seen.in_forward
+    if adds and elements > 1 and not (inside or seen.in_step):
+        seen.by_hand.append((checksum(tensors), elements))
+    say(events.Collective, name=name, adds=adds, inside=inside, elements=elements, gradient=lost)
+    return lost
+
+
+@watch(c10d, *RECEIVE)
+def receive(do, *args, **kwargs):
+    result = do(*args, **kwargs)
+    say(events.Received)
+    return result
+
+
+for name in (*COLLECTIVES, *RECEIVE, "init_process_group", "destroy_process_group"):
     setattr(dist, name, getattr(c10d, name))

@@ -1,17 +1,14 @@
 """What the observers share: their state, wrapping a function, and reporting."""
 
-import contextlib
 import functools
 import multiprocessing
 import os
 import sys
 import time
-import zlib
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import get_worker_info
 
 from ddp_check.events import Drawn
@@ -19,13 +16,10 @@ from ddp_check.protocol import HERE, is_own, task
 
 TASK = task()
 torch_save, torch_load = torch.save, torch.load  # before they are watched
-SAMPLE = 1 << 16  # elements of a batch that enter its checksum
 
 
 @dataclass
 class Seen:
-    """What this process has done so far."""
-
     pid: int | None = None  # of the process that opened the file: a fork opens another
     file: int = -1
     passes: int = 0  # over a DataLoader
@@ -46,10 +40,11 @@ class Seen:
     forked: bool = False  # this process is a copy of another
     ended: bool = False  # the end has been reported
     in_collective: int = 0  # depth of nested calls; DDP's constructor counts as one
-    gathered: dict = field(default_factory=dict)  # methods of Tensor while they are watched
     in_step: int = 0  # likewise: one optimizer's step may call another's
+    gathered: dict = field(default_factory=dict)  # methods of Tensor while they are watched
     evaluated: set = field(default_factory=set)  # modules and passes in which they were called
     names: list = field(default_factory=list)  # of the parameters in the last step
+    versions: dict = field(default_factory=dict)  # of the buffers in the last step
     described: bool = False  # the final weights have been reported
     # The models inside DDP, kept because the script may have deleted the wrapper by the end:
     wrapped: list = field(default_factory=list)
@@ -60,17 +55,17 @@ class Seen:
 seen = Seen()
 
 
-def say(event):
+def say(kind, at="", **fields):
     """Report an event. A DataLoader worker reports its random numbers alone, for its rank."""
     worker = get_worker_info() is not None
-    if worker and not isinstance(event, Drawn):
+    if worker and kind is not Drawn:
         return
     pid = multiprocessing.parent_process().pid if worker else os.getpid()
     if seen.pid != pid:  # at the start, and after a fork
         seen.pid = pid
         path = os.path.join(TASK.events, f"{seen.pid}.jsonl")
         seen.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    event.time, event.where = time.monotonic(), event.where or where()
+    event = kind(time=time.monotonic(), where=at or where(), **fields)
     os.write(seen.file, f"{event}\n".encode())
 
 
@@ -101,54 +96,23 @@ def called_by_script():
     return frame and is_own(frame.f_code.co_filename)
 
 
-def watch(owner, name):
-    """Replace a function or method by one that is called with the original as first argument."""
+def watch(owner, *names):
+    """Replace functions or methods by one that is called with the original as first argument."""
 
     def decorate(function):
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def call(*args, **kwargs):
-            return function(original, *args, **kwargs)
-
-        setattr(owner, name, call)
-        return call
+        for name in names:
+            setattr(owner, name, calling(function, getattr(owner, name)))
+        return function
 
     return decorate
 
 
-def checksum(tensors, step=1):
-    """Return a checksum of the bits of these tensors; of a sharded one, only this rank's part.
+def calling(function, original):
+    @functools.wraps(original)
+    def call(*args, **kwargs):
+        return function(original, *args, **kwargs)
 
-    With a step, only each such element counts.
-    """
-    total = 0
-    for tensor in tensors:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        with contextlib.suppress(Exception):  # an exotic tensor must not crash the user's script
-            dense = local.coalesce().values() if local.is_sparse else local
-            flat = dense.detach().flatten()[::step].cpu().contiguous()
-            total = zlib.crc32(flat.view(torch.uint8).numpy(), total) if flat.numel() else total
-    return total
-
-
-def checksums(tensors):
-    """Return a checksum of each of these tensors."""
-    return [checksum([tensor]) for tensor in tensors]
-
-
-def watch_no_lengths():
-    """Undo what was done to watch what follows a gather."""
-    for name, method in seen.gathered.items():
-        setattr(torch.Tensor, name, method)
-    seen.gathered = {}
-
-
-def batch_checksum(batch):
-    """Return a checksum of the tensors in a batch, of any structure."""
-    tensors = [value for value in tree_leaves(batch) if isinstance(value, torch.Tensor)]
-    largest = max((value.numel() for value in tensors), default=0)
-    return checksum(tensors, 1 + largest // SAMPLE)
+    return call
 
 
 def this_rank():
@@ -158,7 +122,13 @@ def this_rank():
 
 
 def keep(name, values):
-    """Write tensors to a file, to be compared with another run."""
     path = os.path.join(TASK.events, name)
     torch_save(values, f"{path}.new")
     os.replace(f"{path}.new", path)
+
+
+def watch_no_lengths():
+    """Undo what was done to watch what follows a gather."""
+    for name, method in seen.gathered.items():
+        setattr(torch.Tensor, name, method)
+    seen.gathered = {}

@@ -1,5 +1,6 @@
 """Runs a script that was written for GPUs on the CPU: translates its calls and reports them."""
 
+import contextlib
 import functools
 import os
 import time
@@ -17,7 +18,10 @@ from ddp_check.events import Gpu, Translated
 from ddp_check.observer.report import TASK, called_by_script, say, seen, watch, where
 
 CPU = torch.device("cpu")
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # the checker sets it to an empty string, the script may change it
+COUNT = int(os.environ.get("LOCAL_WORLD_SIZE", TASK.nproc))
 said = set()
+current = {"index": 0}  # of the GPU that "cuda" means
 
 
 def translated(call):
@@ -25,7 +29,7 @@ def translated(call):
     line = where()
     if line and (call, line) not in said:
         said.add((call, line))
-        say(Translated(call=call, where=line))
+        say(Translated, line, call=call)
 
 
 def is_gpu(value):
@@ -34,24 +38,25 @@ def is_gpu(value):
     return isinstance(value, torch.device) and value.type == "cuda"
 
 
-current = {"index": 0}  # of the GPU that "cuda" means
+def index_of(device):
+    """Return the index of a GPU, or None for the current one."""
+    return device if isinstance(device, int) else torch.device(device).index
 
 
 def use(device, kind="use"):
     """Report the GPU that the script names: a device, a number, or the current one."""
-    index = device if isinstance(device, int) else torch.device(device).index
-    line, index = where(), current["index"] if index is None else index
+    line, index = where(), index_of(device)
+    index = current["index"] if index is None else index
     if line and (kind, index) not in said:
         said.add((kind, index))
         chosen = bool(os.environ.get(VISIBLE))
-        say(Gpu(use=kind, index=index, count=COUNT, chosen=chosen, where=line))
+        say(Gpu, line, use=kind, index=index, count=COUNT, chosen=chosen)
 
 
 def set_device(device, *_):
-    index = device if isinstance(device, int) else torch.device(device).index or 0
-    if index >= 0:  # PyTorch ignores others
-        current["index"] = index
-    use(index if index >= 0 else current["index"], "set")
+    index = index_of(device) or 0
+    current["index"] = index if index >= 0 else current["index"]  # PyTorch ignores others
+    use(current["index"], "set")
 
 
 class OnTheCPU(TorchFunctionMode):
@@ -59,87 +64,61 @@ class OnTheCPU(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is torch.device:
+            return func(*args, **kwargs)
+        if func in (Tensor.pin_memory, Tensor.record_stream):
+            return args[0]
         if func is Tensor.cuda:
             translated(".cuda()")
             device = args[1] if len(args) > 1 else kwargs.get("device")
             use("cuda" if device is None else device)
             return args[0]
-        if func in (Tensor.pin_memory, Tensor.record_stream):
-            return args[0]
-        if func in (Tensor.to, torch._C._nn._parse_to):  # a number means a GPU
-            place = 1 if func is Tensor.to else 0
-            if len(args) > place and type(args[place]) is int:
-                translated(f".to({args[place]})")
-                use(args[place])
-                args = (*args[:place], CPU, *args[place + 1 :])
-        if type(kwargs.get("device")) is int and func is not torch.device:
+        place = {Tensor.to: 1, torch._C._nn._parse_to: 0}.get(func)
+        if place is not None and len(args) > place and type(args[place]) is int:  # means a GPU
+            translated(f".to({args[place]})")
+            use(args[place])
+            args = (*args[:place], CPU, *args[place + 1 :])
+        if type(kwargs.get("device")) is int:
             kwargs = {**kwargs, "device": torch.device("cuda", kwargs["device"])}
-        if func is not torch.device:
-            gpus = [value for value in (*args, *kwargs.values()) if is_gpu(value)]
-            if gpus:
-                translated(f'"{gpus[0]}"')
-                use(gpus[0])
-                args = tuple(CPU if is_gpu(value) else value for value in args)
-                kwargs = {name: CPU if is_gpu(value) else value for name, value in kwargs.items()}
+        for gpu in [value for value in (*args, *kwargs.values()) if is_gpu(value)][:1]:
+            translated(f'"{gpu}"')
+            use(gpu)
+            args = tuple(CPU if is_gpu(value) else value for value in args)
+            kwargs = {name: CPU if is_gpu(value) else value for name, value in kwargs.items()}
         return func(*args, **kwargs)
 
 
-def answer(owner, name, value):
-    """Make a function that asks about GPUs give this answer to the script, and no one else."""
+def replace(owner, name, value, always):
+    """Make a function of PyTorch return a value, or do what the value does, for the script."""
     do = getattr(owner, name)
 
     @functools.wraps(do)
     def call(*args, **kwargs):
-        if not called_by_script():
-            return do(*args, **kwargs)
-        translated(f"{owner.__name__}.{name}()")
-        return value() if callable(value) else value
-
-    setattr(owner, name, call)
-
-
-def skip(owner, name, replacement=None):
-    """Make a function that changes a GPU do nothing."""
-
-    def call(*args, **kwargs):
         if called_by_script():
             translated(f"{owner.__name__}.{name}()")
-        return replacement(*args, **kwargs) if replacement else None
+        elif not always:
+            return do(*args, **kwargs)
+        return value(*args, **kwargs) if callable(value) else value
 
     setattr(owner, name, call)
 
 
-class Idle:
+class Idle(contextlib.nullcontext):
     """A stream, an event or a context of one: on the CPU, everything has happened already."""
 
     def __init__(self, *_, **__):
-        self.at = time.monotonic()
+        super().__init__(self)
         translated("a stream or an event")
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        return None
+        self.record()
 
     def record(self, *_):
         self.at = time.monotonic()
-        return self
 
     def elapsed_time(self, other):
         return 1000 * (other.at - self.at)
 
-    def query(self):
-        return True
-
-    def nothing(self, *_):
-        """Wait for what has happened already."""
-
-    synchronize = wait = wait_event = wait_stream = record_event = nothing
-
-
-for name in ("Stream", "Event", "stream", "current_stream", "default_stream"):
-    setattr(torch.cuda, name, Idle)
+    def __getattr__(self, name):  # what it waits for has happened, what it asks for is true
+        return lambda *_: self
 
 
 class AnyGenerator(type):
@@ -157,40 +136,29 @@ class AnyGenerator(type):
 
 RealGenerator = torch.Generator
 torch.Generator = AnyGenerator("Generator", (), {})
-VISIBLE = "CUDA_VISIBLE_DEVICES"  # the checker sets it to an empty string, the script may change it
-COUNT = int(os.environ.get("LOCAL_WORLD_SIZE", TASK.nproc))
-for name, value in {
+for name in ("Stream", "Event", "stream", "current_stream", "default_stream"):
+    setattr(torch.cuda, name, Idle)
+ANSWERS = {
     "is_available": True,
     "device_count": COUNT,
-    "current_device": lambda: current["index"],
-    "memory_allocated": 0,
-    "max_memory_allocated": 0,
-    "memory_reserved": 0,
-    "max_memory_reserved": 0,
-    "memory_stats": {},
-    "mem_get_info": (1 << 30, 1 << 30),
     "get_device_name": "CPU",
     "get_device_capability": (8, 0),
     "is_bf16_supported": True,
-}.items():
-    answer(torch.cuda, name, value)
-for name in ("init", "synchronize", "empty_cache", "reset_peak_memory_stats", "ipc_collect"):
-    skip(torch.cuda, name)
-for name in ("manual_seed", "manual_seed_all"):  # torch.manual_seed seeds the CPU
-    skip(torch.cuda, name)
-skip(torch.cuda, "set_device", set_device)
-if hasattr(torch, "accelerator"):
-    for name, value in {
-        "is_available": True,
-        "device_count": COUNT,
-        "current_accelerator": torch.device("cuda"),
-        "current_device_index": lambda: current["index"],
-        "current_device_idx": lambda: current["index"],
-    }.items():
-        answer(torch.accelerator, name, value)
-    skip(torch.accelerator, "synchronize")
-    skip(torch.accelerator, "set_device_index", set_device)
-    skip(torch.accelerator, "set_device_idx", set_device)
+    "current_accelerator": torch.device("cuda"),
+    "mem_get_info": (1 << 30, 1 << 30),
+    "memory_stats": {},
+}
+ZEROS = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+INDEX = ("current_device", "current_device_index", "current_device_idx")
+SKIPPED = ("init", "synchronize", "empty_cache", "reset_peak_memory_stats", "ipc_collect")
+SEEDED = ("manual_seed", "manual_seed_all")  # torch.manual_seed seeds the CPU
+SET = ("set_device", "set_device_index", "set_device_idx")
+ANSWERS |= dict.fromkeys(ZEROS, 0) | dict.fromkeys(INDEX, lambda *_: current["index"])
+CHANGES = dict.fromkeys((*SKIPPED, *SEEDED)) | dict.fromkeys(SET, set_device)  # also for libraries
+for owner in (torch.cuda, torch.accelerator):
+    for name, value in (ANSWERS | CHANGES).items():
+        if hasattr(owner, name):
+            replace(owner, name, value, always=name in CHANGES)
 
 
 @watch(c10d, "init_process_group")
@@ -215,11 +183,6 @@ def wrap(do, self, module, device_ids=None, output_device=None, *args, **kwargs)
     return do(self, module, None, None, *args, **kwargs)
 
 
-@watch(DDP, "_passing_sync_batchnorm_handle")
-def allow_sync_batchnorm(do, self, module):
-    """DDP refuses it on the CPU; `normalize` computes it there."""
-
-
 class Sum(torch.autograd.Function):
     """The sum of a tensor over the ranks, whose gradient is the sum of the gradients."""
 
@@ -234,6 +197,10 @@ class Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return Sum.apply(gradient, ctx.group), None
+
+
+# DDP refuses SyncBatchNorm on the CPU; `normalize` computes it there.
+DDP._passing_sync_batchnorm_handle = lambda self, module: None
 
 
 @watch(SyncBatchNorm, "forward")

@@ -5,38 +5,23 @@ from itertools import chain, pairwise
 
 from ddp_check import events
 from ddp_check.passes import epochs, passes
-from ddp_check.rules.base import (
-    counted,
-    differ,
-    is_sharded,
-    lowest,
-    not_applicable,
-    passed,
-    step_rows,
-    unseen,
-    unsure,
-    wrong,
-)
-
-# ---------------------------------------------------------------- what is trained on
-
-
-def rows_with_inputs(run):
-    """Return the steps of all ranks for which it is known what entered the model."""
-    return [row for row in step_rows(run) if len(row) > 1 and any(step.inputs for step in row)]
+from ddp_check.ranks import counted, differ, lowest
+from ddp_check.rules.base import not_applicable, passed, unseen, unsure, wrong
 
 
 def ranks_share_data(run):
-    rows = rows_with_inputs(run)
+    """the ranks share out the data"""
+    rows = [row for row in run.step_rows if len(row) > 1 and any(step.inputs for step in row)]
     alike = [all(step.inputs == row[0].inputs for step in row) for row in rows]
-    if is_sharded(run) and (not rows or any(step.meshes > 1 for row in rows for step in row)):
+    if run.is_sharded and (not rows or any(step.sharded > 1 for step in run.all(events.Step))):
         yield not_applicable("ranks that share a model have to have the same batches")
     if rows and all(alike):
         text = "in each step, all ranks train on the same batch"
         yield wrong(text, rows[0][0].where, "no_sampler")
     found = epochs(run)
     for number, epoch in enumerate(found, 1):
-        for verdict in shared(epoch):
+        judge = shared_stream if lowest(epoch).iterable else shared_indices
+        for verdict in judge(epoch):
             verdict.text, verdict.where = f"epoch {number}: {verdict.text}", lowest(epoch).where
             yield verdict
     if found:
@@ -53,43 +38,35 @@ def ranks_share_data(run):
     yield passed(text, rows[0][0].where)
 
 
-def shared(epoch):
-    """Yield what is wrong with the samples of an epoch."""
-    if lowest(epoch).iterable:
-        yield from shared_stream(epoch)
-        return
-    seen = {rank: of.samples("base") for rank, of in epoch.items()}
-    if None in seen.values():
-        yield unseen("the sampler does not return integer indices")
-    elif any(max(Counter(of).values(), default=1) > 1 for of in seen.values()):
-        yield unseen("a rank draws samples with replacement")
-    else:
-        yield from overlap(epoch, seen)
-
-
 def shared_stream(epoch):
-    """Yield what is wrong with the samples of an epoch that have no index."""
     seen = {rank: of.samples("samples") for rank, of in epoch.items()}
     if None in seen.values():
         yield unseen("the samples of an iterable data set have no index")
-        return
-    twice = twice_seen(seen)
-    if len(seen) > 1 and differ({rank: set(of) for rank, of in seen.items()}) is None:
-        text = f"each rank trains on the same {counted(len(set(lowest(seen))), 'sample')}"
-        yield wrong(text, "", "no_sampler")
+    yield from all_the_same(seen)
+    twice = seen_twice(map(set, seen.values()))
     if twice > sum(map(len, seen.values())) / 4:
         yield unsure(f"{twice} samples are seen by several ranks", "", "no_sampler")
 
 
-def twice_seen(seen):
-    """Return how many samples several ranks have seen."""
-    counts = Counter(chain(*(set(of) for of in seen.values())))
+def all_the_same(seen):
+    if len(seen) > 1 and differ({rank: set(of) for rank, of in seen.items()}) is None:
+        text = f"each rank trains on the same {counted(len(set(lowest(seen))), 'sample')}"
+        yield wrong(text, "", "no_sampler")
+
+
+def seen_twice(parts):
+    """Return how many samples are seen again: by another rank, or by the same in a list."""
+    counts = Counter(chain(*parts))
     return counts.total() - len(counts)
 
 
-def overlap(epoch, seen):
-    """Yield what is wrong if ranks share samples."""
+def shared_indices(epoch):
     one, ranks = lowest(epoch), len(epoch)
+    seen = {rank: of.samples("base") for rank, of in epoch.items()}
+    if None in seen.values():
+        yield unseen("the sampler does not return integer indices")
+    if any(seen_twice([of]) for of in seen.values()):
+        yield unseen("a rank draws samples with replacement")
     if differ({rank: of.tensors for rank, of in epoch.items()}) and one.distributed:
         text = "the data sets of the ranks differ: the same index means different samples"
         yield wrong(text, "", "split_differs_by_rank")
@@ -98,15 +75,13 @@ def overlap(epoch, seen):
             why = "DistributedSampler needs the same on all; is it random and unseeded?"
             yield unsure(f"each rank has a data set of its own: {why}")
         yield unseen("each rank has a data set of its own: are they parts of a larger one?")
-    twice = twice_seen(seen)
+    twice = seen_twice(seen.values())
     largest = max((len(batch.indices) for batch in one.batches), default=1)
     if twice < (ranks if one.distributed else ranks * largest):  # no more than padding
         return
     if dealt_by_data_set(epoch):
         yield passed("the ranks ask for the same indices, and get other samples")
-    if ranks > 1 and differ({rank: set(of) for rank, of in seen.items()}) is None:
-        text = f"each rank trains on the same {len(seen[min(seen)])} samples"
-        yield wrong(text, "", "no_sampler")
+    yield from all_the_same(seen)
     text = f"{twice} samples are seen by several ranks"
     if all(of.is_whole for of in epoch.values()):
         yield wrong(text, "", "rank_seeds_split_data")
@@ -128,10 +103,8 @@ def dealt_by_data_set(epoch):
     return known
 
 
-# ---------------------------------------------------------------- the order of an epoch
-
-
 def order_changes(run):
+    """the order changes from epoch to epoch"""
     loops = {}  # line of the loop -> the passes of the lowest rank
     for epoch in epochs(run):
         loops.setdefault(lowest(epoch).where, []).append(lowest(epoch))
@@ -142,7 +115,8 @@ def order_changes(run):
     if len(most) < 2:
         yield unseen("fewer than two epochs: run more")
     for line, of in loops.items():
-        yield from same_order(run, line, of)
+        if len(of) > 1:
+            yield from same_order(run, line, of)
     yield passed(f"{len(most)} epochs", where)
 
 
@@ -161,13 +135,9 @@ def repeated(run):
 
 
 def same_order(run, line, of):
-    """Yield the verdict if one pass over a loader has the order of the one before."""
-    key = "samples" if of[0].iterable else "indices"
-    orders = [one.samples(key) for one in of]
-    if len(of) < 2 or None in orders or len(orders[0]) < 8:
-        if len(of) > 1:
-            yield unseen("the samples have no index, or there are too few", line)
-        return
+    orders = [one.samples("samples" if one.iterable else "indices") for one in of]
+    if None in orders or len(orders[0]) < 8:
+        yield unseen("the samples have no index, or there are too few", line)
     same = [at for at, (order, after) in enumerate(pairwise(orders), 1) if order == after]
     if not same:
         return
@@ -179,16 +149,13 @@ def same_order(run, line, of):
         yield unsure(f"{text}: is that intended?", line)
     if not of[0].shuffle:
         yield unseen("the sampler does not shuffle: is that intended?", line)
-    set_ = lowest(run.of(events.EpochSet))
-    text += f"; set_epoch gets {set_[-1].value} last" if set_ else "; set_epoch is never called"
-    late = [one.where for one in set_[:1]]
-    yield wrong(text, late[0] if late else line, "no_set_epoch")
-
-
-# ---------------------------------------------------------------- random numbers
+    told = lowest(run.of(events.EpochSet))
+    text += f"; set_epoch gets {told[-1].value} last" if told else "; set_epoch is never called"
+    yield wrong(text, told[0].where if told else line, "no_set_epoch")
 
 
 def random_numbers_differ(run):
+    """ranks draw different random numbers in training"""
     found = epochs(run)
     if not found:
         yield unseen("no DataLoader was used to train")
@@ -204,25 +171,24 @@ def random_numbers_differ(run):
             where = lowest(epoch).steps[0].where
             if differ(numbers):
                 yield passed("dropout or augmentation differs from rank to rank", where)
-            yield from same_numbers(run, where)
+            yield same_numbers(run, where)
     if lowest(drawn):
         yield passed("augmentation differs from rank to rank", lowest(found[0]).where)
     yield unseen("the training process draws no random numbers between steps")
 
 
 def same_numbers(run, where):
-    """Yield the verdict on ranks that draw the same random numbers outside of the data set.
+    """Return the verdict on ranks that draw the same random numbers outside of the data set.
 
     Dropout is drawn inside the model; some libraries do that alike. Without DDP, the checker does
     not see where the model begins.
     """
     text = "all ranks have the same "
     if any(step.dropout for step in run.all(events.Step)):
-        yield unsure(f"{text}dropout: should they?", where, "same_augmentation")
+        return unsure(f"{text}dropout: should they?", where, "same_augmentation")
     if not run.all(events.Wrap):
-        text += "dropout or augmentation: should they?"
-        yield unsure(text, where, "same_augmentation")
-    yield wrong(f"{text}augmentation", where, "same_augmentation")
+        return unsure(f"{text}dropout or augmentation: should they?", where, "same_augmentation")
+    return wrong(f"{text}augmentation", where, "same_augmentation")
 
 
 def drawn_for_samples(run):
@@ -238,9 +204,6 @@ def drawn_for_samples(run):
         return {}
     common = set.intersection(*map(set, found.values()))
     return {rank: {key: of[key] for key in of if key in common} for rank, of in found.items()}
-
-
-# ---------------------------------------------------------------- evaluation
 
 
 def evaluations(run):
@@ -261,6 +224,7 @@ def evaluations(run):
 
 
 def each_sample_is_evaluated_once(run):
+    """the evaluation sees each sample once"""
     looked = evaluations(run)
     if not looked:
         yield unseen("no DataLoader was used without training")
@@ -279,8 +243,7 @@ def each_sample_is_evaluated_once(run):
 
 def is_remainder(row, other):
     """Return whether all ranks evaluate the same few samples, which another pass may leave out."""
-    ours, theirs = row[0], other[0]
-    few = ours.data == theirs.data and ours.length < theirs.length
+    few = row[0].data == other[0].data and row[0].length < other[0].length
     parts = [one.samples("base") for one in row]
     return few and None not in parts and parts[1:] == parts[:-1]
 
@@ -290,17 +253,14 @@ def padding(row):
     seen = [one.samples() for one in row]
     if None in seen or len({tuple(sorted(of)) for of in seen}) == 1:  # all evaluate the same
         return 0
-    counts = Counter(index for of in seen for index in of)
-    return counts.total() - len(counts)
+    return seen_twice(seen)
 
 
 def missed(rows, total, ranks):
-    """Yield what is wrong with an evaluation that the ranks shared."""
     row, *left = rows
     seen = [one.samples() for one in row]
     if None in seen or len({one.part for one in row}) > 1:
         yield unseen("the samples have no index, or each rank evaluates a part of its own")
-        return
     if all(sorted(of) == list(range(total)) for of in seen):
         return  # each of these ranks evaluates the whole set
     if twice := padding(row):
@@ -321,23 +281,25 @@ def counted_twice(row, twice, total):
     """Yield what is wrong with a padded evaluation, unless the padding is cut off."""
     loaded = sum(len(one.samples()) for one in row)
     text = f"{loaded} samples, {loaded - twice} of them distinct, of {total}"
-    cuts = [cut for one in row for cut in one.cuts if cut.dropped == twice]
-    lengths = set().union(*(one.counted for one in row))
-    if row[0].distributed and any(cut.blocks for cut in cuts):
-        text = "what the ranks gathered is in blocks, not in the order of the data set, when its"
-        text += " end is cut off"
+    orders = {cut.order for one in row for cut in one.cuts if cut.dropped == twice}
+    counts = [count for one in row for count in one.counted]
+    if row[0].distributed and "blocks" in orders:
+        lost = "what is gathered is in blocks, not in the data set's order, when its end is cut off"
         alone = max(one.gathers for one in row) == 1
-        yield wrong(text) if alone else unsure(f"{text}: with more ranks, real samples are lost")
-    if cuts or loaded - twice in lengths:
+        yield wrong(lost) if alone else unsure(f"{lost}: if there are more, some are lost")
+    if row[0].distributed and "another" in orders:
+        yield unsure("what is gathered is sorted when its end is cut off: is that the padding?")
+    if orders or any(count.length == loaded - twice for count in counts):
         return
     if not any(one.gathers for one in row) or all(one.added_up for one in row):
         yield wrong(f"it counts {text}")
-    if loaded in lengths:
+    if any(count.reduced and count.length == loaded for count in counts):
         yield wrong(f"it counts {text}: nothing is cut off after the gather")
     yield unsure(f"it loads {text}: are the extra ones dropped after the gather?")
 
 
 def held_out_is_not_trained_on(run):
+    """no sample is both trained on and evaluated"""
     trained, parts = {}, {}  # checksum of a data set -> indices; and -> rank -> part of it
     for epoch in epochs(run):
         for rank, one in epoch.items():
@@ -356,7 +318,6 @@ def held_out_is_not_trained_on(run):
 
 
 def overlapping(both, total, parts, where):
-    """Return the verdict on an evaluation that shares samples with the training set."""
     text = f"{both} of the {total} samples of an evaluation are also trained on"
     if differ(parts):
         text += ": the split differs from rank to rank; give it a seed"

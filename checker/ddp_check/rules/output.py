@@ -4,21 +4,14 @@ import re
 from pathlib import Path
 
 from ddp_check import events
-from ddp_check.rules.base import (
-    fragile,
-    is_sharded,
-    lowest,
-    not_applicable,
-    passed,
-    unseen,
-    unsure,
-    wrong,
-)
+from ddp_check.ranks import lowest
+from ddp_check.rules.base import fragile, not_applicable, passed, unseen, unsure, wrong
 
 FRACTION = r"-?\d+\.(\d+)(?!\.?\d)(?:e[+-]?\d+)?"
 
 
 def one_rank_prints(run):
+    """one rank prints the progress"""
     places = {}  # line of the script -> rank -> what it prints
     for rank, found in run.of(events.Print).items():
         for event in found:
@@ -47,11 +40,12 @@ def names_its_rank(texts):
 
 
 def one_rank_writes(run):
+    """one rank writes each file, whole or not at all"""
     writers = {}  # file and how far the ranks are -> rank -> line of the script
     for rank, found in run.ranks.items():
         at = 0  # how often the rank has waited for others
         for event in found:
-            at += isinstance(event, events.Step | events.Collective)
+            at += isinstance(event, events.Step | events.Collective | events.Received)
             writes = isinstance(event, events.Opened | events.Save | events.Renamed)
             if writes and event.path and not getattr(event, "append", False):
                 writers.setdefault((event.path, at), {})[rank] = event.where
@@ -73,17 +67,18 @@ def one_rank_writes(run):
 
 
 def plain_names(run):
+    """saved names do not begin with module."""
     saves = run.all(events.Save)
     own = {name for wrap in run.all(events.Wrap) for name, _ in wrap.shapes}
     for event in saves:
-        prefixed = [key for key in event.keys if key not in own]
-        if prefixed:
+        if prefixed := [key for key in event.keys if key not in own]:
             text = f"a key is {prefixed[0]}: only a wrapped model can load it"
             yield fragile(text, event.where, "module_prefix_saved")
     yield passed(f"{len(saves)} saves", saves[0].where)
 
 
 def safe_loads(run):
+    """checkpoints are loaded with weights_only=True"""
     loads = run.all(events.Load)
     for event in loads:
         if not event.weights_only:
@@ -92,31 +87,29 @@ def safe_loads(run):
     yield passed(f"{len(loads)} loads", loads[0].where)
 
 
-# ---------------------------------------------------------------- printed values
-
-
 def printed_loss_is_of_all(run):
-    """Compare what is printed with the losses of the steps, and ask for a collective before it."""
+    """printed values are summed over all ranks"""
     steps = list(run.of(events.Step).values())
-    if is_sharded(run) and not any(step.inputs for of in steps for step in of):
+    if run.is_sharded and not any(step.inputs for of in steps for step in of):
         yield not_applicable("ranks that share a model have the same loss")
     begun, taken, alone = 0, 0, ""
     before = since = False  # whether something was reduced before the last step, and since
     places = {}  # line and position of a number -> what is said of it each time
     for event in lowest(run.ranks):
-        if isinstance(event, events.Step):
-            taken += 1
-            before, since = since, False  # a loss may be reduced before the step, printed after it
-        elif isinstance(event, events.Collective) and not event.inside:
-            since |= event.adds or "gather" in event.name
-        elif isinstance(event, events.PassBegun):
-            begun = max(begun, taken)
-        elif isinstance(event, events.Print) and taken:
-            rows = list(zip(*(of[:taken] for of in steps)))
-            for at, number in enumerate(re.finditer(FRACTION, event.text)):
-                alone = alone or ("" if before or since else event.where)
-                said = what_is_printed(number, [rows[-1:], rows[begun:], rows])
-                places.setdefault((event.where, at), []).append(said)
+        match event:
+            case events.Step():
+                taken += 1
+                before, since = since, False  # a loss may be reduced, and printed after the step
+            case events.Collective(inside=False):
+                since |= event.adds or "gather" in event.name
+            case events.PassBegun():
+                begun = max(begun, taken)
+            case events.Print() if taken:
+                rows = list(zip(*(of[:taken] for of in steps)))
+                for at, number in enumerate(re.finditer(FRACTION, event.text)):
+                    alone = alone or ("" if before or since else event.where)
+                    said = what_is_printed(number, [rows[-1:], rows[begun:], rows])
+                    places.setdefault((event.where, at), []).append(said)
     for (where, _), said in places.items():
         if all(said) and len(said) > 1:  # once may be chance
             yield unsure(said[0], where, "rank_0_loss")
@@ -142,26 +135,20 @@ def what_is_printed(match, windows):
 
     known = [rows for rows in windows if all(step.losses for row in rows for step in row)]
     found = [means(rows) for rows in known if rows and len(rows[0]) > 1]
-    if any(near(one["all"]) or near(one["weighted"]) for one in found if not unequal(one, near)):
+    if any(near(one["weighted"]) for one in found):
         return None
     for one in found:
         if near(one["own"]) or near(one["own weighted"]):
             return f"{match[0]} is the loss of rank 0, that of all ranks is {one['all']:.4g}"
         if near(one["sum"]):
             return f"{match[0]} is the sum over the ranks, their mean is {one['all']:.4g}"
-        if unequal(one, near):
+        if near(one["all"]):
             text = f"{match[0]} is a mean over batches of unequal size"
             return f"{text}, over samples it is {one['weighted']:.4g}"
     return None
 
 
-def unequal(one, near):
-    """Return whether the printed value is a mean of means, and not that over the samples."""
-    return near(one["all"]) and not near(one["weighted"])
-
-
 def means(rows):
-    """Return means of the losses in these steps."""
     every = [[(step.losses[-1], step.samples or 1) for step in row] for row in rows]
     own, every = [row[0] for row in every], [pair for row in every for pair in row]
     found = {"own": mean(own, 0), "own weighted": mean(own), "all": mean(every, 0)}
@@ -173,6 +160,7 @@ def mean(pairs, power=1):
     return sum(loss * n**power for loss, n in pairs) / sum(n**power for _, n in pairs)
 
 
-def to_be_checked_by_hand(run):
+def to_be_checked_by_hand(_):
+    """what you must check yourself"""
     text = "division of losses, waiting for files, scaling of the learning rate"
     yield unseen(f"{text}, several nodes: see pitfalls/README.md")

@@ -24,12 +24,7 @@ class AfterTorch(importlib.abc.MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         load = spec.loader.exec_module
-
-        def load_and_observe(module):
-            load(module)
-            observe()
-
-        spec.loader.exec_module = load_and_observe
+        spec.loader.exec_module = lambda module: (load(module), observe())
         return spec
 
 

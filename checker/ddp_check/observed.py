@@ -1,0 +1,193 @@
+"""What was observed in a run of the script."""
+
+import os
+import re
+import signal
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from ddp_check.events import Final, Join, Step, Translated
+from ddp_check.protocol import FRAME, own_frame
+
+LACKS_GPUS = r"(?i)cuda|nccl|nvidia|\bgpu"  # in an error message
+ERROR = r"^(?:\[rank\d+\]: *)?((?:[\w.]*(?:Error|Exception)(?:: .+)?|[\w.-]+: error: .+))$"
+PREFIX = r"\[rank\d+\]: *"  # that PyTorch puts before each line of a traceback
+REPORT = r"^(?:[EW]\d{4} .*torch/distributed|srun: task)"  # a launcher's, of a failure
+STATUS = (  # of the rank that failed first, as torchrun and srun report it
+    r"Root Cause.*\n(?:.*\n)*?\s+rank\s+: (\d+).*\n\s+exitcode\s+: (-?\d+)",
+    r"^srun: task (\d+) ended with exit code (-?\d+)",
+)
+CHAINED = r"\s+(?:\[rank\d+\]:\s*)*(?:During handling of|The above exception was)"
+
+
+@dataclass
+class Run:
+    nproc: int
+    folder: Path  # of the events
+    cwd: Path = Path()
+    place: str = ""  # its name
+    launcher: str = ""
+    text: str = ""  # of the script
+    others: dict = field(default_factory=dict)  # name of a small file beside it -> its text
+    translate: bool = False  # its calls for GPUs were translated for the CPU
+    option: str = ""  # that tells it its local rank, if it asks for one, and where it does
+    option_where: str = ""
+    left_out: list = field(default_factory=list)  # checkpoints that the script missed
+    returncode: int | None = None  # None: it was killed after the timeout
+    seconds: float = 0
+    begun: float = 0  # when it was started
+    still: set = field(default_factory=set)  # ranks that used no CPU time when it ran out
+    output: str = ""
+    ranks: dict = field(default_factory=dict)  # rank -> the events of its process, in order
+    stacks: dict = field(default_factory=dict)  # rank -> its frames when it hung, innermost first
+
+    def of(self, *kinds):
+        """Return the events of these kinds: {rank: [event]}."""
+        return {
+            rank: [event for event in found if isinstance(event, kinds)]
+            for rank, found in self.ranks.items()
+        }
+
+    def all(self, *kinds):
+        """Return the events of these kinds from all ranks, as one list."""
+        return [event for found in self.of(*kinds).values() for event in found]
+
+    @property
+    def joins(self):
+        """The `Join` event of each rank that has one."""
+        return {rank: found[0] for rank, found in self.of(Join).items() if found}
+
+    @property
+    def is_sharded(self):
+        return any(step.sharded for step in self.all(Step))
+
+    @property
+    def in_join(self):
+        """Whether a step was taken inside of join(), where some ranks run out before others."""
+        return any(step.joined for step in self.all(Step))
+
+    @property
+    def step_rows(self):
+        """The steps that all ranks took: a tuple of their events for each.
+
+        Without the last one if the run failed: whether a rank reports the step of the failure, or
+        is killed before, is a matter of chance. And none from the first that was taken in join().
+        """
+        rows = list(zip(*self.of(Step).values()))
+        rows = rows[:-1] if self.returncode else rows
+        end = next((at for at, row in enumerate(rows) if any(one.joined for one in row)), None)
+        return rows[:end]
+
+    def first_difference(self, name):
+        """Return the number and the row of the first step in which ranks differ, or (None, ())."""
+        for number, row in enumerate(self.step_rows, 1):
+            if any(getattr(step, name) != getattr(row[0], name) for step in row):
+                return number, row
+        return None, ()
+
+    def name_of_first(self, row, name):
+        """Return the name of the first parameter for which the ranks differ in a row of steps."""
+        steps = next(iter(self.of(Step).values()))
+        until = [one for one in steps if one.time <= row[0].time and one.names]
+        columns = zip(*(getattr(step, name) for step in row))
+        differs = next((at for at, of in enumerate(columns) if len(set(of)) > 1), None)
+        return until[-1].names[differs] if until and differs is not None else "a parameter"
+
+    @property
+    def first_infinite(self):
+        """The number and the row of the first step with a number that is not finite."""
+        rows = enumerate(zip(*self.of(Step).values()), 1)
+        return next((one for one in rows if any(step.infinite for step in one[1])), (None, ()))
+
+    @property
+    def final_weights(self):
+        """Checksums of the final weights of each rank's models, or nothing if a rank has none."""
+        found = {rank: [one.weights for one in of] for rank, of in self.of(Final).items()}
+        return found if all(found.values()) else {}
+
+    @property
+    def hangs(self):
+        """Whether nothing happened for twice as long as ever before, while a rank stood still."""
+        times = sorted(event.time for found in self.ranks.values() for event in found)
+        gaps = [after - before for before, after in pairwise([self.begun, *times])]
+        idle = self.begun + self.seconds - max(times, default=self.begun)
+        return self.returncode is None and bool(self.still) and idle > 2 * max(gaps, default=0)
+
+    @property
+    def for_nccl(self):
+        """Whether the script uses only NCCL, so faults of gloo do not affect it."""
+        calls = {event.call for event in self.all(Translated)}
+        return '"nccl"' in calls or ("nccl" in self.text and "cpu:gloo" not in self.text)
+
+    @property
+    def printed(self):
+        """The output without the launcher's report of a failure."""
+        return re.split(REPORT, self.output, maxsplit=1, flags=re.M)[0]
+
+    @property
+    def raised(self):
+        """The matches of all errors in the output, except those that another one followed."""
+        text = self.printed
+        found = re.finditer(ERROR, text, re.M)
+        return [one for one in found if not re.match(CHAINED, text[one.end() :])]
+
+    @property
+    def traceback(self):
+        """The lines of the first error's traceback, without those of other ranks."""
+        if not self.raised:
+            return []
+        first = self.raised[0]
+        text = first.string[: first.end()].replace(f"{self.cwd}{os.sep}", "")
+        (prefix,) = re.findall(rf"^(?:{PREFIX})?", text.rpartition("\n")[2])
+        lines = [line for line in text.splitlines() if line.startswith(prefix.rstrip())]
+        lines = [re.sub(PREFIX, "", line) if prefix else line for line in lines]
+        starts = [number for number, line in enumerate(lines) if line.startswith("Traceback")]
+        frames = [number for number, line in enumerate(lines) if FRAME.match(line)]
+        start = starts[-1:] or frames[-1:]  # a SyntaxError has only the frame
+        return lines[start[0] :] if start else []
+
+    @property
+    def error_where(self):
+        """The innermost line of the script in the first error's traceback, as "path:line"."""
+        return next(filter(None, map(own_frame, reversed(self.traceback))), "")
+
+    @property
+    def fails_in_an_import(self):
+        """Whether the error is that of a library while the script imports it."""
+        frames = [at for at, line in enumerate(self.traceback) if FRAME.match(line)]
+        own = [at for at in frames if own_frame(self.traceback[at])]
+        statement = self.traceback[own[-1] + 1] if own and own[-1] != frames[-1] else ""
+        return bool(re.match(r"\s*(import|from)\s", statement))
+
+    @property
+    def ending(self):
+        """How a script that failed has ended, in words."""
+        if self.raised:
+            first = self.raised[0]
+            more = re.match(rf"\s*(?:{PREFIX})?\s*(\S.*)", first.string[first.end() :])
+            text = f"{first[1]} {more[1]}" if more and first[1].endswith(":") else first[1]
+            usage = re.findall(r"^usage: .+", self.printed, re.M)
+            return "; ".join([text, *usage[:1]])
+        rank, code = self.status
+        who = f"rank {rank}" if rank is not None else "it"
+        if code < 0:
+            return f"{who} is killed by {signal.Signals(-code).name}"
+        last = self.printed.strip().rpartition("\n")[2] or "nothing is printed"
+        return f"{who} exits with code {code}: {last}"
+
+    @property
+    def status(self):
+        """The rank that failed first, if the launcher names it, and its exit code or -signal."""
+        for pattern in STATUS:
+            if match := re.search(pattern, self.output, re.M):
+                return int(match[1]), int(match[2])
+        return None, self.returncode
+
+    @property
+    def lacks_gpus(self):
+        """Whether the script failed because there are none."""
+        if not self.returncode:  # it has not failed
+            return False
+        bare = self.traceback[1:] if self.ending == "AssertionError" else []  # says what it asserts
+        return bool(re.search(LACKS_GPUS, "\n".join([self.ending, *bare[-3:]])))

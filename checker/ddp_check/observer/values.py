@@ -1,0 +1,87 @@
+"""Checksums of tensors, batches and data sets, and what is known of a tensor's values."""
+
+import contextlib
+import zlib
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+ELEMENTS = 1 << 10  # of a sample that enter its checksum
+SAMPLE = 1 << 16  # elements of a batch that enter its checksum
+
+
+def local_part(tensor):
+    """Return the values that a tensor holds: of a sharded one, only this rank's part."""
+    local = tensor.detach()
+    local = local.to_local() if hasattr(local, "to_local") else local
+    return local.coalesce().values() if local.is_sparse else local
+
+
+def checksum(tensors, step=1):
+    """Return a checksum of the bits of these tensors, of which each `step`th element counts."""
+    total = 0
+    for tensor in tensors:
+        with contextlib.suppress(Exception):  # an exotic tensor must not crash the user's script
+            flat = local_part(tensor).flatten()[::step].cpu().contiguous()
+            total = zlib.crc32(flat.view(torch.uint8).numpy(), total) if flat.numel() else total
+    return total
+
+
+def checksums(tensors):
+    return [checksum([tensor]) for tensor in tensors]
+
+
+def random_state():
+    return checksum([torch.get_rng_state()])
+
+
+def batch_checksum(batch):
+    tensors = tensors_in(batch)
+    largest = max((value.numel() for value in tensors), default=0)
+    return checksum(tensors, 1 + largest // SAMPLE)
+
+
+def tensors_in(values):
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def sample_checksums(batch):
+    """Return checksums of each sample in a batch, and of its smallest part, or None without one."""
+    tensors = [one for one in tensors_in(batch) if one.dim()]
+    count = len(tensors[0]) if tensors else 0
+    parts = [one.reshape(count, -1) for one in tensors if len(one) == count and one.numel()]
+    parts.sort(key=lambda one: one.shape[1])
+    rows, labels = [0] * count, None
+    for part in parts:
+        some = part.detach().cpu()[:, :: 1 + part.shape[1] // ELEMENTS].contiguous()
+        bits = some.view(torch.uint8).numpy()
+        rows = [zlib.crc32(row, total) for row, total in zip(bits, rows)]
+        labels = labels or rows
+    return rows or None, labels if len(parts) > 1 else None
+
+
+def fingerprint(value, depth=5):
+    """Return a checksum that is the same for equal data sets."""
+    if isinstance(value, torch.Tensor):
+        return checksum([value])
+    if isinstance(value, str | bytes | int | float):
+        return zlib.crc32(repr(value).encode())
+    if hasattr(value, "tobytes") and value.nbytes < 1e8:
+        return zlib.crc32(value.tobytes())
+    items = value if isinstance(value, list | tuple) else getattr(value, "__dict__", ())
+    items = list((items if isinstance(items, list | tuple) else items.items()) if depth else ())
+    return zlib.crc32(repr([fingerprint(item, depth - 1) for item in items[:30]]).encode())
+
+
+def is_finite(value):
+    local = local_part(value)
+    if not local.numel() or not local.is_floating_point():
+        return True
+    return local.sum().isfinite().item() or local.isfinite().all().item()
+
+
+def meshes(values):
+    """Return the number of dimensions of the mesh that the values are sharded over, or 0."""
+    found = [v.device_mesh.ndim for v in values if hasattr(v, "device_mesh")]
+    flat = any(hasattr(v, "to_local") or hasattr(v, "_fsdp_flattened") for v in values)
+    return max([*found, int(flat)])

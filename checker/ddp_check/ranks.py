@@ -1,0 +1,22 @@
+"""How values of ranks are compared, and told."""
+
+
+def differ(values):
+    """Return the lowest rank and the first rank whose value differs from its own, or None."""
+    (rank, value), *others = values.items()
+    return next(((rank, other) for other, theirs in others if theirs != value), None)
+
+
+def lowest(values):
+    """Return the value of the lowest rank, or an empty list if there are no ranks."""
+    return next(iter(values.values()), [])
+
+
+def short(where):
+    """Return a line of the script without its folder."""
+    return where.rpartition("/")[2]
+
+
+def counted(number, noun):
+    """Return a number with its noun, in the plural unless it is 1."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
