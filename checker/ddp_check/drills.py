@@ -305,30 +305,32 @@ def apart(one, other, least=1e-300):
     return (one - other).abs().max().item() / largest if largest < math.inf else math.inf
 
 
-def same_gradients(many, one):
-    """Return the verdict on the first step's gradients; it names the first that differs."""
-    ours, theirs = models(many, 1), models(one, 1)
-    pairs = [(name, value, theirs[name][1]) for name, (_, value) in ours.items()]
-    pairs = [one for one in pairs if one[1] is not None and one[2] is not None]
-    where = many.all(events.Step)[0].where
-    # Before BatchNorm, a bias has a gradient of about 0.
+def first_apart(many, one, step, of):
+    """Return the first parameter (0) or gradient (1) that differs: (name, how far, both), or None.
+
+    Before BatchNorm, a bias has a gradient of about 0: differences of that size do not count.
+    """
+    ours, theirs = models(many, step), models(one, step)
+    pairs = [(name, both[of], theirs[name][of]) for name, both in ours.items()]
+    pairs = [pair for pair in pairs if pair[1] is not None and pair[2] is not None]
     least = max([1e-300, *(1e-6 * other.abs().max().item() for *_, other in pairs)])
-    for name, gradient, other in pairs:
-        if not is_finite(gradient):
-            return wrong(f"that of {name} is not finite", where)
-        if not (far := apart(gradient, other, least)) <= TOLERANCE:
-            factor = (gradient.norm() / other.norm()).item()
-            text = f"that of {name} is off by {far:.1e}; its norm is {factor:.2f} times as large"
-            return wrong(text, where)
+    found = ((name, apart(*both, least), *both) for name, *both in pairs)
+    return next((pair for pair in found if not pair[1] <= TOLERANCE), None)
+
+
+def same_gradients(many, one):
+    if found := first_apart(many, one, 1, 1):
+        name, far, ours, theirs = found
+        factor = (ours.norm() / theirs.norm()).item()
+        text = f"that of {name} is off by {far:.1e}; its norm is {factor:.2f} times as large"
+        return wrong(text, many.all(events.Step)[0].where)
     return passed(f"in float64, to within {TOLERANCE:.0e}")
 
 
 def same_weights(many, one):
     step = min(STEPS, len(steps_of(many)), len(steps_of(one)))
-    ours, theirs = models(many, step), models(one, step)
-    for name, (value, _) in ours.items():
-        if not (far := apart(value, theirs[name][0])) <= TOLERANCE:
-            return wrong(f"after {step - 1} steps, {name} is off by {far:.1e}")
+    if found := first_apart(many, one, step, 0):
+        return wrong(f"after {step - 1} steps, {found[0]} is off by {found[1]:.1e}")
     return passed(f"after {step - 1} steps, to within {TOLERANCE:.0e}")
 
 

@@ -41,9 +41,8 @@ def begin(loader, iterator):
     seen.new_pass = True
     dataset, kept = contents(loader.dataset)
     iterator._ddp_check = Asked(seen.passes, kept)
-    sampler = (
-        loader.sampler if type(loader.batch_sampler) is data.BatchSampler else loader.batch_sampler
-    )
+    plain = type(loader.batch_sampler) is data.BatchSampler
+    sampler = loader.sampler if plain else loader.batch_sampler
     in_order = isinstance(sampler, data.SequentialSampler | range | list)
     total = None
     with contextlib.suppress(TypeError):  # an iterable data set may have no length
@@ -119,12 +118,10 @@ def next_batch(do, self):
 
 def integers(indices):
     """Return the index or indices of a batch as a list of integers, or None if it has others."""
-    try:
-        return [
-            operator.index(i) for i in (indices if isinstance(indices, list | tuple) else [indices])
-        ]
-    except TypeError:
-        return None
+    several = indices if isinstance(indices, list | tuple) else [indices]
+    with contextlib.suppress(TypeError):
+        return [operator.index(index) for index in several]
+    return None
 
 
 def random_states():

@@ -24,6 +24,7 @@ COLLECTIVES = (
     *("scatter", "scatter_object_list", "reduce_scatter_tensor", "monitored_barrier"),
     *("all_to_all", "all_to_all_single"),
 )
+SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 REDUCE = ("sum", "mean")
 LENGTHS = ("__getitem__", "__eq__", "eq", "numpy", "tolist", *REDUCE)
 RECEIVE = ("recv", "recv_object_list")
@@ -72,19 +73,6 @@ def destroy_process_group(do, *args, **kwargs):
     return do(*args, **kwargs)
 
 
-def is_of_all(arguments):
-    groups = [value for value in arguments if isinstance(value, dist.ProcessGroup)]
-    return all(group is dist.group.WORLD for group in groups)
-
-
-def sums(name, arguments):
-    """Return whether a collective adds numbers up: (all_)reduce without another operation."""
-    ops = [value for value in arguments if isinstance(value, dist.ReduceOp)]
-    return name in ("all_reduce", "reduce") and all(
-        op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) for op in ops
-    )
-
-
 def mark_ends(parts, line):
     """Notice a backward pass that ends at what each rank gave, in the script's list."""
 
@@ -127,7 +115,7 @@ def watched(name, said, parts):
 
 def order_of(tensor, parts):
     """Return in which order a tensor holds the parts that the ranks gave, if that is known."""
-    if len(parts) < 2 or any(part.shape != parts[0].shape for part in parts):
+    if len({part.shape for part in parts}) != 1 or not parts[0].dim():
         return ""
     blocks, turns = torch.cat(parts), torch.stack(parts, dim=1).flatten(0, 1)
     if tensor.shape != blocks.shape or tensor.equal(turns):
@@ -145,7 +133,9 @@ def collective(do, *args, **kwargs):
     seen.in_collective += 1
     try:
         line, arguments = where(), [*args, *kwargs.values()]
-        called = line and is_of_all(arguments)  # by the script, or by a library on its behalf
+        groups = [value for value in arguments if isinstance(value, dist.ProcessGroup)]
+        # By the script, or by a library on its behalf, on all ranks:
+        called = line and all(group is dist.group.WORLD for group in groups)
         lost = called and report_collective(do.__name__, arguments)
         result = do(*args, **kwargs)
     finally:
@@ -163,7 +153,9 @@ def report_collective(name, arguments):
     tensors = tensors_in(arguments)
     lost = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
     elements = max((one.numel() for one in tensors), default=0)
-    adds, inside = sums(name, arguments), seen.in_forward
+    ops = [value for value in arguments if isinstance(value, dist.ReduceOp)]
+    adds = name in ("all_reduce", "reduce") and all(op in SUMS for op in ops)
+    inside = seen.in_forward
     if adds and elements > 1 and not (inside or seen.in_step):
         seen.by_hand.append((checksum(tensors), elements))
     say(events.Collective, name=name, adds=adds, inside=inside, elements=elements, gradient=lost)

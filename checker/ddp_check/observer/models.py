@@ -4,8 +4,7 @@ import functools
 import os
 import sys
 import weakref
-from collections import Counter
-from typing import NamedTuple
+from collections import Counter, namedtuple
 
 import torch
 from torch import nn
@@ -26,12 +25,9 @@ EMPTY = torch.empty(0)
 NORM = nn.modules.batchnorm._NormBase
 
 
-class Forward(NamedTuple):
-    """A forward call of DDP in training mode."""
-
-    model: int
-    backwards: int  # how many came before it
-    synced: bool  # its gradients will be reduced
+# A forward call of DDP in training mode: how many backward passes came before it, and whether its
+# gradients will be reduced
+Forward = namedtuple("Forward", "model backwards synced")
 
 
 @watch(DDP, "__init__")
@@ -52,12 +48,17 @@ def wrap(do, self, module, *args, **kwargs):
     inside.update((id(part), number) for part in module.modules())
     seen.wrapped.append(module)
     seen.wrappers.append(weakref.ref(self))
-    own = (one for one in module.modules() if not isinstance(one, nn.SyncBatchNorm))
+    held = [
+        (f"{name}.{key}".strip("."), part, key)
+        for name, part in module.named_modules()
+        for key, value in part.named_buffers(recurse=False)
+    ]
+    seen.buffers += [one for one in held if not isinstance(one[1], NORM)]
     say(
         events.Wrap,
         shapes=[[name, list(value.shape)] for name, value in module.named_parameters()],
         weights=checksums(module.parameters()),
-        buffers=sum(1 for one in own for _ in one.buffers(recurse=False)),
+        buffers=sum(not isinstance(part, nn.SyncBatchNorm) for _, part, _ in held),
     )
 
 
@@ -91,9 +92,7 @@ def enter(module, _):
     if torch.is_grad_enabled():
         if module.training and id(module) in inside and not (seen.in_forward or seen.in_backward):
             bypassed(module)
-    elif not isinstance(module, DDP) and (
-        is_wrapped(module) if seen.in_forward else seen.depth == 1
-    ):
+    elif is_wrapped(module) or (seen.depth == 1 and not isinstance(module, DDP)):
         evaluated(module)
 
 
@@ -121,20 +120,19 @@ def evaluated(module):
     if key in seen.evaluated or not state or meshes(state.values()):
         return
     seen.evaluated.add(key)
-    noisy = [type(part).__name__ for part in module.modules() if depends_on_mode(part)]
     say(
         events.Evaluated,
         model=type(module).__name__,
         steps=seen.steps,
         values=dict(zip(state, checksums(state.values()))),
-        noisy=noisy[0] if noisy else "",
+        noisy=next((type(part).__name__ for part in module.modules() if is_noisy(part)), ""),
         wrapped=is_wrapped(module),
         number=seen.passes,
     )
 
 
-def depends_on_mode(module):
-    """Return whether a module's result in training mode is another than in evaluation."""
+def is_noisy(module):
+    """Return whether a module is in training mode, and its result depends on that."""
     norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
     drops_out = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
     return module.training and (drops_out or norm)
@@ -251,19 +249,12 @@ def names_of(theirs):
 
 
 def changed_buffers():
-    """Return checksums of the buffers that have changed since the last step: {name: checksum}.
-
-    Without those of normalizations: each rank keeps statistics of its own batches.
-    """
-    found = {}
-    for number, module in enumerate(seen.wrapped):
-        for name, part in module.named_modules():
-            own = () if isinstance(part, NORM) else part.named_buffers(name, recurse=False)
-            found.update(((number, key), value) for key, value in own)
-    known = seen.versions
-    seen.versions = {key: (id(value), value._version) for key, value in found.items()}
-    changed = {key: found[key] for key, new in seen.versions.items() if known.get(key) != new}
-    return dict(zip([name for _, name in changed], checksums(changed.values())))
+    """Return checksums of the buffers that have changed since the last step: {name: checksum}."""
+    found = {name: part._buffers.get(key) for name, part, key in seen.buffers}
+    found, known = {name: one for name, one in found.items() if one is not None}, seen.versions
+    seen.versions = {name: (id(value), value._version) for name, value in found.items()}
+    changed = [name for name, new in seen.versions.items() if known.get(name) != new]
+    return dict(zip(changed, checksums(found[name] for name in changed)))
 
 
 def infinite(gradients, names):
@@ -274,18 +265,13 @@ def infinite(gradients, names):
     return "" if bad is None else f"gradient of {names[bad]}"
 
 
-def reductions():
-    """Return the largest number of times a model's gradients were reduced since the last step."""
-    calls = {(call.model, call.backwards) for call in seen.forwards if call.synced}
-    return max(Counter(model for model, _ in calls).values(), default=0)
-
-
 def report_step(optimizer, theirs, closure):
     """Report the step of an optimizer that changes these parameters."""
     parameters = theirs.values()
     gradients = {key: value.grad for key, value in theirs.items() if value.grad is not None}
     parts = [{id(value) for value in module.parameters()} for module in seen.wrapped]
     called = {call.model for call in seen.forwards}
+    reduced = {(call.model, call.backwards) for call in seen.forwards if call.synced}
     sharded = meshes(parameters)
     if sharded:
         watch_sharded()
@@ -312,7 +298,7 @@ def report_step(optimizer, theirs, closure):
         state=bool(optimizer.state),
         closure=closure,
         synced=all(call.synced for call in seen.forwards[-1:]),
-        reductions=reductions(),
+        reductions=max(Counter(model for model, _ in reduced).values(), default=0),
         by_hand=[[one for one, _ in seen.by_hand], sum(n for _, n in seen.by_hand) >= size],
         training=all(
             module.training for module, keys in zip(seen.wrapped, parts) if theirs.keys() & keys

@@ -171,24 +171,15 @@ def random_numbers_differ(run):
             where = lowest(epoch).steps[0].where
             if differ(numbers):
                 yield passed("dropout or augmentation differs from rank to rank", where)
-            yield same_numbers(run, where)
+            text = "all ranks have the same dropout: should they?"
+            if any(step.dropout for step in run.all(events.Step)):  # some libraries want that
+                yield unsure(text, where, "same_augmentation")
+            if not run.all(events.Wrap):  # where the model begins is not seen
+                yield unsure(text.replace(":", " or augmentation:"), where, "same_augmentation")
+            yield wrong("all ranks have the same augmentation", where, "same_augmentation")
     if lowest(drawn):
         yield passed("augmentation differs from rank to rank", lowest(found[0]).where)
     yield unseen("the training process draws no random numbers between steps")
-
-
-def same_numbers(run, where):
-    """Return the verdict on ranks that draw the same random numbers outside of the data set.
-
-    Dropout is drawn inside the model; some libraries do that alike. Without DDP, the checker does
-    not see where the model begins.
-    """
-    text = "all ranks have the same "
-    if any(step.dropout for step in run.all(events.Step)):
-        return unsure(f"{text}dropout: should they?", where, "same_augmentation")
-    if not run.all(events.Wrap):
-        return unsure(f"{text}dropout or augmentation: should they?", where, "same_augmentation")
-    return wrong(f"{text}augmentation", where, "same_augmentation")
 
 
 def drawn_for_samples(run):
@@ -230,7 +221,11 @@ def each_sample_is_evaluated_once(run):
         yield unseen("no DataLoader was used without training")
     text = ""
     for (total, where), rows in looked.items():
-        left = [row for of in looked.values() for row in of if is_remainder(row, rows[0])]
+        left = [  # where all ranks evaluate the same few samples, which this may leave out
+            row
+            for row in chain(*looked.values())
+            if row[0].data == rows[0][0].data and row[0].length < total and alike(row, "base")
+        ]
         for row in rows:
             for verdict in missed([row, *left[:1]], total, len(run.ranks)):
                 verdict.where, verdict.page = where, "padded_evaluation"
@@ -241,19 +236,16 @@ def each_sample_is_evaluated_once(run):
     yield passed(f"{total} samples{text}", where)
 
 
-def is_remainder(row, other):
-    """Return whether all ranks evaluate the same few samples, which another pass may leave out."""
-    few = row[0].data == other[0].data and row[0].length < other[0].length
-    parts = [one.samples("base") for one in row]
-    return few and None not in parts and parts[1:] == parts[:-1]
+def alike(row, key="indices"):
+    """Return whether all ranks evaluate the same known samples, perhaps in other orders."""
+    seen = [one.samples(key) for one in row]
+    return None not in seen and len({tuple(sorted(of)) for of in seen}) == 1
 
 
 def padding(row):
     """Return how many samples an evaluation by all ranks loads more than once."""
     seen = [one.samples() for one in row]
-    if None in seen or len({tuple(sorted(of)) for of in seen}) == 1:  # all evaluate the same
-        return 0
-    return seen_twice(seen)
+    return 0 if None in seen or alike(row) else seen_twice(seen)
 
 
 def missed(rows, total, ranks):
@@ -309,18 +301,14 @@ def held_out_is_not_trained_on(run):
     for (_, where), rows in evaluations(run).items():
         for one in (one for row in rows for one in row if one.data in trained):
             seen = set(one.samples("base") or ())
-            if both := seen & trained[one.data]:
-                yield overlapping(len(both), len(seen), parts[one.data], where)
-            apart = where
+            apart, both = where, seen & trained[one.data]
+            text = f"{len(both)} of the {len(seen)} samples of an evaluation are also trained on"
+            if both and differ(parts[one.data]):
+                text += ": the split differs from rank to rank; give it a seed"
+                yield wrong(text, where, "split_differs_by_rank")
+            if both:
+                judge = wrong if both < seen else unsure
+                yield judge(f"{text}: is that intended?", where)
     if apart:
         yield passed("they are parts of one data set that do not overlap", apart)
     yield unseen("training and evaluation do not use parts of one data set")
-
-
-def overlapping(both, total, parts, where):
-    text = f"{both} of the {total} samples of an evaluation are also trained on"
-    if differ(parts):
-        text += ": the split differs from rank to rank; give it a seed"
-        return wrong(text, where, "split_differs_by_rank")
-    text += ": is that intended?"
-    return wrong(text, where) if both < total else unsure(text, where)

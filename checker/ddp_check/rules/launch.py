@@ -21,10 +21,11 @@ LACKS_GPUS = r"(?i)cuda|nccl|nvidia|\bgpu|accelerator|ddp_check/observer|Tensor-
 def script_ends(run):
     """the script ends"""
     text = f"after {run.seconds:.0f} s"
+    needs = f"it needs {run.option}, which {{}} passes: read LOCAL_RANK from the environment"
     if run.returncode == 0 and run.option == "--local-rank":
-        yield fragile(needs(run, "torch.distributed.launch, but not torchrun,"), run.option_where)
+        yield fragile(needs.format("torch.distributed.launch, not torchrun,"), run.option_where)
     elif run.returncode == 0 and run.option:
-        yield wrong(needs(run, "no launcher of PyTorch 2"), run.option_where)
+        yield wrong(needs.format("no launcher of PyTorch 2"), run.option_where)
     elif run.returncode == 0:
         yield passed(text)
     elif run.returncode is not None:
@@ -34,10 +35,6 @@ def script_ends(run):
         yield hang(run, f"still running {text}; {waiting(run)}")
     else:
         yield unsure(f"still busy {text}: shorten the run, or raise --timeout")
-
-
-def needs(run, launcher):
-    return f"it needs {run.option}, which {launcher} passes: read LOCAL_RANK from the environment"
 
 
 def hang(run, text):
@@ -115,9 +112,12 @@ def telling(details):
 
 def one_group(run):
     """one process group, destroyed at the end"""
-    ranks = run.joins
+    ranks, none = run.joins, "no process joined a process group"
+    if not ranks and run.returncode == 0 and run.all(events.Step):
+        yield wrong(f"{none}: each trains on its own; diffs/README.md shows what to add")
     if not ranks and run.returncode == 0:
-        yield alone(run)
+        last = (run.printed.strip() or "nothing is printed").splitlines()[-1]
+        yield unsure(f"{none} or trained: {last}")
     for event in run.all(events.OtherMachine):
         text = f"the ranks meet at {event.host}, not this machine (changed for this run)"
         yield fragile(f"{text}: let the launcher set MASTER_ADDR", event.where)
@@ -139,14 +139,6 @@ def one_group(run):
             text = f"rank {rank} did not call destroy_process_group"
             yield fragile(text, ranks[rank].where, "destroy_missing")
     yield passed(counted(len(ranks), "rank"), lowest(ranks).where)
-
-
-def alone(run):
-    text = "no process joined a process group"
-    if run.all(events.Step):
-        return wrong(f"{text}: each trains on its own; diffs/README.md shows what to add")
-    last = (run.printed.strip() or "nothing is printed").splitlines()[-1]
-    return unsure(f"{text} or trained: {last}")
 
 
 def by_framework(run):
@@ -202,15 +194,13 @@ def same_collectives(run):
     for number, row in enumerate(together, 1):
         found = dict(zip(calls, row))
         if pair := differ({rank: event and event.name for rank, event in found.items()}):
-            said = " and ".join(f"rank {rank} calls {named(found[rank])}" for rank in pair)
+            names = {
+                r: f"{e.name} ({short(e.where)})" if e else "nothing" for r, e in found.items()
+            }
+            said = " and ".join(f"rank {rank} calls {names[rank]}" for rank in pair)
             where = next((found[rank].where for rank in pair if found[rank]), "")
             yield wrong(f"call {number}: {said}", where, "collective_on_one_rank")
     until = counted(min(map(len, calls.values())), "call")
     if run.returncode is None:
         yield unseen(f"the script hangs; {until} until then agree")
     yield passed(until)
-
-
-def named(event):
-    """Return the name of a collective and the line that calls it, or "nothing" without an event."""
-    return f"{event.name} ({short(event.where)})" if event else "nothing"
