@@ -25,7 +25,7 @@ DOING = (events.Step, events.Batch, events.PassBegun, events.Collective, events.
 LOADS = r"\.load\b|load_|resume|from_pretrained"  # what a script that resumes does
 RULE = {rule.name: rule for rule in RULES}
 GOES_ON, SAME_SAMPLES = "it resumes", "each step has the same samples"  # titles of verdicts
-SAME_RATES, SAME_END = "the learning rates agree", "the final weights are the same"
+SAME_END = "the final weights are the same"
 
 
 def steps_of(run):
@@ -53,12 +53,13 @@ def has_saved(found):
     return steps_in(found[next(saved, len(found)) :]) > 0
 
 
-def once(ready, act):
-    """Return a function that waits until this is true of the events of all ranks, and acts."""
+def once(ready, act, of_all=False):
+    """Return a function that acts once this is true of the events of any rank, or of all ranks."""
 
     def during(process, folder, end):
         while time.monotonic() < end and process.poll() is None:
-            if ready([found for _, found in reports(folder).values()]):
+            ranks = [ready(found) for _, found in reports(folder).values()]
+            if ranks and (all(ranks) if of_all else any(ranks)):
                 act(process, folder)
                 return
             time.sleep(0.05)
@@ -154,12 +155,6 @@ def kill(plan):
     """a killed rank costs no saved step"""
     killed = []  # process IDs
 
-    def strike_after(steps):
-        def ready(ranks):
-            return any(has_saved(found) and steps_in(found) >= steps for found in ranks)
-
-        return once(ready, strike)
-
     def strike(process, folder):
         time.sleep(random.uniform(0, 0.2))
         found = reports(folder)
@@ -169,29 +164,31 @@ def kill(plan):
                 os.kill(pid, signal.SIGKILL)
                 killed.append(pid)
 
-    first = plan.run("interrupted", during=strike_after(0))
+    def after(steps):
+        return once(lambda found: has_saved(found) and steps_in(found) >= steps, strike)
+
+    first = plan.run("interrupted", during=after(0))
     if reason := too_little(plan, first):
-        return [(GOES_ON, unseen(reason))]
+        yield GOES_ON, unseen(reason)
+        return
     struck, left = [first], len(steps_of(plan.undisturbed)) - saved_steps(first)
     killed.clear()
-    resumed = plan.again(first, during=strike_after(random.randrange(left)))
+    resumed = plan.again(first, during=after(random.randrange(left)))
     if killed and resumed.returncode != 0:  # else it had ended, or failed by itself
         struck.append(resumed)
         resumed = plan.again(first)
     verdict, lost = resumes(plan, struck, resumed)
+    yield GOES_ON, verdict
     if verdict.status != PASS:
-        return [(GOES_ON, verdict)]
+        return
     again = sum(len(steps_of(run)) - (saved_steps(run) or 0) for run in struck)
     most = passed(f"{lost} of the {again} steps since the last save are repeated")
     if lost > again:
         text = f"{lost} steps are repeated, although {lost - again} of them were saved"
         most = wrong(text, "", "epoch_starts_again")
-    return [
-        (GOES_ON, verdict),
-        ("no saved step is repeated", most),
-        (SAME_END, compare(plan, resumed)),
-        (RULE["safe_loads"].title, RULE["safe_loads"](resumed)),
-    ]
+    yield "no saved step is repeated", most
+    yield SAME_END, compare(plan, resumed)
+    yield RULE["safe_loads"].title, RULE["safe_loads"](resumed)
 
 
 def sigterm(plan):
@@ -201,47 +198,46 @@ def sigterm(plan):
         time.sleep(random.uniform(0, 0.2))
         signalled(folder, "terminate")
 
-    interrupted = plan.run(
-        "stopped", during=once(lambda ranks: any(map(has_saved, ranks)), stop_all)
-    )
+    interrupted = plan.run("stopped", during=once(has_saved, stop_all))
     if not interrupted.all(events.Handler):
         saved = saved_steps(interrupted)
         steps = "all" if saved is None else len(steps_of(interrupted)) - saved
-        return [(GOES_ON, not_applicable(f"nothing handles SIGTERM: {steps} steps are lost"))]
+        yield GOES_ON, not_applicable(f"nothing handles SIGTERM: {steps} steps are lost")
+        return
     if reason := too_little(plan, interrupted):
-        return [(GOES_ON, unseen(reason))]
+        yield GOES_ON, unseen(reason)
+        return
     resumed = plan.again(interrupted)
     verdict, lost = resumes(plan, [interrupted], resumed)
-    if verdict.status != PASS:
-        return [(GOES_ON, verdict)]
-    if lost:
-        return [(GOES_ON, verdict), ("no step is lost", wrong(f"{lost} steps are lost"))]
-    none = ("no step is lost", passed("none is repeated or skipped"))
-    return [(GOES_ON, verdict), none, (SAME_END, compare(plan, resumed))]
+    yield GOES_ON, verdict
+    if verdict.status == PASS and lost:
+        yield "no step is lost", wrong(f"{lost} steps are lost")
+    elif verdict.status == PASS:
+        yield "no step is lost", passed("none is repeated or skipped")
+        yield SAME_END, compare(plan, resumed)
 
 
 def world_size(plan):
     """N processes train like one with N times the batch"""
-
-    def until(nproc):
-        def ready(ranks):
-            return len(ranks) == nproc and min(map(steps_in, ranks)) > STEPS
-
-        return once(ready, kill_all)
-
-    many = plan.run("many", scale=1, during=until(plan.nproc))
+    after_some = once(lambda found: steps_in(found) > STEPS, kill_all, of_all=True)
+    many = plan.run("many", scale=1, during=after_some)
     if reason := not_kept(many):
-        return [(SAME_SAMPLES, unseen(reason))]
+        yield SAME_SAMPLES, unseen(reason)
+        return
     alone = {"nproc": 1, "scale": plan.nproc, "start": str(many.folder)}
-    one = plan.run("one", **alone, during=until(1))
+    one = plan.run("one", **alone, during=after_some)
+    reason = not_kept(one) and f"in one process: {not_kept(one)}"
     if len(one.ranks) != 1 or len(many.ranks) != plan.nproc:
-        text = f"asked for 1 and {plan.nproc} processes, the script starts"
-        return [(SAME_SAMPLES, unseen(f"{text} {len(one.ranks)} and {len(many.ranks)}"))]
-    if reason := not_kept(one):
-        return [(SAME_SAMPLES, unseen(f"in one process: {reason}"))]
-    first = [(SAME_SAMPLES, same_samples(many, one)), (SAME_RATES, same_rates(many, one))]
-    if first[0][1].status != PASS:
-        return first
+        reason = f"asked for 1 and {plan.nproc} processes, the script starts"
+        reason += f" {len(one.ranks)} and {len(many.ranks)}"
+    if reason:
+        yield SAME_SAMPLES, unseen(reason)
+        return
+    samples = same_samples(many, one)
+    yield SAME_SAMPLES, samples
+    yield "the learning rates agree", same_rates(many, one)
+    if samples.status != PASS:
+        return
     results = [same_gradients(many, one), same_weights(many, one)]
     if many.all(events.GradientLost):
         reason = "both runs lack the gradient of what is gathered"
@@ -251,7 +247,7 @@ def world_size(plan):
         elif any(wrap.buffers for wrap in many.all(events.Wrap)):
             reason = "the model has buffers, such as BatchNorm's, which each process updates"
     results = [unseen(reason)] * 2 if reason else results
-    return [*first, *zip(("the gradients agree", "the weights agree"), results)]
+    yield from zip(("the gradients agree", "the weights agree"), results)
 
 
 def not_kept(run):

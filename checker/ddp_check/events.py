@@ -89,7 +89,7 @@ Step = kind(
     "reductions "
     "by_hand "  # checksums of what the script reduced itself, and whether it was all gradients
     "training "  # mode of the model
-    "buffers "  # {name: checksum} of those that have changed, without those of normalizations
+    "buffers "  # {name: checksum} of those that have changed, but no statistics
     "broadcasts "  # DDP replaces them by those of rank 0
     "random "  # checksum of the generator's state
     "dropout "  # the model drew random numbers

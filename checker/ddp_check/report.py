@@ -47,7 +47,7 @@ def planned(script, arguments=(), nproc=2, timeout=300, launcher=None, **options
 def perform(name, plan):
     """Return the verdicts of a drill: [(title, verdict)]."""
     try:
-        verdicts = DRILLS[name](plan)
+        verdicts = list(DRILLS[name](plan))
     except Exception as error:  # a drill that breaks must not cost the whole report
         verdicts = [("the drill", Verdict(BROKEN, repr(error)))]
     return [(f"{name}: {title}", verdict) for title, verdict in verdicts]

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+import psutil
+
 from ddp_check import events
 from ddp_check.keeper import signalled
 from ddp_check.observed import Run
@@ -243,8 +245,6 @@ def look(folder):
 
 def cpu_time(pid):
     """Return the seconds that a process and its descendants have computed, 0 if it has ended."""
-    import psutil
-
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         spent = [one.cpu_times() for one in (process, *process.children(recursive=True))]

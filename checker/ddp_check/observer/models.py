@@ -22,7 +22,7 @@ from ddp_check.protocol import STEPS
 
 inside = {}  # identity of a module in a wrapped model -> the number of that model
 EMPTY = torch.empty(0)
-NORM = nn.modules.batchnorm._NormBase
+STATISTICS = ("running_", "num_batches_")  # each rank's normalization keeps its own
 
 
 # A forward call of DDP in training mode: how many backward passes came before it, and whether its
@@ -53,7 +53,7 @@ def wrap(do, self, module, *args, **kwargs):
         for name, part in module.named_modules()
         for key, value in part.named_buffers(recurse=False)
     ]
-    seen.buffers += [one for one in held if not isinstance(one[1], NORM)]
+    seen.buffers += [one for one in held if not one[2].startswith(STATISTICS)]
     say(
         events.Wrap,
         shapes=[[name, list(value.shape)] for name, value in module.named_parameters()],

@@ -44,7 +44,7 @@ class Seen:
     gathered: dict = field(default_factory=dict)  # methods of Tensor while they are watched
     evaluated: set = field(default_factory=set)  # modules and passes in which they were called
     names: list = field(default_factory=list)  # of the parameters in the last step
-    buffers: list = field(default_factory=list)  # (name, module, key): without normalizations'
+    buffers: list = field(default_factory=list)  # (name, module, key), without statistics
     versions: dict = field(default_factory=dict)  # of these in the last step
     described: bool = False  # the final weights have been reported
     # The models inside DDP, kept because the script may have deleted the wrapper by the end:

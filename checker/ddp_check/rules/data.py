@@ -278,7 +278,7 @@ def counted_twice(row, twice, total):
     if row[0].distributed and "blocks" in orders:
         lost = "what is gathered is in blocks, not in the data set's order, when its end is cut off"
         alone = max(one.gathers for one in row) == 1
-        yield wrong(lost) if alone else unsure(f"{lost}: if there are more, some are lost")
+        yield wrong(lost) if alone else unsure(f"{lost}: with more ranks, some are lost")
     if row[0].distributed and "another" in orders:
         yield unsure("what is gathered is sorted when its end is cut off: is that the padding?")
     if orders or any(count.length == loaded - twice for count in counts):
