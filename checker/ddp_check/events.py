@@ -61,11 +61,13 @@ PassEnded = kind("PassEnded", "number")
 EpochSet = kind("EpochSet", "value")  # it called set_epoch
 # A random number generator made its first sample; checksums of its state
 Drawn = kind("Drawn", "source before after worker")
-# After a gather, a tensor was cut to length. order: it held what the ranks gave in "blocks" of one
-# rank each, or in "another" order; empty if in turns, as DistributedSampler deals, or unknown
+# A tensor was cut by a slice or a mask, after a gather or without gradients. order: it held what
+# the ranks gave in "blocks" of one rank each, or in "another" order; empty if in turns, as
+# DistributedSampler deals, or unknown
 Cut = kind("Cut", "dropped order")
 # After a gather, a tensor was compared, or reduced to its sum or mean
 Counted = kind("Counted", "length reduced")
+Totalled = kind("Totalled", "values")  # whole numbers that were added up over all ranks
 
 # shapes: [name, shape] of each parameter; weights: checksums; buffers: how many each rank updates
 Wrap = kind("Wrap", "shapes weights buffers")

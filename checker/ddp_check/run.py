@@ -120,9 +120,8 @@ class Plan:
         if self.may_need and needs_its_local_rank(run):
             self.option = self.may_need
             other = self.run("with_option")
-            if other.returncode == 0 or len(other.all(events.Step)) > len(run.all(events.Step)):
-                return other
-            self.option = ""
+            run = max(run, other, key=progress)
+            self.option = run.option
         return run
 
     def run(self, place, nproc=None, during=None, arguments=None, **options):
@@ -181,6 +180,11 @@ class Plan:
         return [*words, str(cwd / path.relative_to(here) if copied else path)]
 
 
+def progress(run):
+    """Return how far a run came, to be compared."""
+    return run.returncode == 0, *(len(run.all(kind)) for kind in (events.Step, events.Join, object))
+
+
 def needs_its_local_rank(run):
     """Return whether a run failed early, or all ranks took one GPU."""
     used = {rank: {event.index for event in of} for rank, of in run.of(events.Gpu).items() if of}
@@ -200,7 +204,7 @@ def environment(task, variables):
     path = os.pathsep.join([str(HERE / "startup"), theirs])
     mine = r"SLURM_|(LOCAL_)?RANK$|WORLD_SIZE$"  # of the job that the checker may run in
     env = {name: value for name, value in os.environ.items() if not re.match(mine, name)}
-    env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     env.setdefault("OMP_NUM_THREADS", "1")
     own = Path(task.events).parent / "tmp"  # so that what a killed run leaves there is removed
     own.mkdir(exist_ok=True)

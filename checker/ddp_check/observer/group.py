@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ddp_check import events
+from ddp_check.observer.lengths import watch_lengths
 from ddp_check.observer.models import describe_models
 from ddp_check.observer.report import called_by_script, say, seen, watch, where
 from ddp_check.observer.values import checksum, tensors_in
@@ -24,9 +25,9 @@ COLLECTIVES = (
     *("scatter", "scatter_object_list", "reduce_scatter_tensor", "monitored_barrier"),
     *("all_to_all", "all_to_all_single"),
 )
+ADD = ("all_reduce", "reduce")
 SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-REDUCE = ("sum", "mean")
-LENGTHS = ("__getitem__", "__eq__", "eq", "numpy", "tolist", *REDUCE)
+COUNTS = 64  # numbers that are added up at once, among which may be that of the samples
 RECEIVE = ("recv", "recv_object_list")
 
 
@@ -85,47 +86,6 @@ def mark_ends(parts, line):
         parts[rank] = leaf.view_as(leaf)
 
 
-def watch_lengths(parts):
-    """Report lengths until the next batch; the parts are what a gather returned, one a rank."""
-    said = set()
-    for name in LENGTHS if not seen.gathered else ():
-        seen.gathered[name] = getattr(torch.Tensor, name)
-        setattr(torch.Tensor, name, watched(name, said, parts))
-
-
-def watched(name, said, parts):
-    do = seen.gathered[name]
-
-    @functools.wraps(do)
-    def method(tensor, *args, **kwargs):
-        result = do(tensor, *args, **kwargs)
-        length = len(tensor) if tensor.dim() else 0
-        if name == "__getitem__":
-            dropped = isinstance(args[0], slice) and length - len(result)
-            if dropped and ("cut", dropped) not in said:
-                said.add(("cut", dropped))
-                say(events.Cut, dropped=dropped, order=order_of(tensor, parts))
-        elif length > 1 and (name in REDUCE, length) not in said:
-            said.add((name in REDUCE, length))
-            say(events.Counted, length=length, reduced=name in REDUCE)
-        return result
-
-    return method
-
-
-def order_of(tensor, parts):
-    """Return in which order a tensor holds the parts that the ranks gave, if that is known."""
-    if len({part.shape for part in parts}) != 1 or not parts[0].dim():
-        return ""
-    blocks, turns = torch.cat(parts), torch.stack(parts, dim=1).flatten(0, 1)
-    if tensor.shape != blocks.shape or tensor.equal(turns):
-        return ""
-    if tensor.equal(blocks):
-        return "blocks"
-    same = tensor.flatten().sort().values.equal(blocks.flatten().sort().values)
-    return "another" if same else ""
-
-
 @watch(c10d, *COLLECTIVES)
 def collective(do, *args, **kwargs):
     if seen.in_collective:  # all_gather_object calls all_gather
@@ -140,6 +100,8 @@ def collective(do, *args, **kwargs):
         result = do(*args, **kwargs)
     finally:
         seen.in_collective -= 1
+    if called and do.__name__ in ADD and not isinstance(result, dist.Work):
+        report_totals(tensors_in(arguments))
     if called and "gather" in do.__name__:
         parts = args[0] if args and isinstance(args[0], list) else []
         watch_lengths(tensors_in(parts))
@@ -154,12 +116,21 @@ def report_collective(name, arguments):
     lost = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
     elements = max((one.numel() for one in tensors), default=0)
     ops = [value for value in arguments if isinstance(value, dist.ReduceOp)]
-    adds = name in ("all_reduce", "reduce") and all(op in SUMS for op in ops)
+    adds = name in ADD and all(op in SUMS for op in ops)
     inside = seen.in_forward
     if adds and elements > 1 and not (inside or seen.in_step):
         seen.by_hand.append((checksum(tensors), elements))
     say(events.Collective, name=name, adds=adds, inside=inside, elements=elements, gradient=lost)
     return lost
+
+
+def report_totals(tensors):
+    """Report the whole numbers that were added up, and their sum: a number of samples is one."""
+    for one in tensors:
+        with contextlib.suppress(Exception):  # an exotic tensor must not crash the user's script
+            if one.numel() <= COUNTS or not one.is_floating_point():
+                values = [*one.flatten()[:COUNTS].tolist(), one.sum().item()]
+                say(events.Totalled, values=[int(value) for value in values if value % 1 == 0])
 
 
 @watch(c10d, *RECEIVE)

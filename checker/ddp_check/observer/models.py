@@ -16,6 +16,7 @@ from torch.optim import optimizer as optimizers
 
 from ddp_check import events
 from ddp_check.observer import report
+from ddp_check.observer.lengths import watch_no_lengths
 from ddp_check.observer.report import TASK, say, seen, this_rank, watch, where
 from ddp_check.observer.values import batch_checksum, checksums, is_finite, meshes, random_state
 from ddp_check.protocol import STEPS
@@ -216,7 +217,7 @@ def step(optimizer, args, kwargs):
     if seen.in_step > 1:
         return
     seen.steps += 1
-    report.watch_no_lengths()
+    watch_no_lengths()
     theirs = {id(value): value for group in optimizer.param_groups for value in group["params"]}
     seen.loose.update(theirs)
     if TASK.scale and this_rank() == 0 and seen.steps <= STEPS and seen.wrapped:

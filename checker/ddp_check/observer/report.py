@@ -41,7 +41,6 @@ class Seen:
     ended: bool = False  # the end has been reported
     in_collective: int = 0  # depth of nested calls; DDP's constructor counts as one
     in_step: int = 0  # likewise: one optimizer's step may call another's
-    gathered: dict = field(default_factory=dict)  # methods of Tensor while they are watched
     evaluated: set = field(default_factory=set)  # modules and passes in which they were called
     names: list = field(default_factory=list)  # of the parameters in the last step
     buffers: list = field(default_factory=list)  # (name, module, key), without statistics
@@ -73,12 +72,14 @@ def say(kind, at="", **fields):
 def where(outside=()):
     """Return the script's current line as "file:line", or an empty string outside of the script.
 
-    The file is relative to the folder that the script runs in. Methods of these modules are left.
+    The file is relative to the folder that the script runs in. Methods of these modules are left,
+    and a function that replaces `print`.
     """
     frame = sys._getframe(1)
     while frame:
-        path = frame.f_code.co_filename
-        if is_own(path) and not (outside and id(frame.f_locals.get("self")) in outside):
+        path, passes_on = frame.f_code.co_filename, frame.f_code.co_name == "print"
+        passes_on |= bool(outside) and id(frame.f_locals.get("self")) in outside
+        if is_own(path) and not passes_on:
             return f"{relative(path)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
@@ -126,10 +127,3 @@ def keep(name, values):
     path = os.path.join(TASK.events, name)
     torch_save(values, f"{path}.new")
     os.replace(f"{path}.new", path)
-
-
-def watch_no_lengths():
-    """Undo what was done to watch what follows a gather."""
-    for name, method in seen.gathered.items():
-        setattr(torch.Tensor, name, method)
-    seen.gathered = {}

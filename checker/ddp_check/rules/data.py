@@ -284,6 +284,12 @@ def counted_twice(row, twice, total):
     if orders or any(count.length == loaded - twice for count in counts):
         return
     if not any(one.gathers for one in row) or all(one.added_up for one in row):
+        totals = set().union(*(one.totals for one in row))
+        signs = [loaded - twice in totals, any(one.left_out for one in row)]
+        if loaded not in totals and all(signs):
+            return
+        if loaded not in totals and any(signs):
+            yield unsure(f"it loads {text}: are the extra ones left out?")
         yield wrong(f"it counts {text}")
     if any(count.reduced and count.length == loaded for count in counts):
         yield wrong(f"it counts {text}: nothing is cut off after the gather")

@@ -93,21 +93,24 @@ def printed_loss_is_of_all(run):
     if run.is_sharded and not any(step.inputs for of in steps for step in of):
         yield not_applicable("ranks that share a model have the same loss")
     begun, taken, alone = 0, 0, ""
+    left = None  # samples that an evaluation has still to see
     before = since = False  # whether something was reduced before the last step, and since
     places = {}  # line and position of a number -> what is said of it each time
     for event in lowest(run.ranks):
         match event:
             case events.Step():
-                taken += 1
+                taken, left = taken + 1, None
                 before, since = since, False  # a loss may be reduced, and printed after the step
             case events.Collective(inside=False):
                 since |= event.adds or "gather" in event.name
             case events.PassBegun():
-                begun = max(begun, taken)
+                begun, left = max(begun, taken), event.length
+            case events.Batch() if left:
+                left -= len(event.indices or event.samples or ())
             case events.Print() if taken:
                 rows = list(zip(*(of[:taken] for of in steps)))
                 for at, number in enumerate(re.finditer(FRACTION, event.text)):
-                    alone = alone or ("" if before or since else event.where)
+                    alone = alone or ("" if before or since or left == 0 else event.where)
                     said = what_is_printed(number, [rows[-1:], rows[begun:], rows])
                     places.setdefault((event.where, at), []).append(said)
     for (where, _), said in places.items():
