@@ -61,12 +61,9 @@ PassEnded = kind("PassEnded", "number")
 EpochSet = kind("EpochSet", "value")  # it called set_epoch
 # A random number generator made its first sample; checksums of its state
 Drawn = kind("Drawn", "source before after worker")
-# A tensor was cut by a slice or a mask, after a gather or without gradients. order: it held what
-# the ranks gave in "blocks" of one rank each, or in "another" order; empty if in turns, as
-# DistributedSampler deals, or unknown
-Cut = kind("Cut", "dropped order")
-# After a gather, a tensor was compared, or reduced to its sum or mean
-Counted = kind("Counted", "length reduced")
+# After a gather, a tensor was compared, or reduced to its sum or mean; blocks: it was cut from what
+# one rank gave after what another gave, not in turns
+Counted = kind("Counted", "length reduced blocks")
 Totalled = kind("Totalled", "values")  # whole numbers that were added up over all ranks
 
 # shapes: [name, shape] of each parameter; weights: checksums; buffers: how many each rank updates

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from ddp_check.events import Batch, Collective, Counted, Cut, PassBegun, PassEnded, Step, Totalled
+from ddp_check.events import Batch, Collective, Counted, PassBegun, PassEnded, Step, Totalled
 
 
 @dataclass
@@ -14,9 +14,7 @@ class Pass:
     ended: bool = False
     gathers: int = 0  # that follow one of its batches
     added_up: bool = False  # numbers are added up over the ranks after its batches, before a gather
-    left_out: int = 0  # how often something was, before a gather
     totals: set = field(default_factory=set)  # whole numbers that were added up over the ranks
-    cuts: list = field(default_factory=list)  # made after a gather
     counted: list = field(default_factory=list)  # what is counted after a gather
 
     def __getattr__(self, name):
@@ -57,10 +55,6 @@ def passes_of(events):
             case Collective() if given and not event.inside:
                 given.added_up |= event.adds and not given.gathers
                 given.gathers += "gather" in event.name
-            case Cut() if given and not given.gathers:
-                given.left_out += 1
-            case Cut() if given:
-                given.cuts.append(event)
             case Totalled() if given:
                 given.totals.update(event.values)
             case Counted() if given:

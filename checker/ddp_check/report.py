@@ -16,22 +16,18 @@ from ddp_check.rules import RULES, judge
 from ddp_check.rules.base import BROKEN, FRAGILE, NONE, PASS, SLOW, UNSEEN, UNSURE, WRONG, Verdict
 from ddp_check.run import Plan
 
-LABELS = {  # status -> how its line in the report begins; the worst come first
-    WRONG: "FAIL",
-    BROKEN: "ERROR",
-    FRAGILE: "WARN",
-    SLOW: "WARN",
-    UNSURE: "unsure",
-    PASS: "pass",
-    UNSEEN: "not seen",
-    NONE: "n/a",
+LABELS = {  # status -> how its line in the report begins, and GitHub's level; the worst come first
+    WRONG: ("FAIL", "error"),
+    BROKEN: ("ERROR", "error"),
+    FRAGILE: ("WARN", "warning"),
+    SLOW: ("WARN", "warning"),
+    UNSURE: ("unsure", "notice"),
+    PASS: ("pass", ""),
+    UNSEEN: ("not seen", ""),
+    NONE: ("n/a", ""),
 }
 FOLDED = (UNSEEN, NONE)
-LEVELS = {  # GitHub's
-    **dict.fromkeys((WRONG, BROKEN), "error"),
-    **dict.fromkeys((FRAGILE, SLOW), "warning"),
-    UNSURE: "notice",
-}
+LEVELS = {status: level for status, (_, level) in LABELS.items() if level}
 TAIL = 8  # lines of a traceback
 CLEAN, FAULTY, UNKNOWN = range(3)  # the exit codes
 SUMMARIES = ("nothing wrong", "wrong", "no verdict")
@@ -92,7 +88,7 @@ def message(title, verdict):
 
 
 def line(title, verdict):
-    lines = [f"{LABELS[verdict.status]:<8} {message(title, verdict)}"]
+    lines = [f"{LABELS[verdict.status][0]:<8} {message(title, verdict)}"]
     if verdict.status in LEVELS:
         lines += [f"{'':<8} see pitfalls/{verdict.page}.md"] if verdict.page else []
         lines += [f"{'':<8} | {text}" for text in verdict.details[-TAIL:]]

@@ -26,6 +26,7 @@ ASKS = r"""(?:environ(?:\.get)?|getenv)[\[(]["']((?:LOCAL_)?RANK)["'][\],)]"""
 # What torch.distributed.launch passes; before PyTorch 2, with an underscore.
 LOCAL_RANK = r"""add_argument\(\s*["'](--local[-_]rank)["'](?:,\s*["'](--local[-_]rank)["'])?"""
 USES_GPUS = r"nccl|cuda|device_ids|torch\.accelerator|\.to\(\w*rank\)"
+PROGRESS = (events.Step, events.Wrap, events.Join, object)  # shows how far a run came
 TORCHRUN = "torch.distributed.run --standalone --nproc-per-node NPROC"
 LAUNCHERS = {  # what precedes the script on the command line
     "python": [sys.executable],  # the script starts its own processes
@@ -120,8 +121,10 @@ class Plan:
         if self.may_need and needs_its_local_rank(run):
             self.option = self.may_need
             other = self.run("with_option")
-            run = max(run, other, key=progress)
-            self.option = run.option
+            came = [[len(one.all(kind)) for kind in PROGRESS] for one in (run, other)]
+            if other.returncode == 0 or came[1] > came[0]:
+                return other
+            self.option = ""
         return run
 
     def run(self, place, nproc=None, during=None, arguments=None, **options):
@@ -178,11 +181,6 @@ class Plan:
         path, here = Path(self.script).resolve(), Path.cwd()
         copied = path.is_relative_to(here) and path.suffix not in CHECKPOINT
         return [*words, str(cwd / path.relative_to(here) if copied else path)]
-
-
-def progress(run):
-    """Return how far a run came, to be compared."""
-    return run.returncode == 0, *(len(run.all(kind)) for kind in (events.Step, events.Join, object))
 
 
 def needs_its_local_rank(run):

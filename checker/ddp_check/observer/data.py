@@ -7,12 +7,11 @@ import sys
 import zlib
 from dataclasses import dataclass, field
 
-import torch
 from torch.utils import data
 from torch.utils.data.distributed import DistributedSampler
 
 from ddp_check import events
-from ddp_check.observer.lengths import watch_lengths, watch_no_lengths
+from ddp_check.observer.lengths import watch_no_lengths
 from ddp_check.observer.report import TASK, say, seen, watch
 from ddp_check.observer.values import checksum, fingerprint, random_state, sample_checksums
 
@@ -100,7 +99,7 @@ def next_index(do, self):
 @watch(data.dataloader._BaseDataLoaderIter, "__next__")
 def next_batch(do, self):
     asked = self._ddp_check
-    watch_no_lengths() if torch.is_grad_enabled() else watch_lengths()
+    watch_no_lengths()
     try:
         batch = do(self)
     except StopIteration:

@@ -159,7 +159,12 @@ def random_numbers_differ(run):
     found = epochs(run)
     if not found:
         yield unseen("no DataLoader was used to train")
-    drawn = drawn_for_samples(run)
+    drawn = {  # states of the generators of random samples: {rank: {source: (before, after)}}
+        rank: {(one.worker, one.source): (one.before, one.after) for one in reversed(of)}
+        for rank, of in run.of(events.Drawn).items()
+    }
+    common = set.intersection(*map(set, drawn.values())) if len(drawn) > 1 else ()
+    drawn = {r: {key: of[key] for key in of if key in common} for r, of in drawn.items()}
     if lowest(drawn) and differ(drawn) is None:
         (worker, source), *_ = lowest(drawn)
         place = "" if worker is None else " in DataLoader workers"
@@ -180,21 +185,6 @@ def random_numbers_differ(run):
     if lowest(drawn):
         yield passed("augmentation differs from rank to rank", lowest(found[0]).where)
     yield unseen("the training process draws no random numbers between steps")
-
-
-def drawn_for_samples(run):
-    """Return the states of the generators of random samples: {rank: {source: (before, after)}}.
-
-    Only sources that all ranks draw from, or nothing if fewer than two ranks do.
-    """
-    found = {
-        rank: {(one.worker, one.source): (one.before, one.after) for one in reversed(of)}
-        for rank, of in run.of(events.Drawn).items()
-    }
-    if len(found) < 2:
-        return {}
-    common = set.intersection(*map(set, found.values()))
-    return {rank: {key: of[key] for key in of if key in common} for rank, of in found.items()}
 
 
 def evaluations(run):
@@ -273,22 +263,17 @@ def counted_twice(row, twice, total):
     """Yield what is wrong with a padded evaluation, unless the padding is cut off."""
     loaded = sum(len(one.samples()) for one in row)
     text = f"{loaded} samples, {loaded - twice} of them distinct, of {total}"
-    orders = {cut.order for one in row for cut in one.cuts if cut.dropped == twice}
     counts = [count for one in row for count in one.counted]
-    if row[0].distributed and "blocks" in orders:
+    cut = [count for count in counts if count.length == loaded - twice]
+    if row[0].distributed and any(count.blocks for count in cut):
         lost = "what is gathered is in blocks, not in the data set's order, when its end is cut off"
         alone = max(one.gathers for one in row) == 1
         yield wrong(lost) if alone else unsure(f"{lost}: with more ranks, some are lost")
-    if row[0].distributed and "another" in orders:
-        yield unsure("what is gathered is sorted when its end is cut off: is that the padding?")
-    if orders or any(count.length == loaded - twice for count in counts):
+    if cut:
         return
     if not any(one.gathers for one in row) or all(one.added_up for one in row):
         totals = set().union(*(one.totals for one in row))
-        signs = [loaded - twice in totals, any(one.left_out for one in row)]
-        if loaded not in totals and all(signs):
-            return
-        if loaded not in totals and any(signs):
+        if loaded - twice in totals and loaded not in totals:
             yield unsure(f"it loads {text}: are the extra ones left out?")
         yield wrong(f"it counts {text}")
     if any(count.reduced and count.length == loaded for count in counts):

@@ -15,6 +15,7 @@ NETWORK = (
     r"|(FileNotFoundError|OSError): .*https?://"
 )
 DROP_THE_MODEL = "drop every reference to the DDP model (del model) before destroy_process_group"
+PASSED_ON = "in __torch_function__"
 LACKS_GPUS = r"(?i)cuda|nccl|nvidia|\bgpu|accelerator|ddp_check/observer|Tensor-likes"
 
 
@@ -29,15 +30,28 @@ def script_ends(run):
     elif run.returncode == 0:
         yield passed(text)
     elif run.returncode is not None:
-        yield from aborted_at_exit(run, text)
+        rank, code = run.status
+        if code == -signal.SIGABRT and run.of(events.Exit).get(rank):
+            text += f"; rank {rank} was aborted after its last line, a rare race"
+            if by_framework(run):
+                yield passed(f"{text} in PyTorch")
+            yield fragile(f"{text} of gloo's threads", "", "late_import")
         yield failure(run)
     elif run.hangs:
-        yield hang(run, f"still running {text}; {waiting(run)}")
+        yield hang(run)
     else:
         yield unsure(f"still busy {text}: shorten the run, or raise --timeout")
 
 
-def hang(run, text):
+def hang(run):
+    """Return the verdict on a run that hangs, with the place where each rank waits."""
+    places = []
+    for rank, stack in run.stacks.items():
+        own = own_lines(stack)
+        at = f"is at {short(own[0])}, in {stack[0][2]}" if own else "has ended"
+        places.append(f"rank {rank} {at}")
+    told = "; ".join(places) or "no rank has joined a process group"
+    text = f"still running after {run.seconds:.0f} s; {told}"
     if run.joins and all(run.of(events.Leave).values()):
         text += f". All ranks have left the process group. To rule out a race: {DROP_THE_MODEL}"
         return wrong(text, "", "handler_holds_model")
@@ -54,15 +68,6 @@ def own_lines(stack):
     return [f"{path}:{line}" for path, line, _ in stack if is_own(path)]
 
 
-def waiting(run):
-    lines = []
-    for rank, stack in run.stacks.items():
-        own = own_lines(stack)
-        at = f"is at {short(own[0])}, in {stack[0][2]}" if own else "has ended"
-        lines.append(f"rank {rank} {at}")
-    return "; ".join(lines) or "no rank has joined a process group"
-
-
 def left_early(run):
     """Return which rank left the epoch loop before the others, in words, or an empty string."""
     found = passes(run)
@@ -76,15 +81,6 @@ def left_early(run):
     return f"{text}: does each decide by its own loss?"
 
 
-def aborted_at_exit(run, text):
-    rank, code = run.status
-    if code == -signal.SIGABRT and run.of(events.Exit).get(rank):
-        text += f"; rank {rank} was aborted after its last line, a rare race"
-        if by_framework(run):
-            yield passed(f"{text} in PyTorch")
-        yield fragile(f"{text} of gloo's threads", "", "late_import")
-
-
 def failure(run):
     """Return the verdict on a run that failed: the fault may not be the script's."""
     text, where, details = run.ending, run.error_where, tuple(run.traceback)
@@ -93,7 +89,9 @@ def failure(run):
     if text.startswith("ModuleNotFoundError") or run.fails_in_an_import:
         text += "; run the checker in the environment of the script"
         return unsure(text, where, "", details)
-    lacks = re.search(LACKS_GPUS, " ".join([text, *telling(details[-6:])]))
+    # Without names of the script's files, and calls that the observer passes on:
+    telling = [one for one in details[-6:] if not (own_frame(one) or one.endswith(PASSED_ON))]
+    lacks = re.search(LACKS_GPUS, " ".join([text, *telling]))
     if run.translate and lacks and "must not be negative" not in text:  # that fails on GPUs, too
         text = f"the checker cannot translate this for the CPU: {text}"
         return unsure(text, where, "", details)
@@ -103,12 +101,6 @@ def failure(run):
     if early := left_early(run):
         return wrong(f"{early}; {text}", where, "uneven_batches", details)
     return wrong(text, where, "", details)
-
-
-def telling(details):
-    """Return a traceback's lines without names of the script's files, and calls passed on."""
-    passed_on = "in __torch_function__"  # by the observer, as any call of PyTorch
-    return [line for line in details if not own_frame(line) and not line.endswith(passed_on)]
 
 
 def one_group(run):
