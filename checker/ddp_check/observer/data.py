@@ -42,8 +42,11 @@ def begin(loader, iterator):
     seen.new_pass = True
     dataset, kept = contents(loader.dataset)
     iterator._ddp_check = Asked(seen.passes, kept)
-    plain = type(loader.batch_sampler) is data.BatchSampler
-    sampler = loader.sampler if plain else loader.batch_sampler
+    batches = loader.batch_sampler
+    while hasattr(batches, "batch_sampler"):  # Accelerate wraps it
+        batches = batches.batch_sampler
+    sampler = loader.sampler if batches is None else batches
+    sampler = batches.sampler if type(batches) is data.BatchSampler else sampler
     in_order = isinstance(sampler, data.SequentialSampler | range | list)
     total = None
     with contextlib.suppress(TypeError):  # an iterable data set may have no length

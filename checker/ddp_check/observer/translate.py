@@ -168,6 +168,8 @@ def init_process_group(do, backend=None, *args, device_id=None, **kwargs):
         backend = "gloo"
     if device_id is not None:
         use(device_id)
+    if not called_by_script():  # on GPUs, a framework calls set_device before
+        current["index"] = int(os.environ.get("LOCAL_RANK", 0))
     return do(backend, *args, **kwargs)
 
 
