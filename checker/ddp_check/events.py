@@ -61,9 +61,11 @@ PassEnded = kind("PassEnded", "number")
 EpochSet = kind("EpochSet", "value")  # it called set_epoch
 # A random number generator made its first sample; checksums of its state
 Drawn = kind("Drawn", "source before after worker")
-# After a gather, a tensor was compared, or reduced to its sum or mean; blocks: it was cut from what
-# one rank gave after what another gave, not in turns
-Counted = kind("Counted", "length reduced blocks")
+# After a gather, a tensor was cut to length. order: it held what the ranks gave in "blocks" of one
+# rank each, or in "another" order; empty if in turns, as DistributedSampler deals, or unknown
+Cut = kind("Cut", "dropped order")
+# After a gather, a tensor was compared, or reduced to its sum or mean
+Counted = kind("Counted", "length reduced")
 Totalled = kind("Totalled", "values")  # whole numbers that were added up over all ranks
 
 # shapes: [name, shape] of each parameter; weights: checksums; buffers: how many each rank updates

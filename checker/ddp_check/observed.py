@@ -82,7 +82,9 @@ class Run:
     def first_difference(self, name):
         """Return the number and the row of the first step in which ranks differ, or (None, ())."""
         for number, row in enumerate(self.step_rows, 1):
-            if any(getattr(step, name) != getattr(row[0], name) for step in row):
+            values = [getattr(step, name) for step in row]
+            known = name != "weights" or None not in values  # a rank may report them more often
+            if known and any(value != values[0] for value in values):
                 return number, row
         return None, ()
 

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass, field
 
-from ddp_check.events import Batch, Collective, Counted, PassBegun, PassEnded, Step, Totalled
+from ddp_check import events
 
 
 @dataclass
 class Pass:
-    begun: PassBegun
+    begun: events.PassBegun
     batches: list = field(default_factory=list)
     steps: list = field(default_factory=list)
     steps_beside: int = 0  # credited to another pass, which gave a later batch
@@ -15,6 +15,7 @@ class Pass:
     gathers: int = 0  # that follow one of its batches
     added_up: bool = False  # numbers are added up over the ranks after its batches, before a gather
     totals: set = field(default_factory=set)  # whole numbers that were added up over the ranks
+    cuts: list = field(default_factory=list)  # made after a gather
     counted: list = field(default_factory=list)  # what is counted after a gather
 
     def __getattr__(self, name):
@@ -36,51 +37,63 @@ class Pass:
         return None if None in found else [value for of in found for value in of]
 
 
-def passes_of(events):
+def passes_of(found):
     """Return the passes of one rank, whose events these are."""
     passes = {}  # by number
     fed = []  # passes with a batch since the last step
     given = None  # the pass that gave the last batch
-    for event in events:
+    looked = set()  # numbers of passes in which a model was called without gradients
+    for event in found:
         known = passes.get(getattr(event, "number", None))
         match event:
-            case PassBegun():
+            case events.PassBegun():
                 passes[event.number] = Pass(event)
-            case Batch() if known:
+            case events.Batch() if known:
                 known.batches.append(event)
                 given = known
                 fed = [one for one in fed if one is not known] + [known]
-            case PassEnded() if known:
+            case events.PassEnded() if known:
                 known.ended = True
-            case Collective() if given and not event.inside:
+            case events.Collective() if given and not event.inside:
                 given.added_up |= event.adds and not given.gathers
                 given.gathers += "gather" in event.name
-            case Totalled() if given:
+            case events.Totalled() if given:
                 given.totals.update(event.values)
-            case Counted() if given:
+            case events.Cut() if given:
+                given.cuts.append(event)
+            case events.Counted() if given:
                 given.counted.append(event)
-            case Step() if passes:
-                credit(event, fed, list(passes.values()))
+            case events.Evaluated():
+                looked.add(event.number)
+            case events.Step():
+                credit(event, fed, list(passes.values()), looked)
                 fed = []
     return list(passes.values())
 
 
-def credit(step, fed, passes):
+def credit(step, fed, passes, looked):
     """Credit a step to the pass that gave the last batch, preferably one that goes on.
 
-    If there was none since the previous step, its batches may have been fetched ahead.
+    If there was none since the previous step, its batches may have been fetched ahead. A pass that
+    only evaluates does not count.
     """
-    if not fed:
-        fed = [next((one for one in reversed(passes) if one.steps), passes[-1])]
+    known = [one for one in passes if one.steps]
+    lines = {one.where for one in known}
+
+    def may_train(one):
+        return not one.ended or one.number not in looked or one.where in lines
+
+    fed = list(filter(may_train, fed)) or known[-1:] or list(filter(may_train, passes[-1:]))
     fed = [one for one in fed if not one.ended] or fed
-    fed[-1].steps.append(step)
+    for one in fed[-1:]:
+        one.steps.append(step)
     for one in fed[:-1]:
         one.steps_beside += 1
 
 
 def passes(run):
     """Return the passes of each rank: {rank: [pass]}."""
-    return {rank: passes_of(events) for rank, events in run.ranks.items()}
+    return {rank: passes_of(found) for rank, found in run.ranks.items()}
 
 
 def epochs(run):

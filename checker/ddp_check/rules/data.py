@@ -252,6 +252,7 @@ def missed(rows, total, ranks):
     whole = counts.union(*(other[0].samples("base") for other in left))
     if len(counts) < total and len(whole) != total:
         lost = row[0].drop_last or (row[0].distributed and len(row) < ranks)
+        lost &= not any(total in one.totals for one in row)  # the rest is counted elsewhere
         text = f"it sees {len(counts)} of {total} samples"
         yield wrong(text) if lost else unsure(f"{text}: is that intended?")
     if row[0].distributed and not left:
@@ -263,13 +264,15 @@ def counted_twice(row, twice, total):
     """Yield what is wrong with a padded evaluation, unless the padding is cut off."""
     loaded = sum(len(one.samples()) for one in row)
     text = f"{loaded} samples, {loaded - twice} of them distinct, of {total}"
+    orders = {cut.order for one in row for cut in one.cuts if cut.dropped == twice}
     counts = [count for one in row for count in one.counted]
-    cut = [count for count in counts if count.length == loaded - twice]
-    if row[0].distributed and any(count.blocks for count in cut):
+    if row[0].distributed and "blocks" in orders:
         lost = "what is gathered is in blocks, not in the data set's order, when its end is cut off"
         alone = max(one.gathers for one in row) == 1
         yield wrong(lost) if alone else unsure(f"{lost}: with more ranks, some are lost")
-    if cut:
+    if row[0].distributed and "another" in orders:
+        yield unsure("what is gathered is sorted when its end is cut off: is that the padding?")
+    if orders or any(count.length == loaded - twice for count in counts):
         return
     if not any(one.gathers for one in row) or all(one.added_up for one in row):
         totals = set().union(*(one.totals for one in row))

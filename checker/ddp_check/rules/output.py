@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from ddp_check import events
+from ddp_check.passes import passes
 from ddp_check.ranks import lowest
 from ddp_check.rules.base import fragile, not_applicable, passed, unseen, unsure, wrong
 
@@ -93,6 +94,7 @@ def printed_loss_is_of_all(run):
     if run.is_sharded and not any(step.inputs for of in steps for step in of):
         yield not_applicable("ranks that share a model have the same loss")
     begun, taken, alone = 0, 0, ""
+    training = {one.number for one in lowest(passes(run)) if one.is_training}
     left = None  # samples that an evaluation has still to see
     before = since = False  # whether something was reduced before the last step, and since
     places = {}  # line and position of a number -> what is said of it each time
@@ -104,7 +106,7 @@ def printed_loss_is_of_all(run):
             case events.Collective(inside=False):
                 since |= event.adds or "gather" in event.name
             case events.PassBegun():
-                begun, left = max(begun, taken), event.length
+                begun, left = taken if event.number in training else begun, event.length
             case events.Batch() if left:
                 left -= len(event.indices or event.samples or ())
             case events.Print() if taken:

@@ -260,10 +260,12 @@ def evaluated_models_agree(run):
             key = event.model, event.where, event.steps, tuple(event.values)
             found.setdefault(key, {}).setdefault(rank, event.values)
     shared = {key: of for key, of in found.items() if len(of) > 1}
+    if run.in_join:
+        yield unseen("after join(), the ranks have taken different numbers of steps")
     for (model, where, _, names), of in shared.items():
         bad = [name for name in names if differ({rank: sums[name] for rank, sums in of.items()})]
-        if bad and run.first_difference("weights")[0]:
-            yield unseen("the weights differ in training already")
+        if bad and any(run.first_difference(key)[0] for key in ("weights", "rates", "gradients")):
+            yield unseen("what the ranks train differs already")
         if bad:
             text = f"{bad[0]} of {model} differs from rank to rank"
             yield wrong(text, where, "batchnorm_of_rank_0")
