@@ -79,7 +79,7 @@ def reduced_apart(run):
     if not row[0].synced:
         text += "; the last backward() was under no_sync"
         yield wrong(text, row[0].where, "accumulation_without_no_sync")
-    yield wrong(text, row[0].where, follows=not run.all(events.Wrap))
+    yield wrong(text, row[0].where, follows=not (run.all(events.Wrap) or row[0].by_hand[0]))
 
 
 def reduced_before(run):
@@ -158,8 +158,9 @@ def weights_agree(run):
     if weights_are_averaged(run):
         yield passed("the ranks average them", steps[0].where)
     if not wrapped and not reduced_by_hand(run):
-        text = "no model is wrapped in DistributedDataParallel: each rank trains its own"
-        yield wrong(text, steps[0].where)
+        partly, text = bool(steps[0].by_hand[0]), "no model is wrapped in DistributedDataParallel"
+        text += ", and not all gradients are reduced" if partly else ": each rank trains its own"
+        yield wrong(text, steps[0].where, follows=partly)
     yield from wrapped_apart(run)
     if wrapped and (foreign := next((step for step in steps if step.foreign), None)):
         text = f"the optimizer changes {foreign.foreign} parameters that are in no wrapped model"
@@ -199,7 +200,9 @@ def trained_apart(run):
         yield wrong(f"{text}; {cause}", row[0].where, "edit_on_one_rank", follows=True)
     for where in loaded_apart(run):
         yield wrong(f"{text}; not all ranks load a state after DDP(...)", where, "edit_on_one_rank")
-    yield wrong(f"{text}; were they edited?", row[0].where, "edit_on_one_rank")
+    seeded = "broadcast them at the start, or seed all ranks alike"
+    text += "; were they edited?" if number > 1 or run.all(events.Wrap) else f"; {seeded}"
+    yield wrong(text, row[0].where, "edit_on_one_rank")
 
 
 def cause_of(run, number):
