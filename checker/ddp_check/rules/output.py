@@ -154,7 +154,8 @@ def what_is_printed(match, windows):
 
 
 def means(rows):
-    every = [[(step.losses[-1], step.samples or 1) for step in row] for row in rows]
+    counted = all(step.samples for row in rows for step in row)  # else some are fetched ahead
+    every = [[(step.losses[-1], step.samples if counted else 1) for step in row] for row in rows]
     own, every = [row[0] for row in every], [pair for row in every for pair in row]
     found = {"own": mean(own, 0), "own weighted": mean(own), "all": mean(every, 0)}
     return {**found, "weighted": mean(every), "sum": len(rows[0]) * found["all"]}
