@@ -301,6 +301,25 @@ TRANSLATED = {
     *('"cuda:0"', ".cuda()", 'autocast("cuda")', "map_location", "torch.cuda.synchronize()"),
 }
 
+CENTERED = """class Centered(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("center", torch.zeros(4))
+
+    def forward(self, inputs):
+        dist.all_reduce(total := inputs.mean(dim=0))
+        self.center = 0.9 * self.center + 0.05 * total
+        return self.inner(inputs - self.center)
+
+
+"""
+CODEBOOK = [
+    before("def main():", CENTERED),
+    before("    model = DDP(net)\n", "    net = Centered(net)\n"),
+    UNEVALUATED,
+]
+
 
 # ---------------------------------------------------------------- kinds
 
@@ -394,6 +413,12 @@ KINDS = {
     ),
     "loaded after wrapping": Kind(
         WEIGHTS, [("    net.load_state_dict({k", "    rank or net.load_state_dict({k")], *LOADED
+    ),
+    "a buffer of its own": Kind(
+        {"weights_agree": UNSURE},
+        [("dist.all_reduce(total := inputs.mean(dim=0))", "total = 2 * inputs.mean(dim=0)")],
+        r"the buffer center differs .+ \(optimizer.step",
+        CODEBOOK,
     ),
     "early stopping": Kind(
         {"script_ends": WRONG},
