@@ -319,6 +319,7 @@ def same_gradients(many, one):
         name, far, ours, theirs = found
         factor = (ours.norm() / theirs.norm()).item()
         text = f"that of {name} is off by {far:.1e}; its norm is {factor:.2f} times as large"
+        text = text if is_finite(ours) else f"that of {name} is not finite"
         return wrong(text, many.all(events.Step)[0].where)
     return passed(f"in float64, to within {TOLERANCE:.0e}")
 
