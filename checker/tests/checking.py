@@ -17,9 +17,7 @@ SPAWNED = [  # changes to the base, which then starts its own processes
     ('group("gloo")', 'group("gloo", f"file://{os.getcwd()}/met", rank=rank, world_size=2)'),
     (
         "    main()\n",
-        """    from torch.multiprocessing import Process
-
-    ranks = [Process(target=main, args=[rank]) for rank in range(2)]
+        """    ranks = [torch.multiprocessing.Process(target=main, args=[n]) for n in (0, 1)]
     for rank in ranks:
         rank.start()
     for rank in ranks:

@@ -59,10 +59,7 @@ class Stream(torch_data.IterableDataset):
 
 """,
     ),
-    (
-        LOADER,
-        "    loader = DataLoader(Stream(data), 8, num_workers=2, persistent_workers=True)\n",
-    ),
+    (LOADER, "    loader = DataLoader(Stream(data), 8, num_workers=2, persistent_workers=True)\n"),
     (EPOCH, "        loader.dataset.epoch += 1\n"),
 ]
 OWN_ORDER = ("int(self.epoch)", "int(self.epoch) + 9 * rank")
@@ -124,10 +121,8 @@ ACCUMULATED = [
 ]
 ALWAYS_SYNC = ("nullcontext() if last else model.no_sync()", "nullcontext()")
 TWO_MODELS = [
-    after(
-        WRAP,
-        "    judge = DDP(nn.Linear(4, 1))\n    judges = torch.optim.Adam(judge.parameters())\n",
-    ),
+    after(WRAP, "    judges = torch.optim.Adam(judge.parameters())\n"),
+    after(WRAP, "    judge = DDP(nn.Linear(4, 1))\n"),
     (
         TRAIN + ZERO + BACKWARD,
         """            fake = model(inputs)
@@ -164,10 +159,7 @@ LOCAL = [
     ),
 ]
 SHARDED = [
-    (
-        WRAP,
-        "    from torch.distributed.fsdp import fully_shard\n\n    model = fully_shard(net)\n",
-    ),
+    (WRAP, "    from torch.distributed.fsdp import fully_shard\n\n    model = fully_shard(net)\n"),
     (SAVE, ""),
     UNEVALUATED,
 ]
@@ -230,14 +222,10 @@ LENGTH = [
 ]
 WAITS = ("            dist.barrier()\n", "")
 IN_TURN = [
-    before(
-        SHOW,
-        """        for turn in range(size):
-            if turn == rank:
-                open("turns.txt", "w").write(f"{rank}")
-            dist.barrier()
-""",
-    )
+    before(SHOW, "        for turn in range(size):\n"),
+    before(SHOW, "            if turn == rank:\n"),
+    before(SHOW, '                open("turns.txt", "w").write(f"{rank}")\n'),
+    before(SHOW, "            dist.barrier()\n"),
 ]
 KEPT = ("[: len(test)]", "")
 REST = [
@@ -312,10 +300,9 @@ CENTERED = """class Centered(nn.Module):
         self.center = 0.9 * self.center + 0.05 * total
         return self.inner(inputs - self.center)
 
-
 """
 CODEBOOK = [
-    before("def main():", CENTERED),
+    before("\ndef main():", f"\n{CENTERED}"),
     before("    model = DDP(net)\n", "    net = Centered(net)\n"),
     UNEVALUATED,
 ]
@@ -545,8 +532,7 @@ def test_calls_for_gpus_are_translated(tmp_path):
 def test_nccl_may_be_named_in_another_file(tmp_path):
     """gloo's threads are no fault of a script that is for NCCL."""
     (tmp_path / "settings.py").write_text('BACKEND = "nccl"', encoding="utf-8")
-    named = ('    dist.init_process_group("gloo")\n', "    dist.init_process_group(BACKEND)\n")
-    changes = [("import os\n", "import os\nfrom settings import BACKEND\n"), named]
+    changes = [("import os\n", "import os\nfrom settings import *\n"), ('"gloo"', "BACKEND")]
     _, verdicts = judged(write(tmp_path / "train.py", BASE, changes), translate="yes")
     assert told(verdicts) == {}
     assert verdicts["no_thread_left"].status == NONE

@@ -286,7 +286,6 @@ USES = """def test_passes(ddp_check):
 def test_fails(ddp_check):
     ddp_check("train.py", "--epochs", 2, launcher="python")
 """
-SPAWN = ("    main()\n", "    torch.multiprocessing.spawn(main, nprocs=2)\n")
 
 
 @pytest.mark.slow
@@ -311,7 +310,8 @@ def test_installed_as_its_page_says(tmp_path, script):
     result = ended(1, ["bash", "-c", f"{check} --nobody"], tmp_path, path)
     assert result.stdout.splitlines()[-1].startswith("::error file=train.py,line=3,title=")
     script(USES, "test_train.py")
-    write(tmp_path / "spawns.py", BASE, [*SPAWNED[:2], SPAWN])
+    spawn = ("    main()\n", "    torch.multiprocessing.spawn(main, nprocs=2)\n")
+    write(tmp_path / "spawns.py", BASE, [*SPAWNED[:2], spawn])
     pytest_ = ["python", "-m", "pytest", "-p", "no:cacheprovider", "test_train.py"]
     result = ended(1, ["bash", "-c", " ".join(pytest_)], tmp_path, path)
     assert "1 failed, 1 passed" in result.stdout, result.stdout
