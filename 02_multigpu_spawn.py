@@ -6,7 +6,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but imported later, by DDP, it would keep threads alive
+import torch.distributed.nn  # unused, but if DDP imports it first, 1 of 80 runs aborts at exit
 import torch.multiprocessing as mp
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -77,7 +77,7 @@ class Trainer:
 
     def _run_epoch(self):
         epoch_seed = self.config["seed"] + self.epochs_run  # so a resume between epochs is exact
-        torch.manual_seed(epoch_seed + 1000 * dist.get_rank())  # or all ranks have the same dropout
+        torch.manual_seed(epoch_seed + 1000 * dist.get_rank())  # own dropout, if any, on each rank
         self.train_loader.sampler.set_epoch(self.epochs_run)  # or every epoch has the same order
         self.model.train()
         start = time.perf_counter()
@@ -127,7 +127,7 @@ class Trainer:
 
 def prepare_dataloader(dataset, args):
     pin = torch.cuda.is_available()
-    sampler = DistributedSampler(dataset, seed=args.seed)  # deals each rank its own shard
+    sampler = DistributedSampler(dataset, seed=args.seed)  # deals each rank an equal share
     return DataLoader(dataset, args.batch_size, sampler=sampler, pin_memory=pin)
 
 
@@ -148,7 +148,7 @@ def train_and_evaluate(device, args):
     trainer = Trainer(model, prepare_dataloader(train_set, args), optimizer, device, args)
     trainer.train(args.total_epochs, args.save_every)
     if dist.get_rank() == 0:
-        evaluate(model, test_set, device, args)  # without DDP's wrapper, which needs all ranks
+        evaluate(model, test_set, device, args)  # the plain model: DDP's may wait for other ranks
 
 
 def parse_args():

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but imported later, by DDP, it would keep threads alive
+import torch.distributed.nn  # unused, but if DDP imports it first, 1 of 80 runs aborts at exit
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-stop_signals = []  # an entry for each SIGTERM
+stop_signals = []  # each SIGTERM is noted here, until the ranks agree to stop
 
 
 def ddp_setup():
@@ -91,14 +91,14 @@ class Trainer:
         return loss.detach() * len(targets)
 
     def _stop_agreed(self):
-        """Return whether any rank was told to stop. All ask at the same step, so all agree."""
+        """Return whether any rank was told to stop. All ask at the same step and get one answer."""
         votes = torch.tensor(len(stop_signals))
-        dist.all_reduce(votes)
+        dist.all_reduce(votes)  # now the sum over all ranks
         return votes.item() > 0
 
     def _run_epoch(self):
         epoch_seed = self.config["seed"] + self.epochs_run  # so a resume between epochs is exact
-        torch.manual_seed(epoch_seed + 1000 * dist.get_rank())  # or all ranks have the same dropout
+        torch.manual_seed(epoch_seed + 1000 * dist.get_rank())  # own dropout, if any, on each rank
         self.train_loader.sampler.set_epoch(self.epochs_run)  # or every epoch has the same order
         self.train_loader.sampler.samples_run = self.samples_run  # skip these; the loss omits them
         self.model.train()
@@ -132,7 +132,7 @@ class Trainer:
             os.fsync(file.fileno())
         os.replace(f"{self.path}.new", self.path)
         if self.interrupted:
-            open(f"{self.path}.interrupted", "w").close()  # tells a batch file to requeue the job
+            open(f"{self.path}.interrupted", "w").close()  # slurm/*.sbatch then requeue the job
 
     def _load_checkpoint(self):
         try:
@@ -167,7 +167,7 @@ def outlive_sigterm(worker_id):
 
 def prepare_dataloader(dataset, args):
     pin = torch.cuda.is_available()
-    sampler = ResumableSampler(dataset, seed=args.seed)  # deals each rank its own shard
+    sampler = ResumableSampler(dataset, seed=args.seed)  # deals each rank an equal share
     return DataLoader(
         dataset, args.batch_size, sampler=sampler, pin_memory=pin, worker_init_fn=outlive_sigterm
     )
@@ -190,7 +190,7 @@ def train_and_evaluate(device, args):
     trainer = Trainer(model, prepare_dataloader(train_set, args), optimizer, device, args)
     trainer.train(args.total_epochs, args.save_every)
     if dist.get_rank() == 0 and not trainer.interrupted:
-        evaluate(model, test_set, device, args)  # without DDP's wrapper, which needs all ranks
+        evaluate(model, test_set, device, args)  # the plain model: DDP's may wait for other ranks
     return 75 if trainer.interrupted else 0  # 75 is EX_TEMPFAIL: try again later
 
 

@@ -10,7 +10,7 @@ from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but imported later, by DDP, it would keep threads alive
+import torch.distributed.nn  # unused, but if DDP imports it first, 1 of 80 runs aborts at exit
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -27,7 +27,7 @@ lr = 5e-3
 warm_up = 50  # steps
 path = "gpt.pt"
 
-stop_signals = []  # an entry for each SIGTERM
+stop_signals = []  # each SIGTERM is noted here, until the ranks agree to stop
 
 
 def ddp_setup():
@@ -136,7 +136,7 @@ def schedule(step):
 
 
 def stop_agreed():
-    """Return whether any rank was told to stop. All ask at the same step, so all agree."""
+    """Return whether any rank was told to stop. All ask at the same step and get one answer."""
     votes = torch.tensor(len(stop_signals))
     dist.all_reduce(votes)
     return votes.item() > 0
@@ -157,7 +157,7 @@ def save(epochs_run, samples_run=0, interrupted=False):
         os.fsync(file.fileno())
     os.replace(f"{path}.new", path)
     if interrupted:
-        open(f"{path}.interrupted", "w").close()  # tells a batch file to requeue the job
+        open(f"{path}.interrupted", "w").close()  # slurm/*.sbatch then requeue the job
 
 
 @torch.inference_mode()
