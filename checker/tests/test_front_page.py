@@ -67,7 +67,7 @@ def evaluate(model):
 
 
 for epoch in range(first, 4):
-    # each epoch
+    # each epoch: a new order, and random numbers of its own on each rank
     model.train()
     losses = []
     for source, targets in loader:
@@ -78,12 +78,12 @@ for epoch in range(first, 4):
         optimizer.step()
         losses.append(loss.detach())
     loss = torch.stack(losses).mean()
-    # the loss to print
+    # the loss to print: a tensor, on the device
     # what one rank does for all: print, save, evaluate
     log(loss)
     save(model.state_dict())
     evaluate(model)
-# last of all
+# last of all, where no variable holds the model any more
 '''
 
 
