@@ -39,8 +39,9 @@ function terms(text) {
   let before = "";
   for (const word of words(text)) {
     if (COMMON.has(word.toLowerCase())) continue;
-    const whole = stem(word);
     const parts = word.replace(/([a-z])([A-Z])/g, "$1_$2").split("_").filter((part) => part.length > 1);
+    const snake = parts.length === 2 && word.includes("_");
+    const whole = snake ? parts.map(stem).join(" ") : stem(word); // local_rank is local rank
     found.add(whole);
     if (parts.length > 1 && !CLASS.test(whole)) for (const part of parts) found.add(stem(part));
     if (before) found.add(`${before} ${whole}`);

@@ -1,5 +1,6 @@
 """Runs the printed answers to many questions on two ranks, and says what each of them did."""
 
+import copy
 import json
 import math
 import os
@@ -14,6 +15,8 @@ import torch.distributed as dist
 import torch.distributed.nn  # early: see pitfalls/late_import.md
 from sklearn.metrics import roc_auc_score
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
@@ -86,14 +89,23 @@ def tokens(code):
     losses = model(x[mine]).squeeze() ** 2
     run(code[1], token_losses=losses, mask=torch.ones(10)[mine])["loss"].backward()
     (two(x) ** 2).mean().backward()
-    return torch.allclose(one.weight.grad, two.weight.grad)
+    yield torch.allclose(one.weight.grad, two.weight.grad)
+    norm = nn.utils.clip_grad_norm_(two.parameters(), 1.0)
+    *fsdp2, fsdp1 = code[2].splitlines()
+    for wrap, lines in (DDP, fsdp2[:1]), (fully_shard, fsdp2), (FSDP, [fsdp1]):
+        sharded = wrap(copy.deepcopy(one), **({"device_id": device} if wrap is FSDP else {}))
+        sharded(x[5 * rank :][:5]).square().mean().backward()
+        yield torch.allclose(run("\n".join(lines), model=sharded)["norm"], norm)
 
 
-def auc(code):
+def evaluation(code):
+    names = {"loss_sum": 2.0 + rank, "correct": 2 * rank, "seen": 4 + rank}
+    names = run(code[0], **names)
+    yield f"{names['loss']:.4f} {names['accuracy']:.4f}"
     mine = slice(0, 3) if rank == 0 else slice(3, 10)
     scores, labels = np.arange(10) * 7 % 10, np.arange(10) % 2
-    names = run(code[0], scores=scores[mine], labels=labels[mine], roc_auc_score=roc_auc_score)
-    return rank == 1 or roc_auc_score(names["labels"], names["scores"]) == roc_auc_score(
+    names = run(code[1], scores=scores[mine], labels=labels[mine], roc_auc_score=roc_auc_score)
+    yield rank == 1 or roc_auc_score(names["labels"], names["scores"]) == roc_auc_score(
         labels, scores
     )
 
@@ -180,7 +192,7 @@ for question, answer in {
     "How do I accumulate gradients": accumulation,
     "How do I skip a bad batch": skip,
     "Are gradients, and the loss, summed": tokens,
-    "How do I evaluate: validation loss": auc,
+    "How do I evaluate: validation loss": evaluation,
     "How many steps has an epoch": steps,
     "How do I save and resume": resume,
     "How do I export to ONNX": export,
