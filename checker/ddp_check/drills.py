@@ -91,12 +91,22 @@ def compare(plan, resumed):
         return wrong(text, first.where, "resume_without_optimizer")
     loaders = [lowest(epoch) for epoch in epochs(plan.undisturbed)]
     if draws(plan.undisturbed) or any(one.shuffle and not one.distributed for one in loaders):
-        text += "; the optimizer is restored, the random numbers (dropout, batches) are not"
-        return unsure(text)
+        numbers = f"the random numbers {not_restored(plan.undisturbed, resumed)} are not"
+        return unsure(f"{text}; the optimizer is restored, {numbers} (recipes/randomness.md)")
     again = final_weights(plan.run("again")) or {}
     if all(name in again and torch.equal(one[name], again[name]) for name in one):
         return wrong(f"{text}; the first is {differing[0]}")
     return unseen("two uninterrupted runs differ as well: seed the script")
+
+
+def not_restored(whole, resumed):
+    """Return which random numbers differ after a restart: if PyTorch's agree, the others."""
+    others = {one.source for one in whole.all(events.Drawn)} - {"torch"}
+    before, after = steps_of(whole), steps_of(resumed)
+    last = zip(reversed(before), reversed(after))
+    if not others or any(one.random != other.random for one, other in last):
+        return "(dropout, batches)"
+    return f"that {' and '.join(sorted(others))} draws"
 
 
 def is_finite(value):

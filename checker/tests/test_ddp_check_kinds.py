@@ -75,6 +75,13 @@ SEEDED = [
     SAME_SEED,
     UNEVALUATED,
 ]
+AUGMENTED = [
+    ("import os\n", "import os\nimport random\n\nimport numpy\n"),
+    (ITEM, "return self.x[index] + random.random() + torch.rand(4), self.y[index]"),
+    after("    torch.manual_seed(rank)\n", "    random.seed(rank)\n    numpy.random.seed(0)\n"),
+    before(LOOP, "        numpy.random.permutation(9)  # a choice that the ranks share\n"),
+    UNEVALUATED,
+]
 DICTIONARIES = [
     (
         LOADER,
@@ -373,6 +380,12 @@ KINDS = {
     "seeded by the index": Kind(
         RANDOM, [("torch.manual_seed(index)", "0")], f"in DataLoader workers.+ {LOADS}", SEEDED
     ),
+    "equal seeds of random": Kind(
+        RANDOM,
+        [("random.seed(rank)", "random.seed(7)")],
+        rf"equal seeds of random; call random.seed\(epoch .+ {LOADS}",
+        AUGMENTED,
+    ),
     "same dropout": Kind({"random_numbers_differ": UNSURE}, [SAME_SEED], right=DROPOUT),
     # ------------------------------------------------------------ gradients and weights
     "no_sync": Kind(
@@ -614,6 +627,12 @@ class Drilled(NamedTuple):
 DRILLED = {
     "dropout": Drilled("kill", [*LONG, *DROPOUT], NOT_RESTORED, UNSURE),
     "random batches": Drilled("kill", [*LONG, *DRAWN], NOT_RESTORED, UNSURE),
+    "random alone": Drilled(
+        "kill",
+        [*LONG, *AUGMENTED, after(EPOCH, "        torch.manual_seed(epoch)\n")],
+        f"{NOT_RESTORED} that random draws are not",
+        UNSURE,
+    ),
     "by argument": Drilled("kill", LONG, "does it need others to resume", UNSURE, BY_ARGUMENT),
     "with its argument": Drilled(
         "kill", [*LONG, *DROPOUT], NOT_RESTORED, UNSURE, BY_ARGUMENT, ["again"]

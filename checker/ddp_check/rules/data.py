@@ -8,6 +8,8 @@ from ddp_check.passes import epochs, passes
 from ddp_check.ranks import counted, differ, lowest
 from ddp_check.rules.base import not_applicable, passed, unseen, unsure, wrong
 
+SEED = {"torch": "torch.manual_seed", "random": "random.seed", "numpy": "np.random.seed"}
+
 
 def ranks_share_data(run):
     """the ranks share out the data"""
@@ -164,11 +166,15 @@ def random_numbers_differ(run):
         for rank, of in run.of(events.Drawn).items()
     }
     common = set.intersection(*map(set, drawn.values())) if len(drawn) > 1 else ()
-    drawn = {r: {key: of[key] for key in of if key in common} for r, of in drawn.items()}
-    if lowest(drawn) and differ(drawn) is None:
-        (worker, source), *_ = lowest(drawn)
-        place = "" if worker is None else " in DataLoader workers"
-        text = f"all ranks have the same augmentation{place}: equal seeds of {source}"
+    same = [key for key in common if len({of[key] for of in drawn.values()}) == 1]
+    if same:
+        sources = sorted({source for _, source in same})
+        seeds = [SEED[source] for source in sources]
+        text = "all ranks have the same augmentation"
+        if all(worker is not None for worker, _ in same):
+            text, seeds = f"{text} in DataLoader workers", [SEED["torch"]]
+        text += f": equal seeds of {', '.join(sources)}; call "
+        text += ", ".join(f"{seed}(epoch + 1000 * rank)" for seed in seeds)
         yield wrong(text, lowest(found[0]).where, "same_augmentation")
     for epoch in found:
         numbers = {rank: [step.random for step in of.steps] for rank, of in epoch.items()}
@@ -182,7 +188,7 @@ def random_numbers_differ(run):
             if not run.all(events.Wrap):  # where the model begins is not seen
                 yield unsure(text.replace(":", " or augmentation:"), where, "same_augmentation")
             yield wrong("all ranks have the same augmentation", where, "same_augmentation")
-    if lowest(drawn):
+    if common:
         yield passed("augmentation differs from rank to rank", lowest(found[0]).where)
     yield unseen("the training process draws no random numbers between steps")
 
