@@ -1,6 +1,7 @@
 """What the tests of all rooms share: which of them run, and the fixtures that train a step."""
 
 import os
+import shlex
 import signal
 import tempfile
 
@@ -36,7 +37,8 @@ LEFT_OUT = pytest.StashKey()  # how many tests the marks leave out
 
 def pytest_terminal_summary(terminalreporter, config):
     if count := config.stash.get(LEFT_OUT, 0):
-        words = " ".join(config.args)
+        chosen = ["-k", config.option.keyword] if config.option.keyword else []
+        words = shlex.join([*config.args, *chosen])
         terminalreporter.write_line(f"{count} slower tests did not run: pytest -m '' {words}")
 
 

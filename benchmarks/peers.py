@@ -20,9 +20,11 @@ from collections import Counter
 from pathlib import Path
 
 from shared import (
+    GREY,
     ROOT,
     STEPS,
     cell,
+    drawing,
     launcher,
     load,
     middle,
@@ -35,6 +37,11 @@ from shared import (
 from tqdm import tqdm
 
 PROGRAMS = Path(__file__).resolve().parent / "programs"
+FORMS = {  # what is compared, and how its value is written
+    "samples/s": "{:,.0f}".format,
+    "first step": "{:.1f} s".format,
+    "memory": lambda size: f"{size / 2**20:,.0f} MiB",
+}
 LOOP, TRAIN = "for epoch in range(args.total_epochs):", "trainer.train()"
 IMPORT = "from importlib import import_module\n"
 RESUME = {  # the lines that resume: what to replace in the programs of lookup/frameworks.md
@@ -189,13 +196,16 @@ def stopped(text, args):
 def report(record):
     """Return what was found as a Markdown table; what was not measured has no column."""
     rows = record["programs"]
-    ratios = [what for what in ("samples/s", "first step", "memory") if what in rows[0]]
+    ratios = [what for what in FORMS if what in rows[0]]
     heading = [*ratios, "lines", "SIGKILL repeats", "SIGTERM repeats", "samples evaluated"]
     heading += ["aborts at its end"] * ("aborts" in rows[0])
     cells = [
         (
             row["name"],
-            *(cell(row[what]) for what in ratios),
+            *(
+                cell(row[what]) if row is not rows[0] else FORMS[what](row[what]["value"])
+                for what in ratios
+            ),
             row["lines"],
             *(f"{row[name]} steps" for name in ("SIGKILL", "SIGTERM")),
             row["counted"] or "none",
@@ -204,6 +214,20 @@ def report(record):
         for row in rows
     ]
     return table(("program", *heading), *cells)
+
+
+def draw(rows, path):
+    """Draw what was compared, relative to step 5, with its quartiles."""
+    names = [row["name"] for row in rows]
+    options = {"figsize": (9, 2.6), "ncols": len(FORMS), "sharey": True}
+    with drawing(path, "Beside what you would use instead", **options) as axes:
+        for axis, what in zip(axes, FORMS):
+            low, median, high = ([row[what][n] for row in rows] for n in ("low", "median", "high"))
+            axis.axvline(1, color=GREY, linewidth=0.8)
+            axis.hlines(names, low, high, color=GREY, linewidth=3)
+            axis.plot(median, names, "o", color="#0969da")
+            axis.set(xlabel=f"{what}, relative to step 5")
+        axes[0].invert_yaxis()
 
 
 def parse_args():
@@ -228,6 +252,8 @@ def main():
         row["aborts"] += aborts[name]
         rows.append({**row, "runs": args.repeats + 2})
     write("peers", args, report, programs=rows)
+    if found:
+        draw(rows, "peers.svg")
 
 
 if __name__ == "__main__":
