@@ -381,7 +381,7 @@ KINDS = {
         RANDOM, [("torch.manual_seed(index)", "0")], f"in DataLoader workers.+ {LOADS}", SEEDED
     ),
     "equal seeds of random": Kind(
-        RANDOM,
+        {"random_numbers_differ": UNSURE},
         [("random.seed(rank)", "random.seed(7)")],
         rf"equal seeds of random; call random.seed\(epoch .+ {LOADS}",
         AUGMENTED,

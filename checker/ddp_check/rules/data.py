@@ -170,12 +170,14 @@ def random_numbers_differ(run):
     if same:
         sources = sorted({source for _, source in same})
         seeds = [SEED[source] for source in sources]
-        text = "all ranks have the same augmentation"
+        judge, text = wrong, "all ranks have the same augmentation"
+        if len(same) < len(common):  # a size that all ranks draw for a batch, say, would be right
+            judge, text = unsure, "do all ranks have the same augmentation"
         if all(worker is not None for worker, _ in same):
             text, seeds = f"{text} in DataLoader workers", [SEED["torch"]]
         text += f": equal seeds of {', '.join(sources)}; call "
         text += ", ".join(f"{seed}(epoch + 1000 * rank)" for seed in seeds)
-        yield wrong(text, lowest(found[0]).where, "same_augmentation")
+        yield judge(text, lowest(found[0]).where, "same_augmentation")
     for epoch in found:
         numbers = {rank: [step.random for step in of.steps] for rank, of in epoch.items()}
         if len(epoch) > 1 and any(len(set(of)) > 1 for of in numbers.values()):
