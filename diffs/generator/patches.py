@@ -12,10 +12,10 @@ LIMITS = {"recipes": 40, "pitfalls": 14}  # how many lines may change
 GPT = "exercise/solution.py"
 GPT_LIMIT = 95  # a model in parts is also fed, evaluated, saved and sampled otherwise
 STANDALONE = "torchrun --standalone --nproc-per-node={}"
-ONE_GPU = "With only one GPU, train on the CPU: put `CUDA_VISIBLE_DEVICES=` before `{}`."
-TOO_FEW_GPUS = ONE_GPU.replace("only one GPU", "fewer than four GPUs")
+ONE_GPU = "With one GPU, train on the CPU: put `CUDA_VISIBLE_DEVICES=` before `{}`."
+TOO_FEW_GPUS = ONE_GPU.replace("one GPU", "fewer than four GPUs")
 BROKEN = "This writes the *broken* script, not the remedy."
-BELOW = ("With only one GPU", "With fewer than four GPUs", "This writes the *broken*")
+BELOW = ("With one GPU", "With fewer than four GPUs", "This writes the *broken*")
 BREAKS = "\n\nThe patch that breaks it:"
 ROW = r"\]\((\w+)\.md\)"  # in a table of the README.md of a kind
 PARTS = {  # of a page, in their order: what stands behind each
