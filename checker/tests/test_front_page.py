@@ -83,7 +83,7 @@ for epoch in range(first, 4):
     log(loss)
     save(model.state_dict())
     evaluate(model)
-# last of all, where no variable holds the model any more
+# last of all, after the function that holds the model has returned
 '''
 
 
