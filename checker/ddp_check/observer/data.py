@@ -32,6 +32,7 @@ class Asked:
 
     number: int  # of the pass
     kept: list | None  # the indices that Subsets keep
+    samples: int  # loaded for the next step before
     indices: list = field(default_factory=list)  # of each batch
     given: int = 0  # batches
 
@@ -41,7 +42,7 @@ def begin(loader, iterator):
     seen.passes += 1
     seen.new_pass = True
     dataset, kept = contents(loader.dataset)
-    iterator._ddp_check = Asked(seen.passes, kept)
+    iterator._ddp_check = Asked(seen.passes, kept, seen.samples)
     batches = loader.batch_sampler
     while hasattr(batches, "batch_sampler"):  # Accelerate wraps it
         batches = batches.batch_sampler
@@ -107,6 +108,8 @@ def next_batch(do, self):
         batch = do(self)
     except StopIteration:
         say(events.PassEnded, number=asked.number)
+        if seen.new_pass:  # no step: it was an evaluation
+            seen.samples = asked.samples
         raise
     indices = integers(asked.indices[asked.given])
     asked.given += 1

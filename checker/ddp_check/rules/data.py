@@ -192,7 +192,7 @@ def random_numbers_differ(run):
             yield wrong("all ranks have the same augmentation", where, "same_augmentation")
     if common:
         yield passed("augmentation differs from rank to rank", lowest(found[0]).where)
-    yield unseen("the training process draws no random numbers between steps")
+    yield unseen("draws from no global generator; one that the data set owns is not seen")
 
 
 def evaluations(run):

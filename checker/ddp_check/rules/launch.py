@@ -56,11 +56,12 @@ def hang(run):
         text += f". All ranks have left the process group. To rule out a race: {DROP_THE_MODEL}"
         return wrong(text, "", "handler_holds_model")
     where = next((own[0] for stack in run.stacks.values() if (own := own_lines(stack))), "")
-    if any("_sync_buffers" in [name for *_, name in stack] for stack in run.stacks.values()):
+    syncs = [rank for rank, of in run.stacks.items() if "_sync_buffers" in [one[2] for one in of]]
+    if early := left_early(run, syncs):
+        return wrong(f"{early}; {text}", where, "uneven_batches")
+    if syncs:
         text += ". Buffers wait for all ranks to call the DDP model: evaluate model.module"
         return wrong(text, where, "rank_0_evaluates_the_wrapper")
-    if early := left_early(run):
-        return wrong(f"{early}; {text}", where, "uneven_batches")
     return wrong(text, where, "collective_on_one_rank" if run.joins else "")
 
 
@@ -68,14 +69,15 @@ def own_lines(stack):
     return [f"{path}:{line}" for path, line, _ in stack if is_own(path)]
 
 
-def left_early(run):
+def left_early(run, syncs=()):
     """Return which rank left the epoch loop before the others, in words, or an empty string."""
     found = passes(run)
     lines = {one.where for of in found.values() for one in of if one.steps}
     begun = {r: sum(one.where in lines for one in of if one.batches) for r, of in found.items()}
-    if len(begun) < 2 or not (pair := differ(begun)) or not min(begun.values()):
+    pair = sorted(differ(begun) or (), key=begun.get) if begun else ()
+    if not pair or not min(begun.values()) or pair[0] in syncs:  # it evaluates the DDP model
         return ""
-    first, last = sorted(pair, key=begun.get)
+    first, last = pair
     text = f"rank {first} left the loop over the epochs after {begun[first]}, in step "
     text += f"{len(run.of(events.Step)[first])}, and rank {last} began the next"
     return f"{text}: does each decide by its own loss?"

@@ -96,7 +96,7 @@ def printed_loss_is_of_all(run):
     begun, taken, alone = 0, 0, ""
     training = {one.number for one in lowest(passes(run)) if one.is_training}
     left = None  # samples that an evaluation has still to see
-    before = since = False  # whether something was reduced before the last step, and since
+    before = since = reduced = False  # whether something was: before the last step, since, ever
     places = {}  # line and position of a number -> what is said of it each time
     for event in lowest(run.ranks):
         match event:
@@ -112,6 +112,7 @@ def printed_loss_is_of_all(run):
             case events.Print() if taken:
                 rows = list(zip(*(of[:taken] for of in steps)))
                 for at, number in enumerate(re.finditer(FRACTION, event.text)):
+                    reduced |= before or since
                     alone = alone or ("" if before or since or left == 0 else event.where)
                     said = what_is_printed(number, [rows[-1:], rows[begun:], rows])
                     places.setdefault((event.where, at), []).append(said)
@@ -121,8 +122,8 @@ def printed_loss_is_of_all(run):
     if alone:
         text = "no collective before it: is the loss only that of rank 0?"
         yield unsure(text, alone, "rank_0_loss")
-    if not places:
-        yield unseen("no fraction is printed after a step")
+    if not reduced:
+        yield unseen("no fraction is printed after a step and a collective")
     yield passed("after a collective")
 
 
