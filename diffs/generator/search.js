@@ -91,7 +91,7 @@ function section(element) {
   const link = element.querySelector("a");
   const { words, why, type } = element.dataset;
   const typed = type ? [code(type)] : [];
-  return found(link.getAttribute("href"), link.textContent, why, [link.textContent], `${words} ${why} ${type || ""}`, { typed, worth: 0.7 });
+  return found(link.getAttribute("href"), link.textContent, why, [link.textContent], `${words} ${why} ${type || ""}`, { typed, worth: 0.8 });
 }
 
 function code(text) {
