@@ -100,8 +100,8 @@ class Trainer:
                 self._save_checkpoint()
 
 
-def prepare_dataloader(dataset, args):
-    return DataLoader(dataset, args.batch_size, shuffle=True, pin_memory=torch.cuda.is_available())
+def prepare_dataloader(data, args):
+    return DataLoader(data, args.batch_size, shuffle=True, pin_memory=torch.cuda.is_available())
 
 
 @torch.inference_mode()

@@ -6,7 +6,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but if DDP imports it first, 1 of 80 runs aborts at exit
+import torch.distributed.nn  # unused, but if DDP imports it first, a run may abort at exit
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
@@ -122,10 +122,9 @@ class Trainer:
                 self._save_checkpoint()
 
 
-def prepare_dataloader(dataset, args):
-    pin = torch.cuda.is_available()
-    sampler = DistributedSampler(dataset, seed=args.seed)  # deals each rank an equal share
-    return DataLoader(dataset, args.batch_size, sampler=sampler, pin_memory=pin)
+def prepare_dataloader(data, args):
+    sampler = DistributedSampler(data, seed=args.seed)  # deals each rank an equal share
+    return DataLoader(data, args.batch_size, sampler=sampler, pin_memory=torch.cuda.is_available())
 
 
 @torch.inference_mode()
@@ -145,7 +144,7 @@ def train_and_evaluate(device, args):
     trainer = Trainer(model, prepare_dataloader(train_set, args), optimizer, device, args)
     trainer.train(args.total_epochs, args.save_every)
     if dist.get_rank() == 0:
-        evaluate(model, test_set, device, args)  # the plain model: DDP's may wait for other ranks
+        evaluate(model, test_set, device, args)  # the plain model: DDP may wait for other ranks
 
 
 def parse_args():

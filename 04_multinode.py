@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but if DDP imports it first, 1 of 80 runs aborts at exit
+import torch.distributed.nn  # unused, but if DDP imports it first, a run may abort at exit
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
@@ -132,7 +132,7 @@ class Trainer:
             os.fsync(file.fileno())
         os.replace(f"{self.path}.new", self.path)
         if self.interrupted:
-            open(f"{self.path}.interrupted", "w").close()  # slurm/*.sbatch then requeue the job
+            open(f"{self.path}.interrupted", "w").close()  # the Slurm batch file requeues the job
 
     def _load_checkpoint(self):
         try:
@@ -165,11 +165,11 @@ def outlive_sigterm(worker_id):
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(300))  # die in 300 s, not now
 
 
-def prepare_dataloader(dataset, args):
+def prepare_dataloader(data, args):
     pin = torch.cuda.is_available()
-    sampler = ResumableSampler(dataset, seed=args.seed)  # deals each rank an equal share
+    sampler = ResumableSampler(data, seed=args.seed)  # deals each rank an equal share
     return DataLoader(
-        dataset, args.batch_size, sampler=sampler, pin_memory=pin, worker_init_fn=outlive_sigterm
+        data, args.batch_size, sampler=sampler, pin_memory=pin, worker_init_fn=outlive_sigterm
     )
 
 
@@ -190,7 +190,7 @@ def train_and_evaluate(device, args):
     trainer = Trainer(model, prepare_dataloader(train_set, args), optimizer, device, args)
     trainer.train(args.total_epochs, args.save_every)
     if dist.get_rank() == 0 and not trainer.interrupted:
-        evaluate(model, test_set, device, args)  # the plain model: DDP's may wait for other ranks
+        evaluate(model, test_set, device, args)  # the plain model: DDP may wait for other ranks
     return 75 if trainer.interrupted else 0  # 75 is EX_TEMPFAIL: try again later
 
 

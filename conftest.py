@@ -26,10 +26,10 @@ def pytest_configure(config):
         os.environ[FOLDER] = os.environ["TMPDIR"] = folder.name  # torchrun leaves a folder there
 
 
-def pytest_deselected(items):
-    for item in items:
-        if item.get_closest_marker("slow") or item.get_closest_marker("weekly"):
-            item.config.stash[LEFT_OUT] = item.config.stash.get(LEFT_OUT, 0) + 1
+def pytest_deselected(items):  # called for -k, then for -m
+    config = items[0].config
+    marked = [item for item in items if {"slow", "weekly"} & {*item.keywords}]
+    config.stash[LEFT_OUT] = len(marked) if config.option.markexpr else 0
 
 
 LEFT_OUT = pytest.StashKey()  # how many tests the marks leave out

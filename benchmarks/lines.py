@@ -25,7 +25,7 @@ from shared import cell, load, middle, parser_of, positive_int, prepared, table,
 RANKS = int(os.environ.get("WORLD_SIZE", "0"))
 STEP = "05" if RANKS else "01"  # the script whose lines are changed
 PART = 3  # train on every third sample: an epoch is long enough for two votes
-LOADER = "dataset, args.batch_size, "
+LOADER = "data, args.batch_size, "
 FORWARD = "loss = nn.functional.cross_entropy(self.model(source), targets, label_smoothing=0.1)"
 ADAMW = "lr=args.lr)"
 BUILD = "build_model(args.width)"

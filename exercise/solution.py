@@ -10,7 +10,7 @@ from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but if DDP imports it first, 1 of 80 runs aborts at exit
+import torch.distributed.nn  # unused, but if DDP imports it first, a run may abort at exit
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -157,7 +157,7 @@ def save(epochs_run, samples_run=0, interrupted=False):
         os.fsync(file.fileno())
     os.replace(f"{path}.new", path)
     if interrupted:
-        open(f"{path}.interrupted", "w").close()  # slurm/*.sbatch then requeue the job
+        open(f"{path}.interrupted", "w").close()  # the Slurm batch file requeues the job
 
 
 @torch.inference_mode()

@@ -71,7 +71,7 @@ def own(folder):
         own = [
             (function("load_datasets"), DATA.format(folder=folder, noise=0.1 * random)),
             (function("build_model"), MODEL.format(dropout=0.2 * random)),
-            ("pin_memory=pin", f"pin_memory=pin{loader}"),
+            ("sampler=sampler", f"sampler=sampler{loader}"),
         ]
         return edited(tmp_path, step, *own, *changes)
 
