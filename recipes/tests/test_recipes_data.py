@@ -145,8 +145,8 @@ def test_streaming(tmp_path):
 
     The undisturbed run has one DataLoader worker; the other stops with two and resumes with three.
     """
-    line = "    stream = Stream(dataset, "
-    odd = (line, f"    dataset = torch.utils.data.Subset(dataset, range(12_941))\n{line}")
+    line = "    stream = Stream(data, "
+    odd = (line, f"    data = torch.utils.data.Subset(data, range(12_941))\n{line}")
     alone, many = (("num_workers=2", f"num_workers={count}") for count in (1, 3))
     one, other = tmp_path / "one", tmp_path / "other"
     job = interrupted_and_resumed(one, "streaming", INDEXED, odd, args=TWO, later=[many])
@@ -220,7 +220,7 @@ def test_uneven_inputs(tmp_path):
     In the steps that both take, their weights are the same, also in the second epoch.
     """
     line = "    sampler = UnevenSampler("
-    odd = "    dataset.tensors = [part[:12_929] for part in dataset.tensors]\n"
+    odd = "    data.tensors = [part[:12_929] for part in data.tensors]\n"
     total = "sum(part.double().sum().item() for part in self.model.parameters())"
     step = indent(SEEN.replace("targets.tolist()", total), "    ")
     changes = INDEXED, (line, odd + line), (indent(BATCH, "    "), step)
