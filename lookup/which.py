@@ -51,19 +51,6 @@ def shape(parameters):
     return layers, 100 * layers
 
 
-def parts(way, job):
-    """Return into how many parts the parameters, the gradients and the optimizer are split."""
-    return {
-        "ddp": (1, 1, 1),
-        "zero_optimizer": (1, 1, job.ranks),
-        "fsdp2_gpt": (job.ranks, job.ranks, job.ranks),
-        "hybrid_sharding": (job.gpus, job.gpus, job.gpus),
-        "tensor_parallel": (job.gpus, job.gpus, job.gpus),
-        "two_dimensional": (job.ranks, job.ranks, job.ranks),
-        "pipeline": (job.ranks, job.ranks, job.ranks),
-    }[way]
-
-
 WAYS = {
     "ddp": "DDP",
     "zero_optimizer": "ZeRO-1",
@@ -76,10 +63,18 @@ WAYS = {
 SIMPLEST = ("ddp", "zero_optimizer", "hybrid_sharding", "fsdp2_gpt", "two_dimensional", "pipeline")
 
 
+def split(way, job):
+    """Return into how many parts the parameters and the gradients are split, and the optimizer."""
+    if way in ("ddp", "zero_optimizer"):
+        return 1, 1 if way == "ddp" else job.ranks
+    parts = job.gpus if way in ("hybrid_sharding", "tensor_parallel") else job.ranks
+    return parts, parts
+
+
 def memory(way, job):
     """Return the bytes of a rank: (states, in use, activations)."""
-    parameters, gradients, optimizer = parts(way, job)
-    states = job.parameters * (4 / parameters + 4 / gradients + 8 / optimizer)
+    parameters, optimizer = split(way, job)
+    states = job.parameters * ((4 + 4) / parameters + 8 / optimizer)
     return states, in_use(way, job), activations(way, job)
 
 
@@ -91,9 +86,9 @@ def in_use(way, job):
     backward has used it.
     """
     if way in SHARDED:
-        split = job.gpus if way == "two_dimensional" else 1
-        return (3 * job.value + 4) * job.parameters / job.layers / split
-    return 2 * job.parameters / parts(way, job)[0] if job.mixed else 0
+        block = job.parameters / job.layers / (job.gpus if way == "two_dimensional" else 1)
+        return (3 * job.value + 4) * block
+    return 2 * job.parameters / split(way, job)[0] if job.mixed else 0
 
 
 def activations(way, job):
@@ -179,7 +174,6 @@ def parse_args():
     parser.add_argument("--gpus", type=int, default=8, help="per node")
     parser.add_argument("--memory", type=float, default=80, help="of a GPU, in GB")
     parser.add_argument("--tokens", type=int, default=4096, help="per GPU and step")
-    parser.add_argument("--float32", action="store_true", help="not in mixed precision")
     parser.add_argument("--checkpointed", action="store_true", help="activation checkpointing")
     args = parser.parse_args()
     if min(args.parameters, args.nodes, args.gpus, args.memory, args.tokens) <= 0:
@@ -189,8 +183,8 @@ def parse_args():
 
 def main():
     args = parse_args()
-    settings = (args.nodes, args.gpus, args.tokens, not args.float32, args.checkpointed)
-    job, limit = Job(args.parameters, *shape(args.parameters), *settings), args.memory * 1e9
+    size = args.parameters, *shape(args.parameters), args.nodes, args.gpus, args.tokens
+    job, limit = Job(*size, checkpointed=args.checkpointed), args.memory * 1e9
     print(table(HEADING, *rows(job, limit)))
     way = recommended(job, limit)
     print(f"\nThe simplest that fits: {WAYS[way]}" if way else "\nNothing fits.")

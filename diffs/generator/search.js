@@ -1,6 +1,7 @@
 // Find what was typed or pasted: the entries, pages, hunks and sections that share its rarest words.
 const KEPT = 8; // hits shown
-const PARTICULAR = [ // what differs from run to run
+const PARTICULAR = [ // what differs from run to run, or stands above every error
+  /Traceback \(most recent call last\):?/g,
   /\bFile "[^"]*", line \d+(, in \S+)?/g,
   /\bhttps?:\/\/\S+/g,
   /\b(?:[a-z_]\w*\.)+(?=[A-Z])|\b[a-z_]+(?:\.[a-z_]+){2,}:/g, // the module of an exception or of a logger
@@ -11,20 +12,22 @@ const PARTICULAR = [ // what differs from run to run
 const CODE = /\b(exit ?code|status|signal|err(?:or|no)?|code|failure)\b\s*[:=]?\s*-?(\d{1,3})\b/gi;
 // What is printed after every failure, whatever its cause, or before its cause is named.
 const ANNOUNCED = /ChildFailedError|CalledProcessError|exited unexpectedly|exitcode : [12]\b|Details are lost|ProcessRaisedException|nccl(?:Internal|System|UnhandledCuda)Error|watchdog thread terminated|SIGABRT|SIGTERM/;
-const CLASS = /^(?:(?:runtime|value|type|key|attribute|assertion|import|os|user|future|module|not)_?(?:notfound|implemented)?(?:error|warning)|error|warning|exception|traceback|rank)$/; // says little, alone
+const CLASS = /^(?:(?:runtime|value|type|key|attribute|assertion|import|os|user|future|module|not)_?(?:notfound|implemented)?(?:error|warn)|error|warn|exception|traceback|rank|assert|python|help|pleas)$/; // says little, alone
 
 // The words of a text, without what is particular, each with its parts: find_unused, TCPStore.
 function words(text) {
   for (const pattern of PARTICULAR) text = text.replace(pattern, " ");
   text = text.replace(CODE, "$1 №$2 "); // the one kind of number that tells something
+  text = text.replace(/\bout[ -]of[ -]memory\b|\bOutOfMemory(?:Error)?\b|\bOOM\b/gi, "OOM");
   return (text.match(/[A-Za-z_]+|№\d+/g) || []).filter((word) => word.length > 1);
 }
 
+const NAMED = /\w(?:Error|Exception|Warning)\b/;
 const COMMON = new Set(`a an and any are as at be been but by can could do does did for from get gets had has have how however i
   if in into is it its me my no not of on one or our out so some still than that the their them then there these they this
   to up use used using was we what when where which while who why will with would you your`.split(/\s+/));
 const ALIKE = { freez: "hang", stuck: "hang", hung: "hang", deadlock: "hang", slower: "slow", faster: "fast", speed: "fast",
-  oom: "memory", multi: "several", multipl: "several", machin: "node", host: "node", debugger: "debug", gpus: "gpu" };
+  multi: "several", multipl: "several", machin: "node", host: "node", debugger: "debug", gpus: "gpu" };
 
 // The word that stands for a word and for its other forms.
 function stem(word) {
@@ -83,8 +86,12 @@ function row(element) {
 
 function article(element) {
   const heading = element.querySelector("h3").textContent.replace(/^\s*\d+|#\s*$/g, "").trim();
-  const kind = element.closest(".step").querySelector("h2").textContent;
-  return found(`#${element.id}`, heading, kind, [heading], element.querySelector(".note").textContent);
+  const note = element.querySelector(".note");
+  const row = document.querySelector(`#troubleshooting .pages a[href="#${element.id}"]`)?.parentElement.dataset;
+  const command = element.matches("#recipes *") && note.querySelector(".command code").textContent;
+  const why = row?.why ?? (command ? note.querySelector("p") : element.closest(".step").querySelector("h2")).textContent;
+  const typed = row?.type || command;
+  return found(`#${element.id}`, heading, why, [heading], note.textContent, { typed: typed ? [code(typed)] : [] });
 }
 
 function section(element) {
@@ -130,6 +137,7 @@ function find(text) {
   const mass = (some) => some.reduce((sum, term) => sum + (rarity.get(term) || 0), 0);
   const unknown = said.filter((term) => !rarity.has(term) && !term.includes(" ")).length;
   const least = said.length > 12 ? 0.1 : 0.25; // who types a few words means all of them
+  const error = NAMED.test(text); // whose message is what one looks for
   const all = mass([...asked]) + unknown * Math.log(entries.length);
   const scored = entries.map((one) => {
     let shared = 0;
@@ -144,20 +152,21 @@ function find(text) {
     return { ...one, covered, shared, sure, score: shared * (0.4 + covered) * one.worth };
   });
   // Only an entry can be an error in place of the warning, or the cause in place of the report.
-  const error = scored.some((one) => one.harmless === false && one.sure);
+  const failed = scored.some((one) => one.harmless === false && one.sure);
   const cause = scored.some((one) => one.harmless === false && one.sure && !one.announced);
   for (const one of scored) {
     if (one.announced) one.score *= cause ? 0.2 : 0.5;
-    if (one.harmless && error) one.score *= 0.13;
+    if (one.harmless && failed) one.score *= 0.13;
   }
   scored.sort((a, b) => b.score - a.score);
   const links = new Set();
   return scored
-    .filter(({ score, shared, covered }) => score > 0.2 * scored[0].score && shared > LEAST && (shared > least * all || covered > 0.4))
+    .filter(({ score, shared, covered }) => score > 0.3 * scored[0].score && shared > LEAST && (shared > least * all || covered > 0.4))
+    .filter(({ shared, covered }) => !error || covered > 0.25 || shared > 0.85 * all)
     .filter(({ link }) => !links.has(link) && links.add(link))
     .slice(0, KEPT);
 }
-const LEAST = 1.2; // less than this is a word that stands in many entries
+const LEAST = 2; // less than this is a word that stands in many entries
 
 // ---------------------------------------------------------------- what is shown
 

@@ -1,7 +1,7 @@
 """The search of diffs/index.html: a pasted text brings the entry that explains it.
 
 The texts in pasted.json are quoted from the threads beside them. Those in asked.json are typed in a
-few words; the second is a piece of one of the first three hits.
+few words; the second is a piece of one of the first three hits, or null: it is better to show none.
 """
 
 import json
@@ -32,8 +32,6 @@ KINDS = [  # what is searched, and where its hits lead
     ("join the process group", "#01-to-02-"),
     ("practise on your own machine", "../slurm/README.md#"),
 ]
-WEAK = ["AssertionError", "RuntimeError", "qwertz uiopü", "how do I bake bread"]
-
 pytestmark = NEEDS_BROWSER
 
 
@@ -70,13 +68,16 @@ def test_a_pasted_text_brings_its_entry_first(page):
 
 def test_a_question_in_a_few_words(page):
     for (text, wanted), found in zip(ASKED, hits(page, *(text for text, _ in ASKED))):
-        assert any(wanted in plain(title) for title, _, _ in found[:3]), (text, found[:3])
+        if wanted is None:
+            assert found == [], text
+        else:
+            assert any(wanted in plain(title) for title, _, _ in found[:3]), (text, found[:3])
 
 
-def test_it_finds_everything_and_hides_weak_hits(page):
+def test_it_finds_all_kinds_of_pages_or_says_what_to_try(page):
     for (text, start), found in zip(KINDS, hits(page, *(text for text, _ in KINDS))):
         assert found[0][1].startswith(start), text
-    assert hits(page, *WEAK) == [[]] * len(WEAK)
+    page.locator("#search").fill("how do I bake bread")
     expect(page.locator("#hits")).to_contain_text("Try the last line of the error")
 
 
@@ -103,6 +104,8 @@ def test_the_first_hit_says_what_to_type(page):
     search, first = page.locator("#search"), page.locator("#hits > div").first
     search.fill("KeyError: 'SLURM_PROCID'")
     expect(first).to_contain_text("srun python train.py")  # a list, where it depends
+    search.fill("set_epoch dataset persistent workers")  # the remedy of a page that is a patch
+    expect(first).to_contain_text("Leave out persistent_workers=True if")
     search.fill("environment variable RANK expected, but not set")
     first.get_by_role("button", name="Copy").press("Enter")
     expect(first.get_by_role("button")).to_have_text("Copied")
