@@ -4,6 +4,7 @@ python diffs/generate.py [--check | --run]
 """
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ sys.path.insert(0, str(HERE / "generator"))
 
 try:
     from holds import pictures
-    from hunks import Problem, compare, explained, parse, tie
+    from hunks import Problem, compare, explained
     from notebook import run, write_book
     from page import render
     from patches import KINDS, collect, index, readme
@@ -23,18 +24,18 @@ except ModuleNotFoundError as error:
     sys.exit(f"generate.py: {error}: pip install -r diffs/requirements.txt")
 
 WRITTEN = "Written by diffs/generate.py from the scripts: edit those."
+HUNK = re.compile(r"^@@ .+(?:\n[-+ ].*)+", re.MULTILINE)
 
 
 def exercise(folder):
-    """Return the exercise's README.md: the task, and the hunks of its solution with their notes."""
-    text = (folder / "notes.md").read_text(encoding="utf-8")
-    diff = compare(folder / "train.py", folder / "solution.py", context=1)  # in short hunks
-    *_, (_, _, notes) = parse(text).values()
-    tie(diff, notes)
-    task, _, _ = text.partition("\n### ")
-    title, _, task = task.partition("\n")
-    source = "<!-- Written by diffs/generate.py from the scripts and notes.md: edit those. -->"
-    return "\n".join([title, "", source, task, *(f"{hunk.markdown}\n" for hunk in diff.hunks)])
+    """Return the exercise's README.md with the hunks of its solution brought up to date."""
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    hunks = compare(folder / "train.py", folder / "solution.py", context=1).hunks  # short ones
+    count = len(re.findall(HUNK, text))
+    if count != len(hunks):
+        raise Problem(f"exercise/README.md: {count} hunks; its solution has {len(hunks)}")
+    new = iter(hunks)
+    return re.sub(HUNK, lambda _: next(new).text, text)
 
 
 def generate(root=HERE.parent):

@@ -14,7 +14,7 @@ import torch.distributed.nn  # unused, but if DDP imports it first, a run may ab
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 epochs = int(sys.argv[1]) if len(sys.argv) > 1 else 10
@@ -57,18 +57,11 @@ numbers = torch.tensor([number[character] for character in text])
 split = len(numbers) * 9 // 10
 
 
-class Windows(Dataset):
-    """Pieces of the text, each paired with the same piece shifted by one character."""
-
-    def __init__(self, numbers):
-        self.numbers = numbers
-
-    def __len__(self):
-        return (len(self.numbers) - 1) // context
-
-    def __getitem__(self, index):
-        piece = self.numbers[index * context : (index + 1) * context + 1]
-        return piece[:-1], piece[1:]
+def windows(numbers):
+    """Return pieces of the text, each paired with the same piece shifted by one character."""
+    length = (len(numbers) - 1) // context * context
+    pieces = numbers[:length].view(-1, context), numbers[1 : length + 1].view(-1, context)
+    return TensorDataset(*pieces)
 
 
 class ResumableSampler(DistributedSampler):
@@ -213,7 +206,7 @@ def train(model, samples_run):
     return False
 
 
-train_set, test_set = Windows(numbers[:split]), Windows(numbers[split:])
+train_set, test_set = windows(numbers[:split]), windows(numbers[split:])
 train_data = DataLoader(train_set, batch_size, sampler=ResumableSampler(train_set))
 shard = range(dist.get_rank(), len(test_set), dist.get_world_size())  # each sample once
 test_data = DataLoader(test_set, batch_size, sampler=shard)

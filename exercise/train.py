@@ -9,7 +9,7 @@ from pydoc_data.topics import topics
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 
 epochs = int(sys.argv[1]) if len(sys.argv) > 1 else 10
 batch_size = 32
@@ -31,18 +31,11 @@ numbers = torch.tensor([number[character] for character in text])
 split = len(numbers) * 9 // 10
 
 
-class Windows(Dataset):
-    """Pieces of the text, each paired with the same piece shifted by one character."""
-
-    def __init__(self, numbers):
-        self.numbers = numbers
-
-    def __len__(self):
-        return (len(self.numbers) - 1) // context
-
-    def __getitem__(self, index):
-        piece = self.numbers[index * context : (index + 1) * context + 1]
-        return piece[:-1], piece[1:]
+def windows(numbers):
+    """Return pieces of the text, each paired with the same piece shifted by one character."""
+    length = (len(numbers) - 1) // context * context
+    pieces = numbers[:length].view(-1, context), numbers[1 : length + 1].view(-1, context)
+    return TensorDataset(*pieces)
 
 
 class Attention(nn.Module):
@@ -145,7 +138,7 @@ def train(model):
         save(epoch + 1)
 
 
-train_set, test_set = Windows(numbers[:split]), Windows(numbers[split:])
+train_set, test_set = windows(numbers[:split]), windows(numbers[split:])
 train_data = DataLoader(train_set, batch_size, shuffle=True)
 test_data = DataLoader(test_set, batch_size)
 steps = epochs * len(train_data)

@@ -2,17 +2,19 @@
 
 import pytest
 from clusters import clone, cluster, submit  # noqa: F401
-from patching import patched
-from support.jobs import finished
-from support.scripts import SMALL, forked
+from running import ONE, patch_of
 
 
 @pytest.fixture
-def both(trained_with, tmp_path):
+def pitfall(request, tmp_path):
+    """The pitfall with whose name that of the test begins."""
+    return patch_of(request, tmp_path, "pitfalls")
+
+
+@pytest.fixture
+def both(pitfall, trained_with):
     """Run a pitfall's broken script and step 5, with the same changes to both."""
-
-    def run_both(name, *changes, args=("1", *SMALL)):
-        broken = patched(tmp_path, f"pitfalls/{name}", *changes)
-        return finished(forked(broken, *args), tmp_path), trained_with("05", changes, args)
-
-    return run_both
+    return lambda *changes, args=ONE: (
+        pitfall.ran(*changes, args=args),
+        trained_with("05", changes, args),
+    )

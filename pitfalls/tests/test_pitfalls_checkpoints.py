@@ -3,19 +3,17 @@
 import os
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from patching import on_screen, patched
-from running import IMPATIENT, ONE, TWO
+from changes import IMPATIENT
+from running import ONE, TWO
 from support.jobs import run
 from support.positions import BATCH, TOLD
 from support.results import error_lines, same_bits, weights
 from support.scripts import edited, forked
 
 pytestmark = pytest.mark.slow
-LOAD = "def load_datasets():\n"
 REPLACE = '        os.replace(f"{self.path}.new", self.path)\n'
 
 
@@ -37,18 +35,15 @@ def undisturbed(trained):
 
 
 @pytest.fixture
-def resumed(tmp_path):
+def resumed(pitfall):
     """Return a function that resumes a checkpoint with a pitfall's script and with step 5."""
 
-    def resume(name, checkpoint, *changes, args=TWO):
-        jobs = []
-        for make, what in (patched, f"pitfalls/{name}"), (edited, "05"):
-            folder = tmp_path / make.__name__
-            folder.mkdir()
-            script = make(folder, what, *changes)
-            shutil.copy(checkpoint, folder / "checkpoint.pt")
-            jobs.append(alone(script, *args))
-        return jobs
+    def resume(checkpoint, *changes, args=TWO):
+        step = edited(pitfall.at("step").folder, "05", *changes)
+        scripts = pitfall.at("broken").script(*changes), step
+        for script in scripts:
+            shutil.copy(checkpoint, script.with_name("checkpoint.pt"))
+        return [alone(script, *args) for script in scripts]
 
     return resume
 
@@ -60,7 +55,7 @@ def refused(job):
     return line
 
 
-def test_every_rank_saves(tmp_path):
+def test_every_rank_saves(pitfall):
     """Both ranks write the file; rank 1 renames it after rank 0 has."""
     turns = f"""\
         dist.barrier()
@@ -69,42 +64,29 @@ def test_every_rank_saves(tmp_path):
 {REPLACE}        if dist.get_rank() == 0:
             dist.barrier()
 """
-    script = patched(tmp_path, "pitfalls/every_rank_saves", (REPLACE, turns), IMPATIENT)
-    job = run(forked(script, *ONE), tmp_path)
-    assert job.returncode == 1
-    (error,) = on_screen("pitfalls/every_rank_saves")
-    assert error in error_lines(job)
+    pitfall.refused((REPLACE, turns), IMPATIENT)
 
 
-def test_module_prefix_saved(saved, tmp_path):
-    script = patched(tmp_path, "pitfalls/module_prefix_saved")
-    assert alone(script, *ONE).returncode == 0
-    assert set(weights(tmp_path / "checkpoint.pt")) == {f"module.{key}" for key in weights(saved)}
-    error = refused(alone(script, *ONE))
-    assert all(text in error for text in on_screen("pitfalls/module_prefix_saved"))
+def test_module_prefix_saved(pitfall, saved):
+    job = pitfall.ran(nprocs=1)
+    assert set(weights(job)) == {f"module.{key}" for key in weights(saved)}
+    pitfall.refused(nprocs=1)
 
 
-NAMED = (
-    "    return nn.Sequential(*first, *second, *third, nn.Linear(4 * width * 4 * 4, 10))\n",
-    """\
-    model = nn.Sequential(*first, *second, *third)
-    model.attention_module = nn.Linear(4 * width * 4 * 4, 10)  # Sequential calls it last
-    return model
-""",
-)
-
-
-def test_module_regex(resumed, tmp_path):
-    assert alone(edited(tmp_path, "05", NAMED), *ONE).returncode == 0
-    checkpoint = tmp_path / "checkpoint.pt"
-    broken, step = resumed("module_regex", checkpoint, NAMED, args=ONE)
-    error = refused(broken)
-    assert all(text in error for text in on_screen("pitfalls/module_regex"))
+def test_module_regex(pitfall, resumed):
+    """The last part of the model has a name that ends like DDP's prefix."""
+    line = "    return nn.Sequential(*first, *second, *third, nn.Linear(4 * width * 4 * 4, 10))\n"
+    model = "    model = nn.Sequential(*first, *second, *third)\n"
+    last = "    model.attention_module = nn.Linear(4 * width * 4 * 4, 10)\n    return model\n"
+    named = (line, model + last)
+    assert alone(edited(pitfall.folder, "05", named), *ONE).returncode == 0
+    broken, step = resumed(pitfall.folder / "checkpoint.pt", named, args=ONE)
+    assert all(text in refused(broken) for text in pitfall.on_screen())
     assert step.returncode == 0, step
 
 
 def test_resume_without_optimizer(saved, undisturbed, resumed):
-    broken, step = resumed("resume_without_optimizer", saved)
+    broken, step = resumed(saved)
     assert (broken.returncode, step.returncode) == (0, 0), (broken, step)
     assert not same_bits(broken, undisturbed)
     assert same_bits(step, undisturbed)
@@ -112,24 +94,22 @@ def test_resume_without_optimizer(saved, undisturbed, resumed):
 
 def test_lr_overruled(saved, undisturbed, resumed):
     """The broken script ends like a run that was not given another learning rate."""
-    broken, step = resumed("lr_overruled", saved, args=(*TWO, "--lr=1e-5"))
+    broken, step = resumed(saved, args=(*TWO, "--lr=1e-5"))
     assert broken.returncode == 0, broken
     assert same_bits(broken, undisturbed)
     assert "it was saved with {'width': 4, 'lr': 0.004, 'seed': 0}" in refused(step)
 
 
-def test_epoch_starts_again(saved, resumed, tmp_path):
+def test_epoch_starts_again(pitfall, saved, resumed):
     """Interrupted after 640 samples of 12,942."""
     told = f"            {TOLD}\n{BATCH}"
-    first = alone(edited(tmp_path, "05", (BATCH, told)), *ONE)
+    first = alone(edited(pitfall.folder, "05", (BATCH, told)), *ONE)
     assert "interrupted after 640 samples of the epoch" in first.stdout
     line = "            self.epochs_run += 1\n"
-    count = f'            log(f"{{self.samples_run}} samples of "\n{" " * 16}f"{{self.train_loader'
-    count += f'.sampler.total_size}}")\n{line}'
-    checkpoint = tmp_path / "checkpoint.pt"
-    jobs = resumed("epoch_starts_again", checkpoint, (line, count), args=ONE)
-    counts = [re.findall(r"^(\d+) samples of (\d+)$", job.stdout, re.MULTILINE) for job in jobs]
-    assert counts == [[("13582", "12942")], [("12942", "12942")]]
+    count = (line, f'            log(f"{{self.samples_run}} samples of 12942")\n{line}')
+    jobs = resumed(pitfall.folder / "checkpoint.pt", count, args=ONE)
+    counts = [re.findall(r"^(\d+) samples of 12942$", job.stdout, re.MULTILINE) for job in jobs]
+    assert counts == [["13582"], ["12942"]]
     assert [same_bits(job, saved) for job in jobs] == [False, True]
 
 
@@ -140,10 +120,10 @@ class Program:
         return os.mkdir, ("executed",)
 
 
-def test_weights_only_false(saved, resumed, tmp_path):
+def test_weights_only_false(pitfall, saved, resumed):
     checkpoint = {**torch.load(saved, weights_only=True), "COMMENT": Program()}
-    torch.save(checkpoint, tmp_path / "elsewhere.pt")
-    jobs = resumed("weights_only_false", tmp_path / "elsewhere.pt", args=ONE)
+    torch.save(checkpoint, pitfall.folder / "elsewhere.pt")
+    jobs = resumed(pitfall.folder / "elsewhere.pt", args=ONE)
     assert [(job.cwd / "executed").is_dir() for job in jobs] == [True, False]
     broken, step = jobs
     assert broken.returncode == 0, broken
@@ -151,9 +131,8 @@ def test_weights_only_false(saved, resumed, tmp_path):
     assert "Weights only load failed" in refused(step)
 
 
-KILLED = (
-    LOAD,
-    f"""\
+LOAD = "def load_datasets():\n"
+CUT = f"""\
 def cut(checkpoint, file):
     save(checkpoint, file)
     os.truncate(getattr(file, "name", file), 1000)
@@ -163,15 +142,14 @@ def cut(checkpoint, file):
 save, torch.save = torch.save, cut
 
 
-{LOAD}""",
-)
+{LOAD}"""
 
 
-def test_written_in_place(saved, resumed):
+def test_written_in_place(pitfall, saved, resumed):
     """The rank is killed during the save after the second epoch, after 1000 bytes."""
-    broken, step = resumed("written_in_place", saved, KILLED)
+    broken, step = resumed(saved, (LOAD, CUT))
     assert all("exit codes of the ranks: [-9]" in job.stderr for job in (broken, step))
     assert same_bits(step, saved)
-    assert Path(broken.cwd / "checkpoint.pt").stat().st_size == 1000
-    (text,) = on_screen("pitfalls/written_in_place")
+    assert (broken.cwd / "checkpoint.pt").stat().st_size == 1000
+    (text,) = pitfall.on_screen()
     assert text in refused(alone(broken.cwd / "05_gather_eval.py", *TWO))

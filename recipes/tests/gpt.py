@@ -5,14 +5,13 @@ import re
 
 from patching import page, text_of
 from support.jobs import finished
-from support.results import said
 from support.scripts import ROOT, forked, on_each_rank, write
 
 # The whole model trains for seconds: on five batches, of which the last is smaller.
 SMALL = [
     (
-        "Windows(numbers[:split]), Windows(numbers[split:])",
-        "Windows(numbers[:4_900]), Windows(numbers[split:][:330])",
+        "windows(numbers[:split]), windows(numbers[split:])",
+        "windows(numbers[:4_900]), windows(numbers[split:][:330])",
     ),
     ("for character in text])", "for character in text[:20_000]])"),
     ("batch_size = 32", "batch_size = 4"),
@@ -50,6 +49,8 @@ def small(folder, name, *changes, double=True):
     if double:
         text = text.replace("torch.float32", "torch.float64")
         text = text.replace("torch.manual_seed(0)\n", DOUBLE)
+    # Where every rank writes the text, since that is a collective, each prints what it got.
+    text = text.replace("log(write(model, 5))", on_each_rank("repr(write(model, 5))").rstrip())
     return write(folder / f"{name}.py", text, [*SMALL, *changes, COUNTED])
 
 
@@ -60,14 +61,10 @@ def trained(folder, name, *changes, epochs=1, nprocs=4, **options):
     return finished(forked(path, str(epochs), nprocs=nprocs), folder)
 
 
-def held(job, ranks=4):
+def held(job):
     """Return how many parameters, gradients and numbers of optimizer state each rank holds."""
-    return [
-        json.loads(text.removeprefix("held "))
-        for rank in range(ranks)
-        for text in said(job, rank)
-        if text.startswith("held ")
-    ]
+    found = re.findall(r"rank (\d): held (.+)$", job.stdout, re.MULTILINE)
+    return [json.loads(numbers) for _, numbers in sorted(found)]
 
 
 def held_out(job):

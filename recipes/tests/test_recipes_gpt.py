@@ -1,32 +1,40 @@
 """Recipes that split the exercise's GPT: who holds what, and the numbers of DDP."""
 
 import shutil
+from functools import cache
 
 import pytest
 import torch
 from gpt import held, held_out, on_page, small, trained
-from running import same, writes_nothing_again
-from support.jobs import run
+from running import same, saved, writes_nothing_again
 from support.results import losses, said
-from support.scripts import digest, forked, on_each_rank
+from support.scripts import digest, on_each_rank
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("gpt")]  # which shares its fixtures
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("gpt")]  # which shares its fixture
 PARAMETERS, DEEP_PARAMETERS = 117_479, 217_447  # of the GPT, with two layers and with four
 END = "model.eval()\n"
+SHARDS = digest("[getattr(p, '_local_tensor', p) for p in model.parameters()]")
+COPIES = {  # of the parameters and of the optimizer's state, on all four ranks together
+    "zero_optimizer": (4, 1),
+    "fsdp2_gpt": (1, 1),
+    "hybrid_sharding": (2, 2),
+    "tensor_parallel": (1, 1),
+    "two_dimensional": (1, 1),
+}
 
 
 @pytest.fixture(scope="module")
-def ddp(tmp_path_factory):
-    """The solution of the exercise on four ranks, in double precision."""
-    return trained(tmp_path_factory.mktemp("ddp"), "solution")
+def runs(tmp_path_factory):
+    """Return the Results of an epoch on four ranks, and of the next one on two."""
 
+    @cache
+    def train(name):
+        shards = (END, on_each_rank(SHARDS) + END)
+        job = trained(tmp_path_factory.mktemp(name), name, shards)
+        again = shutil.copytree(job.cwd, tmp_path_factory.mktemp(name) / "again")
+        return job, trained(again, name, epochs=2, nprocs=2)
 
-@pytest.fixture(scope="module")
-def resumed(ddp, tmp_path_factory):
-    """The same for a second epoch, by two ranks."""
-    folder = tmp_path_factory.mktemp("resumed")
-    shutil.copy(ddp.cwd / "gpt.pt", folder)
-    return trained(folder, "solution", epochs=2, nprocs=2)
+    return train
 
 
 def numbers(job):
@@ -34,60 +42,42 @@ def numbers(job):
     return losses(job), held_out(job)
 
 
-def saved(job):
-    """Return the checkpoint of a job, which is one file."""
-    (path,) = job.cwd.glob("*.pt")
-    return torch.load(path)
-
-
-def trains_like(ddp, resumed, folder, name, *changes):
-    """Train on four ranks and then on two, with DDP's losses; return the first Result."""
-    job = trained(folder, name, *changes)
-    assert numbers(job) == numbers(ddp)
-    again = trained(folder, name, epochs=2, nprocs=2)
+@pytest.mark.parametrize("name", COPIES)
+def test_trains_like_ddp(runs, name):
+    """The losses are those of DDP, and a rank holds no more than the page says."""
+    job, again = runs(name)
+    assert [numbers(job), numbers(again)] == [numbers(other) for other in runs("solution")]
     assert f"resuming from {name}.pt after epoch 1\nepoch 2" in again.stdout
-    assert numbers(again) == numbers(resumed)
-    return job
+    assert len({said(job, rank)[-1] for rank in range(4)}) == 1  # the text, or the weights
+    parameters, gradients, states = zip(*held(job))
+    assert parameters == gradients
+    ours, theirs = (PARAMETERS * copies for copies in COPIES[name])
+    assert ours <= sum(parameters) < 1.05 * ours  # with copies of the norms
+    assert theirs <= sum(states) / 2 < 1.05 * theirs
+    on_page(name, 2 * max(parameters), max(states))
 
 
-def holds(name, job, copies=1):
-    """Check that ranks hold all of it, in so many copies, and no more than the page says."""
-    sizes = [parameters for parameters, _, _ in held(job)]
-    assert sum(sizes) == copies * PARAMETERS
-    assert held(job) == [[size, size, 2 * size] for size in sizes]
-    on_page(name, 2 * max(sizes))  # parameters and gradients together, and the optimizer's state
-
-
-def test_zero_optimizer(ddp, resumed, tmp_path):
-    """The same weights and the same checkpoint as DDP."""
-    job = trained(tmp_path, "zero_optimizer")
-    assert numbers(job) == numbers(ddp)
-    assert same(saved(job), saved(ddp))
+def test_zero_optimizer(runs):
+    """The same checkpoint as DDP, of which each rank holds all of the optimizer's state."""
+    (job, _), (ddp, _) = runs("zero_optimizer"), runs("solution")
+    assert same(saved(job, "zero_optimizer.pt"), saved(ddp, "gpt.pt"))
     assert held(ddp) == [[PARAMETERS, PARAMETERS, 2 * PARAMETERS]] * 4
-    assert [rank[:2] for rank in held(job)] == [[PARAMETERS, PARAMETERS]] * 4
-    states = [state for _, _, state in held(job)]
-    assert sum(states) == 2 * PARAMETERS
-    on_page("zero_optimizer", 2 * PARAMETERS, max(states))
-    again = trained(tmp_path, "zero_optimizer", epochs=2, nprocs=2)
-    assert numbers(again) == numbers(resumed)
 
 
-def test_fsdp2_gpt(ddp, resumed, tmp_path):
-    """The numbers of DDP, on four ranks and then on two; a crash in a save loses nothing."""
-    job = trained(tmp_path, "fsdp2_gpt")
-    assert numbers(job) == numbers(ddp)
-    holds("fsdp2_gpt", job)
-    kill = """        if (epochs_run, dist.get_rank()) == (2, 1):
-            dcp.FileSystemWriter.write_data = lambda *_: signal.raise_signal(signal.SIGKILL)
-"""
-    killed = small(tmp_path, "fsdp2_gpt", ("        dcp.save(", f"{kill}        dcp.save("))
-    assert run(forked(killed, "2"), tmp_path).returncode
-    assert not (tmp_path / "fsdp2_gpt.pt.2-0" / ".metadata").exists()
+def test_hybrid_sharding(runs):
+    """Two nodes hold the same shards."""
+    shards = [said(runs("hybrid_sharding")[0], rank)[-2] for rank in range(4)]
+    assert shards[:2] == shards[2:]
+    assert shards[0] != shards[1]
+
+
+def test_fsdp2_gpt(runs, tmp_path):
+    """A save that is there already is not written again."""
+    job, again = runs("fsdp2_gpt")
+    shutil.copytree(job.cwd, tmp_path, dirs_exist_ok=True)
     at_once = ("checkpoint = {}", "stop_signals.append(signal.SIGTERM)\ncheckpoint = {}")
     writes_nothing_again(small(tmp_path, "fsdp2_gpt", at_once), "2")
-    again = trained(tmp_path, "fsdp2_gpt", epochs=2, nprocs=2)
-    assert numbers(again) == numbers(resumed)
-    assert "after epoch 1\nepoch 2" in again.stdout
+    assert numbers(trained(tmp_path, "fsdp2_gpt", epochs=2, nprocs=2)) == numbers(again)
 
 
 def test_fsdp2_gpt_in_bf16(tmp_path):
@@ -102,18 +92,7 @@ def test_fsdp2_gpt_in_bf16(tmp_path):
     assert f"rank 1: {wanted}" in job.stdout
 
 
-def test_hybrid_sharding(ddp, resumed, tmp_path):
-    """Two nodes hold the same shards."""
-    digests = digest("[p.to_local() for p in model.parameters()]")
-    shards = (END, on_each_rank(digests) + END)
-    job = trains_like(ddp, resumed, tmp_path, "hybrid_sharding", shards)
-    node, other = [[said(job, rank)[-1] for rank in ranks] for ranks in ((0, 1), (2, 3))]
-    assert node == other
-    assert node[0] != node[1]
-    holds("hybrid_sharding", job, copies=2)
-
-
-def test_local_sgd(ddp, tmp_path):
+def test_local_sgd(tmp_path):
     """Ranks send their weights every few steps, and nothing else; they resume with all states."""
     exchange = "                synchronize()\n"
     profiled = f"""\
@@ -124,10 +103,8 @@ def test_local_sgd(ddp, tmp_path):
                 {on_each_rank("calls, sizes")}"""
     call = "interrupted = train("
     state = on_each_rank(digest("[t for s in outer.state.values() for t in s.values()]"))
-    weights = on_each_rank(digest("model.parameters()"))
-    changes = [("period = 10", "period = 3"), (exchange, profiled)]
-    ends = [(call, state + call), (END, state + weights + END)]
-    job = trained(tmp_path, "local_sgd", *changes, *ends)
+    ends = [(call, state + call), (END, state + on_each_rank(SHARDS) + END)]
+    job = trained(tmp_path, "local_sgd", ("period = 10", "period = 3"), (exchange, profiled), *ends)
     first, *others = [said(job, rank) for rank in range(4)]
     assert others == [first] * 3  # the weights, too
     counts, final, _ = (text for text in first[1:] if "held" not in text)
@@ -135,21 +112,8 @@ def test_local_sgd(ddp, tmp_path):
     again = trained(tmp_path, "local_sgd", (call, state + call), epochs=2, nprocs=2)
     assert said(again, 1)[0] == final  # what it loads
     assert held_out(again) < held_out(job)
-    assert held(job) == held(ddp)
+    assert held(job) == [[PARAMETERS, PARAMETERS, 2 * PARAMETERS]] * 4
     on_page("local_sgd", 3 * PARAMETERS, 2 * PARAMETERS)
-
-
-@pytest.mark.parametrize("name", ["tensor_parallel", "two_dimensional"])
-def test_splits_each_layer(ddp, resumed, tmp_path, name):
-    """All ranks write the same text."""
-    write_it = "    log(write(model, 5))"
-    on_all = (write_it, f"    {on_each_rank('write(model, 5)').rstrip()}")
-    job = trains_like(ddp, resumed, tmp_path, name, on_all)
-    assert len({text for rank in range(4) for text in said(job, rank)[-1:]}) == 1
-    sizes = [parameters for parameters, _, _ in held(job)]
-    assert held(job) == [[size, size, 2 * size] for size in sizes]
-    assert PARAMETERS <= sum(sizes) < 1.05 * PARAMETERS  # with copies of the norms
-    on_page(name, 2 * max(sizes))
 
 
 def test_pipeline(tmp_path):
@@ -160,10 +124,9 @@ def test_pipeline(tmp_path):
     job = trained(tmp_path / "four", "pipeline")
     gpipe = ("pipeline = Schedule1F1B(", "pipeline = ScheduleGPipe(")
     larger = ("batch_size = 4", "batch_size = 8")
-    two = trained(tmp_path / "two", "pipeline", gpipe, larger, nprocs=2)
-    for other in (job, two):
+    for other in job, trained(tmp_path / "two", "pipeline", gpipe, larger, nprocs=2):
         assert numbers(other) == numbers(solution)
-        ours, theirs = (saved(one)["model"] for one in (other, solution))
+        ours, theirs = saved(other, "pipeline.pt")["model"], saved(solution, "gpt.pt")["model"]
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
     sizes = [parameters for parameters, _, _ in held(job)]
     assert sum(sizes) == DEEP_PARAMETERS

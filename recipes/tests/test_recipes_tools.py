@@ -4,25 +4,24 @@ import json
 import re
 import shlex
 import sqlite3
-import struct
 
 import optuna
 import pytest
-import torch
+from changes import LENGTH, told
 from optuna.storages import journal
 from patching import text_of
 from pretended import SHIM
-from running import LENGTH, ONE, TWO, difference, printed, ran, script, stopped, told
-from support.jobs import finished, run
+from running import ONE, TWO, same, same_but_for_rounding, saved
+from support.jobs import finished
 from support.results import accuracy, epochs, said, same_bits, weights
 from support.scripts import DOUBLE, SMALL, forked, on_each_rank, write
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb.proto import wandb_internal_pb2
 
 pytestmark = pytest.mark.slow
+MANY = ("9", *SMALL)
 
 
-def test_early_stopping(trained, tmp_path):
+def test_early_stopping(recipe, trained):
     """From the third epoch on, all answers of rank 1 are wrong, so the second is the best.
 
     The run is interrupted in the fourth epoch, and stops after three without improvement. By its
@@ -32,21 +31,19 @@ def test_early_stopping(trained, tmp_path):
     epoch = (line, f"            args.worse = self.epochs_run > 2 and dist.get_rank() == 1\n{line}")
     line = "    dist.all_reduce(correct)"
     worse = "    if getattr(args, 'worse', False):\n        correct.zero_()\n"
-    path = script(tmp_path, "early_stopping", epoch, (line, worse + line), told(3))
-    assert epochs(stopped(path, "9", *SMALL)) == [1, 2, 3]
-    again = finished(forked(path, "9", *SMALL), tmp_path)
+    changes = epoch, (line, worse + line)
+    assert epochs(recipe.stopped(*changes, told(3), args=MANY)) == [1, 2, 3]
+    again = recipe.ran(*changes, args=MANY)
     assert epochs(again) == [4, 5]
-    best = torch.load(tmp_path / "checkpoint.pt.best", weights_only=True)
-    second = weights(trained("05", *TWO))
-    assert all(torch.equal(best[name], second[name]) for name in second)
+    assert same(saved(again, "checkpoint.pt.best"), weights(trained("05", *TWO)))
     assert not same_bits(again, trained("05", *TWO))
-    assert printed(r"accuracy .*/(\d+)\)", again) == ["179"]  # the half that did not choose
+    assert accuracy(again)[2] == 179  # the half that did not choose
 
 
 # ---------------------------------------------------------------- loggers
 
 
-def test_log_tensorboard(tmp_path):
+def test_log_tensorboard(recipe):
     """Rank 0 is killed in the second epoch, after logging steps that the next run repeats."""
     line = "            loss = self._run_batch(source, targets)\n"
     killed = (
@@ -55,124 +52,85 @@ def test_log_tensorboard(tmp_path):
         f"                self.writer.flush()\n"
         f"                os.kill(os.getpid(), signal.SIGKILL)\n{line}",
     )
-    path = script(tmp_path, "log_tensorboard", killed)
-    assert run(forked(path, *TWO), tmp_path).returncode == 1
-    ran(tmp_path, "log_tensorboard", args=TWO)
-    folder = tmp_path / "checkpoint.pt.tensorboard"
+    recipe.failed(killed, args=TWO)
+    recipe.ran(args=TWO)
+    folder = recipe.folder / "checkpoint.pt.tensorboard"
     assert len(list(folder.iterdir())) == 2  # one file per run, written by rank 0
-
-    def steps(name, **options):
-        return [
-            event.step for event in EventAccumulator(str(folder), **options).Reload().Scalars(name)
-        ]
-
-    epoch = 12_942
-    batches = [128 * number for number in range(1, 102, 10)]
-    assert steps("loss of a batch") == batches + [epoch + samples for samples in batches]
-    assert steps("loss") == [epoch, 2 * epoch]
-    twice = [epoch + samples for samples in batches[:3]]
-    everything = steps("loss of a batch", purge_orphaned_data=False)
-    assert sorted(everything) == sorted(steps("loss of a batch") + twice)
+    shown = EventAccumulator(f"{folder}").Reload()
+    batches = [epoch + 128 * step for epoch in (0, 12_942) for step in range(1, 102, 10)]
+    assert [event.step for event in shown.Scalars("loss of a batch")] == batches
+    assert [event.step for event in shown.Scalars("loss")] == [12_942, 2 * 12_942]
 
 
-def records(path):
-    """Return the records of a .wandb file, which has the format of LevelDB's log."""
-    data, found, part = path.read_bytes(), [], b""
-    position = 7  # after the file's own header
-    while position + 7 <= len(data):
-        left = 32_768 - position % 32_768  # in this block
-        if left < 7:
-            position += left
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, position)
-        part += data[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            found.append(wandb_internal_pb2.Record.FromString(part))
-            part = b""
-    return found
-
-
-def logged(folder, name, **env):
+def logged(recipe, **env):
     """Stop a recipe in its second epoch, and start it again, for three in all."""
-    path = script(folder, name, told(1))
-    stopped(path, "3", *SMALL, env=env)
-    finished(forked(path, "3", *SMALL), folder, env)
+    args = ("3", *SMALL)
+    jobs = recipe.stopped(told(1), args=args, env=env), recipe.ran(args=args, env=env)
+    assert [epochs(job) for job in jobs] == [[1], [2, 3]]
 
 
-def test_log_wandb(tmp_path):
-    folders = {f"WANDB_{name}_DIR": str(tmp_path) for name in ("CACHE", "CONFIG", "DATA")}
-    logged(tmp_path, "log_wandb", WANDB_MODE="offline", **folders)
-    ids, steps = set(), []
-    for file in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")):
-        known = records(file)
-        ids.update(record.run.run_id for record in known if record.HasField("run"))
-        steps.append([record.history.step.num for record in known if record.HasField("history")])
-    assert steps == [[1], [2, 3]]  # rank 0 alone, and no epoch twice
-    assert len(ids) == 1
+def test_log_wandb(recipe):
+    """Rank 0 alone logs, under one ID, and no epoch twice."""
+    folders = {f"WANDB_{name}_DIR": str(recipe.folder) for name in ("CACHE", "CONFIG", "DATA")}
+    logged(recipe, WANDB_MODE="offline", **folders)
+    files = sorted(recipe.folder.glob("wandb/offline-run-*/*.wandb"))
+    assert len({path.name for path in files}) == 1  # which contains the ID
+    # Behind its key stand the mark of a string in Protocol Buffers, its length, and the step.
+    found = [re.findall(rb"_step\x82\x01\x01(.)", path.read_bytes()) for path in files]
+    assert [sorted(set(steps)) for steps in found] == [[b"1"], [b"2", b"3"]]
 
 
-def test_log_mlflow(tmp_path):
+def test_log_mlflow(recipe):
     """Rank 0 alone logs, in one run, and no epoch twice."""
     pytest.importorskip("mlflow", reason="pip install -r recipes/requirements.txt")
-    logged(tmp_path, "log_mlflow", MLFLOW_TRACKING_URI=f"sqlite:///{tmp_path}/mlflow.db")
-    with sqlite3.connect(tmp_path / "mlflow.db") as database:
+    logged(recipe, MLFLOW_TRACKING_URI=f"sqlite:///{recipe.folder}/mlflow.db")
+    with sqlite3.connect(recipe.folder / "mlflow.db") as database:
         assert database.execute("SELECT status FROM runs").fetchall() == [("FINISHED",)]
         steps = database.execute("SELECT step FROM metrics WHERE key = 'loss' ORDER BY step")
         assert steps.fetchall() == [(1,), (2,), (3,)]
 
 
-def test_progress(tmp_path):
+def test_progress(recipe):
     """No bar in a file; in a terminal, one bar, which starts where the run was stopped."""
-    path = script(tmp_path, "progress", told(0))
-    assert "%|" not in stopped(path, *ONE).stderr
-    words = shlex.join(str(word) for word in forked(path, *ONE))
+    assert "%|" not in recipe.stopped(told(0)).stderr
+    words = shlex.join(str(word) for word in forked(recipe.script(), *ONE))
     terminal = ["script", "-qefc", f"stty cols 100 rows 50; {words}", "screen"]
-    shown = finished(terminal, tmp_path).stdout
+    shown = finished(terminal, recipe.folder).stdout
     bars = re.findall(r"epoch (\d): +\d+%\|[^|]*\| (\d+/\d+) \[00:00<\?", shown)
     assert bars == [("1", "30/102")]
     assert len(re.findall("epoch 1  loss", shown)) == 1
 
 
-def test_profiler(tmp_path):
+def test_profiler(recipe):
     """Of three ranks, two are profiled: each writes a trace of three steps with an all-reduce."""
-    ran(tmp_path, "profiler", ("range(8)", "range(2)"), nprocs=3)
-    traces = sorted(trace.name for trace in tmp_path.glob("trace-*"))
-    assert traces == ["trace-0.json", "trace-1.json"]
-    for rank, name in enumerate(traces):
-        trace = json.loads((tmp_path / name).read_text("utf-8"))
+    recipe.ran(("range(8)", "range(2)"), nprocs=3)
+    traces = sorted(recipe.folder.glob("trace-*"))
+    assert [path.name for path in traces] == ["trace-0.json", "trace-1.json"]
+    for rank, path in enumerate(traces):
+        trace = json.loads(path.read_text("utf-8"))
         assert trace["distributedInfo"]["rank"] == rank
         names = [event["name"] for event in trace["traceEvents"]]
-        steps = sorted({name for name in names if name.startswith("ProfilerStep")})
-        assert steps == ["ProfilerStep#12", "ProfilerStep#13", "ProfilerStep#14"]
+        assert {f"ProfilerStep#{n}" for n in range(12, 15)} <= {*names}
+        assert not {"ProfilerStep#11", "ProfilerStep#15"} & {*names}
         assert names.count("gloo:all_reduce") == 3
         assert names.count("DistributedDataParallel.forward") == 3
 
 
-def test_eval_torchmetrics(trained, tmp_path):
-    """The same numbers as step 5, from 180 samples on rank 0 and 179 on rank 1."""
-    line = "    result = metrics.compute()"
-    lists = (
-        line,
-        "    from torchmetrics import CatMetric\n"
-        "    ranks = CatMetric()\n"
-        "    ranks.update(torch.full((len(shard),), dist.get_rank()))\n"
-        f"    log(f'{{ranks.compute().long().bincount().tolist()}} gathered')\n{line}",
-    )
-    ours, step_5 = ran(tmp_path, "eval_torchmetrics", lists), trained("05", *ONE)
-    assert "[180, 179] gathered" in ours.stdout
-    assert accuracy(ours) == accuracy(step_5)
+def test_eval_torchmetrics(recipe, trained):
+    """The same number as in step 5, from 180 samples on rank 0 and 179 on rank 1."""
+    job = recipe.ran()
+    assert accuracy(job) == accuracy(trained("05", *ONE))
 
 
-def test_sweep(tmp_path):
+def test_sweep(recipe):
     """A run that is stopped continues its trial; both ranks train with its learning rate."""
     line = "    trainer.train(args.total_epochs"
     drawn = (line, f"    {on_each_rank('args.lr')}{line}")
-    stopped(script(tmp_path, "sweep", told(0)), *ONE)
-    storage = journal.JournalStorage(journal.JournalFileBackend(str(tmp_path / "sweep.journal")))
-    study = optuna.load_study(storage=storage, study_name="digits")
+    recipe.stopped(told(0))
+    backend = journal.JournalFileBackend(f"{recipe.folder}/sweep.journal")
+    study = optuna.load_study(storage=journal.JournalStorage(backend), study_name="digits")
     (before,) = study.trials
-    job = ran(tmp_path, "sweep", drawn)
+    job = recipe.ran(drawn)
     assert "resuming from " in job.stdout
     (trial,) = study.trials
     assert (before.state.name, trial.state.name) == ("RUNNING", "COMPLETE")
@@ -186,24 +144,20 @@ def test_sweep(tmp_path):
 
 # What torch.accelerator would say on a machine with the shim's GPUs. The optimizers of PyTorch ask
 # torch.accelerator, too, so the answer is for the script only.
-ACCELERATOR = """\
-from types import SimpleNamespace
-
-accelerator = SimpleNamespace(
-    is_available=lambda: True,
-    current_accelerator=lambda: torch.device("cuda"),
-    set_device_index=torch.cuda.set_device,
-)
-"""
+ANSWERS = {
+    "torch.accelerator.is_available()": "True",
+    "torch.accelerator.current_accelerator()": 'torch.device("cuda")',
+    "torch.accelerator.set_device_index": "torch.cuda.set_device",
+}
 
 
 def test_any_accelerator(trained, tmp_path):
     """It uses the GPUs as step 5 does, without a word about CUDA in the script."""
     text = text_of("recipes/any_accelerator")
     assert "torch.cuda" not in text
-    head, mark, rest = text.partition("stop_signals = ")
-    rest = rest.replace("torch.accelerator.", "accelerator.")
-    path = write(tmp_path / "05_gather_eval.py", head + ACCELERATOR + mark + rest)
+    for question, answer in ANSWERS.items():
+        text = text.replace(question, answer)
+    path = write(tmp_path / "05_gather_eval.py", text)
     job = finished(forked(path, *ONE), tmp_path, SHIM)
     assert same_bits(job, trained("05", *ONE))
     calls = [json.loads(file.read_text("utf-8")) for file in (tmp_path / ".calls").iterdir()]
@@ -214,7 +168,7 @@ def test_any_accelerator(trained, tmp_path):
         assert ["pin_memory", f"cuda:{rank}"] in others
 
 
-def test_unequal_gpus(trained_with, tmp_path):
+def test_unequal_gpus(recipe, trained_with):
     """Of each 128 samples, rank 0 gets 96 and rank 1 gets 32: step 5's steps, with 64 each.
 
     So that no batch is incomplete, and none is padded, there are 1280 samples.
@@ -223,6 +177,6 @@ def test_unequal_gpus(trained_with, tmp_path):
     few = (line, "    return TensorDataset(shifted[:1280], labels[train][:1280]), ")
     line = "            total[1] += len(targets)\n"
     counted = (line, f"{line}            {on_each_rank('len(targets)')}")
-    job = ran(tmp_path, "unequal_gpus", few, counted, *LENGTH, *DOUBLE, args=TWO)
+    job = recipe.ran(few, counted, LENGTH, *DOUBLE, args=TWO)
     assert [said(job, rank) for rank in (0, 1)] == [["96"] * 20, ["32"] * 20]
-    assert difference(job, trained_with("05", (few, *DOUBLE), TWO)) < 1e-9
+    same_but_for_rounding(job, trained_with("05", (few, *DOUBLE), TWO))
