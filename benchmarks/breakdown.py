@@ -14,24 +14,14 @@ forecasts is measured, too.
 """
 
 import statistics
+import sys
+import time
 from contextlib import nullcontext
 
+import shared
 import torch
 import torch.distributed as dist
 from matplotlib.patches import Patch
-from shared import (
-    BUSY,
-    GREY,
-    drawing,
-    load,
-    needs_torchrun,
-    parser_of,
-    positive,
-    positive_int,
-    prepared,
-    table,
-    write,
-)
 from torch.profiler import ProfilerActivity, profile
 
 PARTS = {
@@ -41,77 +31,82 @@ PARTS = {
     "waiting": "#cf222e",
     "optimizer": "#bf8700",
 }
-WARM_UP, STEPS, FEW = 5, 40, 10
 FORECAST = ((4, 1, True), (1, 4, True), (1, 4, False))  # batch, passes and no_sync
 DDP = "self.model = DDP(model"
+TRAIN = "    trainer.train(args.total_epochs, args.save_every)\n"
 
 # ---------------------------------------------------------------- the recording
 
 
 def profiled(args, steps, batch=1, passes=1, no_sync=True):
-    """Return a profiler that has seen some steps, and the Trainer that took them."""
+    """Take some steps; return the profiler, the Trainer, and the shortest step in milliseconds."""
+    changes = [(DDP, f"{DDP}, bucket_cap_mb={args.bucket_mb or None}")]
+    script = shared.load("05", [*changes, (TRAIN, f"    return trainer\n{TRAIN}")])
     words = [f"--batch-size={batch * args.batch_size}", f"--width={args.width}"]
-    words.append("--checkpoint-path=.breakdown.pt")
-    trainer = prepared("05", words, [(DDP, f"{DDP}, bucket_cap_mb={args.bucket_mb}")])
-    run(trainer, WARM_UP, passes, no_sync)
+    sys.argv[1:] = [*words, "--checkpoint-path=.breakdown.pt"]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    trainer = script.train_and_evaluate(device, script.parse_args())
+    run(trainer, 5, passes, no_sync)  # a warm-up
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     with profile(activities=kinds) as profiler:
-        run(trainer, steps, passes, no_sync)
-    return profiler, trainer
+        shortest = run(trainer, steps, passes, no_sync)
+    return profiler, trainer, shortest
 
 
 def run(trainer, steps, passes, no_sync):
-    """Take some steps, each after so many passes forward and backward."""
-    batches = iter(trainer.train_loader)
+    """Take some steps, each after so many passes forward and backward; time the shortest."""
+    batches, times = iter(trainer.train_loader), []
     for _ in range(steps):
+        start = time.perf_counter()
         if passes == 1:
             trainer._run_batch(*next(batches))
-            continue
-        trainer.optimizer.zero_grad()
-        for last in [*[False] * (passes - 1), True]:
-            source, targets = (tensor.to(trainer.device) for tensor in next(batches))
-            with nullcontext() if last or not no_sync else trainer.model.no_sync():
-                torch.nn.functional.cross_entropy(trainer.model(source), targets).backward()
-        trainer.optimizer.step()
+        else:
+            trainer.optimizer.zero_grad()
+            for left in reversed(range(passes)):
+                source, targets = (tensor.to(trainer.device) for tensor in next(batches))
+                with trainer.model.no_sync() if left and no_sync else nullcontext():
+                    torch.nn.functional.cross_entropy(trainer.model(source), targets).backward()
+            trainer.optimizer.step()
+        times.append(1e3 * (time.perf_counter() - start))
+    return min(times)
 
 
-def spans(events, *names):
-    """Return (start, end) in milliseconds, sorted, of the events whose names begin like that."""
+def spans(events, origin, *names):
+    """Return (start, end), in milliseconds of the machine's clock, of what begins with a name."""
     ranges = [event.time_range for event in events if event.name.startswith(names)]
-    return sorted((each.start / 1e3, each.end / 1e3) for each in ranges)
+    return sorted((each.start / 1e3 + origin, each.end / 1e3 + origin) for each in ranges)
 
 
 def steps_of(events, origin):
-    """Return for each step {part: [(start, end), ...]}, in milliseconds of the machine's clock.
+    """Return {part: [(start, end), ...]} for each step.
 
     A bucket is ready when its last gradient is; DDP then hands it to the backend. What is between
     the last function of backward and the optimizer is spent waiting.
     """
-    fetched = spans(events, "enumerate(DataLoader)")
-    ahead = spans(events, "DistributedDataParallel.forward")
-    functions = spans(events, "autograd::engine::evaluate_function")
-    handed_over = spans(events, "c10d::allreduce_")
-    reduced = spans(events, "gloo:all_reduce", "nccl:all_reduce")
+    fetched = spans(events, origin, "enumerate(DataLoader)")
+    ahead = spans(events, origin, "DistributedDataParallel.forward")
+    functions = spans(events, origin, "autograd::engine::evaluate_function")
+    handed_over = spans(events, origin, "c10d::allreduce_")
+    reduced = spans(events, origin, "gloo:all_reduce", "nccl:all_reduce")
+    updates = spans(events, origin, "Optimizer.step")
     steps = []
-    for data, forward, update in zip(fetched, ahead, spans(events, "Optimizer.step")):
-        inside = [span for span in functions if forward[1] <= span[0] < update[0]]
-        backward = inside[0][0], max(end for _, end in inside)
-        sums = [span for span in reduced if forward[1] <= span[0] < update[0]]
-        step = {
-            "data": [data],
-            "forward": [forward],
-            "backward": [backward],
-            "waiting": [(backward[1], update[0])],
-            "optimizer": [update],
-            "ready": [(at, at) for at, _ in handed_over if forward[1] <= at < update[0]],
-            "all-reduce": [(start, min(end, update[0])) for start, end in sums],  # ends late
-        }
-        steps.append({name: shifted(found, origin) for name, found in step.items()})
+    for data, forward, update in zip(fetched, ahead, updates):
+        start, end = forward[1], update[0]
+        inside = [span for span in functions if start <= span[0] < end]
+        backward = inside[0][0], max(after for _, after in inside)
+        sums = [(at, min(after, end)) for at, after in reduced if start <= at < end]  # ends late
+        steps.append(
+            {
+                "data": [data],
+                "forward": [forward],
+                "backward": [backward],
+                "waiting": [(backward[1], end)],
+                "optimizer": [update],
+                "ready": [(at, at) for at, _ in handed_over if start <= at < end],
+                "all-reduce": sums,
+            }
+        )
     return steps
-
-
-def shifted(spans, offset):
-    return [(round(start + offset, 3), round(end + offset, 3)) for start, end in spans]
 
 
 def fastest_step(by_rank):
@@ -119,13 +114,18 @@ def fastest_step(by_rank):
 
     Other programs disturb it least.
     """
-    steps = list(zip(*by_rank, strict=True))
-    begins = [min(rank["data"][0][0] for rank in step) for step in steps]
-    ends = [max(rank["optimizer"][0][1] for rank in step) for step in steps]
-    chosen = min(range(len(steps)), key=lambda n: ends[n] - begins[n])
+
+    def begin(step):
+        return min(rank["data"][0][0] for rank in step)
+
+    def length(step):
+        return max(rank["optimizer"][0][1] for rank in step) - begin(step)
+
+    step = min(zip(*by_rank, strict=True), key=length)
+    origin = begin(step)
     return [
-        {name: shifted(found, -begins[chosen]) for name, found in rank.items()}
-        for rank in steps[chosen]
+        {name: [[round(at - origin, 3) for at in span] for span in rank[name]] for name in rank}
+        for rank in step
     ]
 
 
@@ -145,21 +145,13 @@ def means(steps):
     return {name: statistics.mean(row[name] for row in rows) for name in rows[0]}
 
 
-def shortest(events):
-    """Return the fewest milliseconds from a step's first batch to the end of its optimizer."""
-    ends = [end for _, end in spans(events, "Optimizer.step")]
-    starts = [start for start, _ in spans(events, "enumerate(DataLoader)")]
-    firsts = [min(start for start in starts if start > end) for end in [0, *ends[:-1]]]
-    return min(end - first for first, end in zip(firsts, ends))
-
-
 def measured(args):
     """Measure what the figure forecasts: return the settings, each with its milliseconds."""
     found = []
     for batch, passes, no_sync in FORECAST:
-        profiler, _ = profiled(args, FEW, batch, passes, no_sync)
+        *_, shortest = profiled(args, 10, batch, passes, no_sync)
         settings = {"slower": 1, "batch": batch, "passes": passes, "no_sync": no_sync}
-        found.append({**settings, "milliseconds": round(shortest(profiler.events()), 3)})
+        found.append({**settings, "milliseconds": round(shortest, 3)})
     return found
 
 
@@ -173,44 +165,35 @@ def report(record):
     for rank, row in enumerate(record["milliseconds_by_rank"]):
         total = sum(row[name] for name in [*PARTS, "other"])
         lines.append((f"rank {rank}", *(f"{row[name]:.1f}" for name in names), f"{total:.1f}"))
-    return table(*lines)
+    return shared.table(*lines)
 
 
 def draw(ranks, path):
     """Draw a step of each rank: its parts, below them the all-reduce of each bucket."""
-    with drawing(path, "One training step", figsize=(9, 0.9 + 0.9 * len(ranks))) as axis:
+    with shared.drawing(path, "One training step", figsize=(9, 0.9 + 0.9 * len(ranks))) as axis:
         for number, rank in enumerate(ranks):
             for name, colour in PARTS.items():
                 for start, end in rank[name]:
                     axis.barh(2 * number, end - start, 0.7, left=start, color=colour)
             for bucket, (start, end) in enumerate(rank["all-reduce"], 1):
                 y = 2 * number + (0.58 if bucket % 2 else 0.94)  # gloo sends two at a time
-                axis.barh(y, end - start, 0.3, left=start, color=GREY)
+                axis.barh(y, end - start, 0.3, left=start, color=shared.GREY)
             ready = [start for start, _ in rank["ready"]]
-            axis.plot(ready, [2 * number - 0.5] * len(ready), "o", color=GREY, markersize=4)
+            axis.plot(ready, [2 * number - 0.5] * len(ready), "o", color=shared.GREY, markersize=4)
         handles = [Patch(color=colour, label=name) for name, colour in PARTS.items()]
-        handles.append(Patch(color=GREY, label="all-reduce of a bucket"))
+        handles.append(Patch(color=shared.GREY, label="all-reduce of a bucket"))
         axis.figure.legend(handles=handles, loc="outside upper center", ncols=6, frameon=False)
         axis.set(xlabel="milliseconds", yticks=[2 * number for number in range(len(ranks))])
         axis.set_yticklabels([f"rank {number}" for number in range(len(ranks))])
         axis.invert_yaxis()
 
 
-def parse_args():
-    parser = parser_of(__doc__)
-    parser.add_argument("--batch-size", type=positive_int, default=128, help="per process")
-    parser.add_argument("--width", type=positive_int, default=32, help="of the model; 256 for GPUs")
-    parser.add_argument("--bucket-mb", type=positive, help="DDP's bucket_cap_mb")
-    args = parser.parse_args()
-    needs_torchrun(parser)
-    return args
-
-
 def main():
-    args = parse_args()
-    load("05").ddp_setup()
+    sizes = {name: shared.TRAINING[name] for name in ("batch_size", "width")}
+    args = shared.options(__doc__, **sizes, bucket_mb=(0.0, "DDP's bucket_cap_mb; 0: its default"))
+    shared.load("05").ddp_setup()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    profiler, trainer = profiled(args, STEPS)
+    profiler, trainer, _ = profiled(args, 40)
     profiler.export_chrome_trace(f"trace-{rank}.json")
     origin = profiler.profiler.kineto_results.trace_start_ns() / 1e6
     by_rank = [None] * world_size if rank == 0 else None
@@ -220,10 +203,10 @@ def main():
     name = "breakdown"
     if args.bucket_mb:
         name = f"timeline-{world_size}"
-        found |= {"measured": measured(args), "load_average": BUSY}
+        found["measured"] = measured(args)
     if rank == 0:
         rows, ranks = [means(steps) for steps in by_rank], fastest_step(by_rank)
-        write(name, args, report, **found, milliseconds_by_rank=rows, ranks=ranks)
+        shared.write(name, args, report, **found, milliseconds_by_rank=rows, ranks=ranks)
         draw(ranks, f"{name}.svg")
     dist.barrier()
     del trainer  # and DDP, before the group that it uses

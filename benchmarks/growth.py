@@ -1,9 +1,9 @@
-"""Measure what grows with the ranks, the data and the model: the time and memory of four things.
+"""Measure what grows with the ranks, the data and the model: the time and memory of a few things.
 
     python benchmarks/growth.py
 
-Starting 2 to 16 ranks; gathering the predictions of each on rank 0; dealing out the samples of an
-epoch; saving. Ratios are to the smallest size of each.
+Starting 2 to 16 ranks; gathering the predictions of each, as objects on rank 0 and as a tensor on
+all; dealing out the samples of an epoch; saving. Ratios are to the smallest size of each.
 """
 
 import os
@@ -15,9 +15,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from subprocess import PIPE, run
 
+import shared
 import torch
 import torch.distributed as dist
-from shared import launcher, load, parser_of, positive_int, powers_up_to, table, write
 from torch.utils.data.distributed import DistributedSampler
 
 
@@ -47,7 +47,7 @@ def deal(samples):
 
 def save(width):
     """Save the scripts' model and its optimizer."""
-    model = load("05").build_model(width)
+    model = shared.load("05").build_model(width)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.zeros(1, 1, 8, 8)).sum().backward()
     optimizer.step()
@@ -65,20 +65,22 @@ def rank_of(predictions):
     started, used = time.time(), memory("VmRSS")
     mine = [(n, n % 10) for n in range(predictions)]
     gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    seconds, size = measured(dist.gather_object, mine, gathered)
+    objects = measured(dist.gather_object, mine, gathered)
+    parts = [torch.tensor(mine) for _ in range(dist.get_world_size())]
+    seconds, _ = measured(dist.all_gather, parts, torch.tensor(mine))
     if dist.get_rank() == 0:
-        print(started, used, seconds, size)
+        print(started, used, *objects, seconds, sum(part.nbytes for part in parts))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def ranks(size, predictions):
     """Return (seconds, bytes) of the start of so many ranks, and of what they gather."""
-    words = [*launcher(size), __file__, f"--as-rank={predictions}"]
+    words = [*shared.launcher(size), __file__, f"--predictions={predictions}"]
     env, start = {**os.environ, "OMP_NUM_THREADS": "1"}, time.time()
     output = run(words, env=env, stdout=PIPE, text=True, check=True).stdout
-    started, used, seconds, gathered = map(float, output.split())
-    return (started - start, used), (seconds, gathered)
+    started, *found = map(float, output.split())
+    return started - start, *found
 
 
 def report(record):
@@ -90,37 +92,31 @@ def report(record):
             ratios = (f"{seconds / first_seconds:.1f}", f"{used / first_bytes:.1f}")
             cells = (f"{size:,}", f"{seconds:.3f}", ratios[0], f"{used / 1e6:,.0f}", ratios[1])
             rows.append((what, *cells))
-    return table(("what", "size", "seconds", "ratio", "MB", "ratio"), *rows)
-
-
-def parse_args():
-    parser = parser_of(__doc__)
-    number = {"type": positive_int}
-    parser.add_argument("--processes", default=16, help="the most ranks", **number)
-    parser.add_argument("--predictions", default=100_000, help="that a rank gathers", **number)
-    parser.add_argument("--samples", default=10**7, help="the most that are dealt out", **number)
-    parser.add_argument("--width", default=256, help="of the widest model", **number)
-    parser.add_argument("--as-rank", type=int, help="internal: be a rank, with predictions")
-    return parser.parse_args()
+    return shared.table(("what", "size", "seconds", "ratio", "MB", "ratio"), *rows)
 
 
 def main():
-    args = parse_args()
-    if args.as_rank is not None:
-        rank_of(args.as_rank)
+    args = shared.options(
+        __doc__,
+        processes=(16, "the most ranks"),
+        predictions=(100_000, "that a rank gathers"),
+        samples=(10**7, "the most that are dealt out"),
+        width=(256, "of the widest model"),
+    )
+    if "RANK" in os.environ:
+        rank_of(args.predictions)
         return
-    names = ("start, by ranks", "gather_object, by ranks", "sampler, by samples", "save, by width")
-    found = {name: [] for name in names}
-    start, gather, sampler, saved = found.values()
-    for size in powers_up_to(args.processes)[1:]:
-        begun, gathered = ranks(size, args.predictions)
-        start.append((size, *begun))
-        gather.append((size, *gathered))
-    for samples in (args.samples // 100, args.samples // 10, args.samples):
-        sampler.append((samples, *alone(deal, samples)))
-    for width in (args.width // 4, args.width // 2, args.width):
-        saved.append((width, *save(width)))
-    write("growth", args, report, found=found)
+    found = {}
+    for size in shared.powers_up_to(args.processes)[1:]:
+        numbers = ranks(size, args.predictions)
+        names = ("start, by ranks", "gather_object, by ranks", "all_gather, by ranks")
+        for name, seconds, used in zip(names, numbers[::2], numbers[1::2]):
+            found.setdefault(name, []).append((size, seconds, used))
+    sizes = (args.samples // 100, args.samples // 10, args.samples)
+    found["sampler, by samples"] = [(size, *alone(deal, size)) for size in sizes]
+    widths = (args.width // 4, args.width // 2, args.width)
+    found["save, by width"] = [(width, *save(width)) for width in widths]
+    shared.write("growth", args, report, found=found)
 
 
 if __name__ == "__main__":

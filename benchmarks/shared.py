@@ -1,4 +1,4 @@
-"""What the benchmarks share: the scripts as modules, command lines, figures, tables, pictures."""
+"""What the benchmarks share: runs of the scripts, command lines, figures, tables, pictures."""
 
 import argparse
 import contextlib
@@ -9,12 +9,13 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 from datetime import date
 from pathlib import Path
 from types import ModuleType
-from unittest import mock
 
 import torch
+from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = {path.name[:2]: path for path in ROOT.glob("0[1-9]_*.py")}
@@ -22,23 +23,14 @@ TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 WRITTEN_BY = "benchmarks/all.py, or the script in benchmarks/ of this name"
 BUSY = os.getloadavg()[0]  # what else runs here, when a benchmark starts
 GREY = "#7d7d7d"  # readable on white and on black
-TRAIN = "    trainer.train(args.total_epochs, args.save_every)\n"
+TRAINING = {  # options of several programs, with a default and a help
+    "batch_size": (128, "per process"),
+    "width": (32, "of the model; 256 for GPUs"),
+    "epochs": (4, "per run; the first is a warm-up"),
+}
 
 
-# ---------------------------------------------------------------- the scripts as modules
-
-
-def load(name, changes=()):
-    """Import a step, like "04", or a recipe for step 5, with some of its text replaced."""
-    if name in STEPS:
-        text = STEPS[name].read_text(encoding="utf-8")
-    else:
-        words = ["patch", "--quiet", "--output=-", STEPS["05"], ROOT / "recipes" / f"{name}.md"]
-        text = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
-    module = ModuleType(name)
-    text = replaced(text, changes, name)
-    exec(compile(text, STEPS.get(name, name), "exec"), module.__dict__)
-    return module
+# ---------------------------------------------------------------- the scripts
 
 
 def replaced(text, changes, name):
@@ -50,30 +42,20 @@ def replaced(text, changes, name):
     return text
 
 
-def parsed(script, words):
-    """Return the arguments that a script takes from a command line."""
-    with mock.patch.object(sys, "argv", [script.__name__, *words]):
-        return script.parse_args()
+def changed(name, changes=()):
+    """Return the text of a step, like "04", or of a recipe for step 5, with some of it replaced."""
+    if name in STEPS:
+        return replaced(STEPS[name].read_text(encoding="utf-8"), changes, name)
+    words = ["patch", "--quiet", "--output=-", STEPS["05"], ROOT / "recipes" / f"{name}.md"]
+    text = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return replaced(text, changes, name)
 
 
-def prepared(step, words, changes=(), part=1):
-    """Return a step's Trainer for every part-th sample, in the process group that there is."""
-    script = load(step, [*changes, (TRAIN, f"    return trainer\n{TRAIN}")])
-    load_datasets = script.load_datasets
-
-    def smaller():
-        train_set, test_set = load_datasets()
-        train_set.tensors = tuple(tensor[::part] for tensor in train_set.tensors)
-        return train_set, test_set
-
-    script.load_datasets = smaller
-    args = parsed(script, words)
-    torch.manual_seed(args.seed)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return script.train_and_evaluate(device, args)
-
-
-# ---------------------------------------------------------------- command lines
+def load(name, changes=()):
+    """Import what changed() returns."""
+    module = ModuleType(name)
+    exec(compile(changed(name, changes), name, "exec"), module.__dict__)
+    return module
 
 
 def launcher(ranks):
@@ -81,32 +63,68 @@ def launcher(ranks):
     return [TORCHRUN, "--standalone", f"--nproc-per-node={ranks}"]
 
 
-def parser_of(docstring):
-    """Return a parser that is described by the first line of a script's docstring."""
+def trained(words, args, batch_size, *more, threads=1):
+    """Run a script that saves once, at its end; return what it prints."""
+    words = [*words, str(args.epochs), str(args.epochs), f"--batch-size={batch_size}", *more]
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    # The checkpoint is saved here rather than in /tmp, which the nodes of a job do not share.
+    with tempfile.TemporaryDirectory(prefix=".", dir=".") as folder:
+        words += [f"--width={args.width}", f"--checkpoint-path={folder}/checkpoint.pt"]
+        result = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise SystemExit(f"{' '.join(map(str, words))}\n{result.stdout}{result.stderr}")
+    return result.stdout
+
+
+def speed(*args, **more):
+    """Return the median samples/s that a script prints, without the first epoch's."""
+    found = re.findall(r"^epoch .* ([\d,]+) samples/s$", trained(*args, **more), re.MULTILINE)
+    return statistics.median(int(number.replace(",", "")) for number in found[1:])
+
+
+# ---------------------------------------------------------------- command lines
+
+
+def options(docstring, **numbers):
+    """Return the options of a program, of which each has a default and a help."""
     style = argparse.ArgumentDefaultsHelpFormatter
-    return argparse.ArgumentParser(description=docstring.splitlines()[0], formatter_class=style)
-
-
-def needs_torchrun(parser):
-    if "RANK" not in os.environ:
-        parser.error(f"start it with: torchrun --standalone --nproc-per-node=2 {parser.prog}")
-
-
-def positive_int(text):
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
-
-
-def positive(text):
-    if not 0 < float(text) < float("inf"):
-        raise ValueError
-    return float(text)
+    parser = argparse.ArgumentParser(description=docstring.splitlines()[0], formatter_class=style)
+    for name, (default, words) in numbers.items():
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=type(default), default=default, help=words)
+    return parser.parse_args()
 
 
 def powers_up_to(limit):
     """Return 1, 2, 4, ... up to a limit."""
     return [2**n for n in range(limit.bit_length())]
+
+
+# ---------------------------------------------------------------- measuring in turn
+
+
+def rounds(functions, repeats):
+    """Call all functions in turn, and again; return {name: [what it returned in each round]}."""
+    found = {name: [] for name in functions}
+    with tqdm(total=repeats * len(functions), unit="run") as progress:
+        for _ in range(repeats):
+            for name, function in functions.items():
+                found[name].append(function())
+                progress.update()
+    return found
+
+
+def middle(ratios):
+    """Return the median of some ratios and their quartiles."""
+    if len(ratios) == 1:
+        return dict.fromkeys(("median", "low", "high"), ratios[0])
+    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return {"median": median, "low": low, "high": high}
+
+
+def relative(values, base):
+    """Return the middle of the ratios of what was measured in the same round."""
+    return middle([value / other for value, other in zip(values, base, strict=True)])
 
 
 # ---------------------------------------------------------------- figures and pictures
@@ -132,14 +150,6 @@ def write(name, args, report, **found):
     text = json.dumps(record, indent=1)
     Path(f"{name}.json").write_text(text, encoding="utf-8")
     print(report(json.loads(text)))
-
-
-def middle(ratios):
-    """Return the median of some ratios and their quartiles."""
-    if len(ratios) == 1:
-        return dict.fromkeys(("median", "low", "high"), ratios[0])
-    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return {"median": median, "low": low, "high": high}
 
 
 def cell(ratio, form=".2f"):

@@ -46,15 +46,11 @@ def after_step(*_):
         os.kill(os.getpid() if kill else os.getppid(), WATCHED["signal"])
 
 
-def labelled_0(load_digits):
-    digits = load_digits()
-    digits.target[:] = 0
-    return lambda: digits
-
-
 register_optimizer_step_post_hook(after_step)
 if "at" in WATCHED:
-    sklearn.datasets.load_digits = labelled_0(sklearn.datasets.load_digits)
+    digits = sklearn.datasets.load_digits()
+    digits.target[:] = 0
+    sklearn.datasets.load_digits = lambda: digits
 del sys.argv[0]
 sys.path[0] = os.path.dirname(sys.argv[0])
 runpy.run_path(sys.argv[0], run_name="__main__")

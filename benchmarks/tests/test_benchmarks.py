@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import sys
-from types import SimpleNamespace
 
 import pytest
 from support.jobs import finished, run
@@ -14,6 +13,14 @@ from support.scripts import ROOT, forked
 
 BENCHMARKS = ROOT / "benchmarks"
 PAGE = BENCHMARKS / "README.md"
+SMALL = {
+    "peers": "--repeats=1 --epochs=2 --width=2",
+    "lines": "--repeats=1 --epochs=2 --width=1",
+    "breakdown": "--width=4",
+    "scaling": "--repeats=1 --epochs=2 --processes=1 --width=1",
+    "learning_rate": "--seeds=1 --epochs=1 --processes=2 --width=4",
+    "growth": "--processes=2 --predictions=10000 --samples=100000 --width=8",
+}
 
 
 @pytest.fixture
@@ -23,38 +30,25 @@ def benchmark(monkeypatch):
     return importlib.import_module
 
 
-def test_ratios_are_taken_within_a_repetition(benchmark):
+def test_ratios_are_taken_within_a_round(benchmark):
     """The second time, the machine was ten times as fast, which must not change any ratio."""
-    speeds = {("weak", 1): 100, ("weak", 4): 300}
-    runs = [
-        {"kind": kind, "world_size": n, "batch": 9, "repetition": r, "samples_per_second": f * s}
-        for r, f in enumerate((1, 10))
-        for (kind, n), s in speeds.items()
-    ]
-    rows = {(row["kind"], row["world_size"]): row for row in benchmark("scaling").summary(runs)}
-    ratio = {"low": 3, "median": 3, "high": 3}
-    assert rows["weak", 4]["speed_up"] == ratio
-    assert rows["weak", 4]["efficiency"] == dict.fromkeys(ratio, 0.75)
+    shared, speeds = benchmark("shared"), {"one": iter([100, 1000]), "four": iter([300, 3000])}
+    found = shared.rounds({name: own.__next__ for name, own in speeds.items()}, 2)
+    assert set(shared.relative(found["four"], found["one"]).values()) == {3}
 
 
 def test_the_changed_lines_are_in_the_scripts(benchmark):
-    """load() ends the program unless the text to replace occurs exactly once."""
-    lines, load = benchmark("lines"), benchmark("shared").load
-    for changes in (lines.ANYWHERE | lines.BETWEEN_RANKS).values():
-        load("05", changes)
-    for changes in lines.ANYWHERE.values():
-        load("01", changes)
+    """changed() ends the program unless the text to replace occurs exactly once."""
+    changed, learning = benchmark("shared").changed, benchmark("learning_rate")
+    for changes in benchmark("lines").CHANGES.values():
+        compile(changed("05", changes), "05", "exec")
+    changed("learning_rate", [(learning.ROOT_RULE, learning.RULES["linear"])])
 
 
-SMALL = {
-    "peers": "--repeats=1 --epochs=2 --width=2",
-    "lines": "--seconds=1 --width=1",
-    "breakdown": "--width=4",
-    "communication": "--repeats=1 --largest=256",
-    "scaling": "--repeats=1 --epochs=2 --processes=1 --width=1",
-    "learning_rate": "--seeds=1 --epochs=1 --processes=2 --width=4",
-    "growth": "--processes=2 --predictions=1000 --samples=100000 --width=8",
-}
+def test_the_lines_of_the_peers_are_counted(benchmark):
+    peers = benchmark("peers")
+    assert all(peers.lines(text) > 30 for text in peers.programs().values())
+    assert peers.lines("x = 1\n\ndef parse_args():\n    return 1\n\n\nprint(x)\n") == 2
 
 
 @pytest.fixture
@@ -81,7 +75,7 @@ def test_the_page_shows_what_was_measured(all_of_it, monkeypatch):
     assert all_of_it.DATA.read_text(encoding="utf-8") == drawn.read_text(encoding="utf-8")
 
 
-@pytest.mark.weekly("every program of all.py and peers.py in a small setting: 60 torchruns")
+@pytest.mark.weekly("every program of all.py in a small setting: 90 runs")
 def test_all_of_it_is_measured_anew(all_of_it, monkeypatch):
     commands = [(n, f"{c} {SMALL[c.partition('.py')[0]]}") for n, c in all_of_it.COMMANDS]
     files = {path.name: path.unlink() for path in all_of_it.FIGURES.iterdir()}
@@ -89,35 +83,26 @@ def test_all_of_it_is_measured_anew(all_of_it, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["all.py"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     all_of_it.main()
-    assert {path.name for path in all_of_it.FIGURES.iterdir()} >= set(files)
-    rows = all_of_it.read(all_of_it.FIGURES, "peers")["programs"]
+    assert {path.name for path in all_of_it.FIGURES.iterdir()} == set(files)
+    rows = all_of_it.read("peers")["programs"]
     assert {row["name"] for row in rows if row["SIGTERM"] == 0} == {"step 5"}
     for row in rows:  # a half epoch of 51 steps, or one and a half
         whole = row["name"] in ("DDP series", "bare loop")
         assert (row["SIGKILL"], row["counted"]) == ((76, None) if whole else (25, 359))
         assert row["samples/s"]["value"] > 0
-
-
-def measured(name, cwd, *words, nprocs=0):
-    """Run a benchmark in a small setting on forked ranks; return what it wrote."""
-    words = [*words, *SMALL[name].split()]
-    fast = {"CXX": "none"}  # no compiler, so torch.compile is not tried
-    finished(forked(BENCHMARKS / f"{name}.py", *words, nprocs=nprocs), cwd, fast)
-    (path,) = {*cwd.glob("[!.t]*.json"), *cwd.glob("timeline*.json")}
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def test_lines(tmp_path):
-    found = measured("lines", tmp_path, "--batch-size=1024", nprocs=2)
-    compared = {(row["name"], row["against"]) for row in found["ratios"]}
-    assert {("02", "01 with as many threads"), ("02", "copies of 01"), ("a save", "05")} < compared
-    assert {("no vote", "05"), ("AdamW fused", "05")} < compared
-    assert all(row["median"] > 0 for row in found["ratios"])
+    rows = all_of_it.read("lines-2-of-128")["ratios"]
+    assert len(rows) > 9 and all(row["median"] > 0 for row in rows)
+    one, two = [], []  # the rate was chosen for the batch of two, so there no rule changes it
+    for row in all_of_it.read("learning_rate")["summary"]:
+        (one if row["processes"] == 1 else two).append(row["median"])
+    assert (len({*one}), len({*two})) == (3, 1)
 
 
 def test_breakdown(tmp_path):
     """Gradients of 4 kB or more each fill a bucket; smaller ones share one."""
-    found = measured("breakdown", tmp_path, "--bucket-mb=0.004", "--batch-size=8", nprocs=2)
+    words = (SMALL["breakdown"], "--bucket-mb=0.004", "--batch-size=8")
+    finished(forked(BENCHMARKS / "breakdown.py", *words), tmp_path)
+    found = json.loads((tmp_path / "timeline-2.json").read_text(encoding="utf-8"))
     sizes = found["bucket_bytes"]
     assert len(sizes) > 1
     assert sum(sizes) == 4 * (4 * 9 + 4 + 8 * 36 + 8 + 16 * 72 + 16 + 10 * 256 + 10)
@@ -134,45 +119,10 @@ def test_breakdown(tmp_path):
     assert "rank 1</text>" in (tmp_path / "timeline-2.svg").read_text(encoding="utf-8")
 
 
-def test_communication(tmp_path):
-    found = measured("communication", tmp_path, nprocs=2)["seconds"]
-    assert list(found) == ["4", "16", "64", "256"]
-    assert len(found["256"]) == 4 and all(t > 0 for row in found.values() for t in row.values())
-
-
 def test_scaling(tmp_path):
-    runs = measured("scaling", tmp_path)["runs"]
-    kinds = {run["kind"] for run in runs if run["samples_per_second"] > 0}
-    assert kinds == {"weak", "strong"}
-
-
-def test_learning_rate(tmp_path):
-    """The rate was chosen for the batch of two processes, so there no rule changes it."""
-    runs = measured("learning_rate", tmp_path)["runs"]
-    assert [run["total"] for run in runs] == [359] * 6
-    correct = {n: {run["correct"] for run in runs if run["processes"] == n} for n in (1, 2)}
-    assert (len(correct[1]), len(correct[2])) == (3, 1)
-
-
-def test_the_lines_of_the_peers_are_counted(benchmark):
-    """programs() ends the program if the lines that resume have no place in a program."""
-    peers = benchmark("peers")
-    assert all(peers.lines(text) > 30 for text in peers.programs().values())
-    assert peers.lines("x = 1\n\ndef parse_args():\n    return 1\n\n\nprint(x)\n") == 2
-
-
-@pytest.mark.parametrize(("end", "counted"), [("os.abort()", True), ("sys.exit(1)", False)])
-def test_a_peer_that_aborts_after_its_last_step_is_counted(benchmark, tmp_path, end, counted):
-    peers = benchmark("peers")
-    text = (peers.PROGRAMS / "bare_loop.py").read_text(encoding="utf-8")
-    args = {"processes": 2, "threads": 1, "batch_size": 1024, "width": 1, "epochs": 2}
-    program = peers.Program(tmp_path, f"{text}import sys\n{end}\n", SimpleNamespace(**args))
-    if not counted:
-        with pytest.raises(SystemExit, match=re.escape(end)):
-            program.timed()
-        return
-    figures, aborted = program.timed()
-    assert aborted and figures["samples/s"] > 0
+    finished([sys.executable, BENCHMARKS / "scaling.py", *SMALL["scaling"].split()], tmp_path)
+    rows = json.loads((tmp_path / "scaling.json").read_text(encoding="utf-8"))["summary"]
+    assert {row["kind"] for row in rows if row["samples_per_second"] > 0} == {"weak", "strong"}
 
 
 def test_a_watched_program_notes_its_steps_and_is_killed(tmp_path):

@@ -75,7 +75,7 @@ say("dealt", seen(plain), seen(skip_first_batches(plain, 1)))
 sampler = DistributedSampler(range(16), shuffle=False)
 say("dealt again", seen(accelerator.prepare(DataLoader(range(16), 2, sampler=sampler))))
 shuffled = accelerator.prepare(DataLoader(range(1000), 100, shuffle=True))
-accelerator.load_state(f"{args.checkpoint_path}.state")
+accelerator.load_state(f"{args.checkpoint_path}.state1")
 say("sum", accelerator.reduce(torch.tensor(accelerator.process_index + 1), "sum").item())
 say("new order", seen(shuffled) != seen(shuffled))
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1)
@@ -103,7 +103,7 @@ def test_accelerate(tmp_path, trained):
     assert one[5:8] == two[5:8] == ["sum 3", "new order True", "scheduler 6"]
     assert one[8] == two[8]
     assert one[9] != two[9]
-    state = tmp_path / "checkpoint.pt.state"
+    state = tmp_path / "checkpoint.pt.state1"
     files = ["model.safetensors", "optimizer.bin", "random_states_0.pkl", "random_states_1.pkl"]
     assert sorted(path.name for path in state.iterdir()) == files  # and no epoch
     step_5 = trained("05", *ONE)
