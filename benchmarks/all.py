@@ -1,6 +1,6 @@
 """Measure everything that README.md shows, and write it there.
 
-    python benchmarks/all.py            measure (about an hour on two idle cores), then write
+    python benchmarks/all.py            measure (about 40 minutes on two idle cores), then write
     python benchmarks/all.py --tables   only write the tables again, from the files in figures/
 
 The tables are in README.md, between <!-- measured: FILE --> and <!-- end -->.
