@@ -58,8 +58,10 @@ PassBegun = kind(
 # each; labels: a checksum of the smallest part of each, if it has several
 Batch = kind("Batch", "number indices base samples labels")
 PassEnded = kind("PassEnded", "number")
+Looked = kind("Looked")  # a model was called without gradients, for the first time since a batch
 EpochSet = kind("EpochSet", "value")  # it called set_epoch
-# A random number generator made its first sample; checksums of its state
+# A random number generator made its first sample; checksums of its state. source: whose it is, or
+# "generator" for those that the data set keeps
 Drawn = kind("Drawn", "source before after worker")
 # After a gather, a tensor was cut to length. order: it held what the ranks gave in "blocks" of one
 # rank each, or in "another" order; empty if in turns, as DistributedSampler deals, or unknown

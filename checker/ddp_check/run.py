@@ -21,12 +21,10 @@ from ddp_check.protocol import HERE, STACKS, VARIABLE, Task
 CHECKPOINT = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".new", ".interrupted")
 CONFIG = (".py", ".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".env")
 STARTS = r"\bspawn\(|\bstart_processes\(|\bProcess\(\s*target"  # starts its own processes
+IMPORT = r"^\s*(?:from|import)\s.+"
 SETS = r"""environ\[["'](\w+)["']\]\s*=[^=]"""
 ASKS = r"""(?:environ(?:\.get)?|getenv)[\[(]["']((?:LOCAL_)?RANK)["'][\],)]"""
-# What torch.distributed.launch passes; before PyTorch 2, with an underscore.
-LOCAL_RANK = r"""add_argument\(\s*["'](--local[-_]rank)["'](?:,\s*["'](--local[-_]rank)["'])?"""
 USES_GPUS = r"nccl|cuda|device_ids|torch\.accelerator|\.to\(\w*rank\)"
-PROGRESS = (events.Step, events.Wrap, events.Join, object)  # shows how far a run came
 TORCHRUN = "torch.distributed.run --standalone --nproc-per-node NPROC"
 LAUNCHERS = {  # what precedes the script on the command line
     "python": [sys.executable],  # the script starts its own processes
@@ -44,11 +42,21 @@ def launcher_of(text):
 
 def local_rank_option(text):
     """Return the option by which a script may learn its local rank, and its line, or ("", 0)."""
-    found = re.search(LOCAL_RANK, text)
-    if not found:
-        return "", 0
-    option = "--local-rank" if "--local-rank" in found.groups() else found[1]
-    return option, text[: found.start()].count("\n") + 1
+    for option in ("--local-rank", "--local_rank"):  # torch.distributed.launch passes the first
+        if found := re.search(rf"""add_argument\([^)]*["']{option}["']""", text):
+            return option, text[: found.start()].count("\n") + 1
+    return "", 0
+
+
+def with_imports(text, files):
+    """Return the text of a script with those of the modules among these files that it imports."""
+    left = {name: more for name, more in files.items() if name.endswith(".py")}
+    while True:
+        words = set(re.findall(r"\w+", " ".join(re.findall(IMPORT, text, re.M))))
+        more = [name for name in left if Path(name).stem in words]
+        if not more:
+            return text
+        text += "".join(left.pop(name) for name in more)
 
 
 def small_files(folder):
@@ -103,8 +111,10 @@ class Plan:
         asked = local_rank_option(self.text) if self.launcher == "torchrun" else ("", 0)
         self.may_need, self.option_line = asked
         self.option = ""  # it is passed only if the script does not do without it
-        self.uses_gpus = bool(re.search(USES_GPUS, self.text))
-        at_once = self.uses_gpus and "is_available" not in self.text
+        files = {**small_files(Path.cwd()), **small_files(self.path.parent)}
+        text = with_imports(self.text, files)
+        self.uses_gpus = bool(re.search(USES_GPUS, text))
+        at_once = self.uses_gpus and "is_available" not in text
         self.translated = self.translate == "yes" or (self.translate == "auto" and at_once)
         self.lacking = ""  # how the run without translated calls ended
 
@@ -112,17 +122,17 @@ class Plan:
     def undisturbed(self):
         """An uninterrupted run, with GPU calls translated if the script fails without GPUs."""
         run = self.run("undisturbed")
-        trained = run.all(events.Join, events.Step)
-        idle = self.uses_gpus and run.returncode == 0 and not trained
+        idle = self.uses_gpus and run.returncode is not None and not run.all(events.Step)
         if self.translate == "auto" and not self.translated and (run.lacks_gpus or idle):
             self.translated = True
-            self.lacking = "no training" if idle else run.ending
+            self.lacking = run.ending if run.returncode else "no training"
             run = self.run("translated")
-        if self.may_need and needs_its_local_rank(run):
+        steps, _, _, gpus, _ = progress(run)
+        early = run.returncode != 0 and not steps
+        if self.may_need and (early or gpus == 1 < self.nproc):
             self.option = self.may_need
             other = self.run("with_option")
-            came = [[len(one.all(kind)) for kind in PROGRESS] for one in (run, other)]
-            if other.returncode == 0 or came[1] > came[0]:
+            if other.returncode == 0 or progress(other) > progress(run):
                 return other
             self.option = ""
         return run
@@ -183,11 +193,11 @@ class Plan:
         return [*words, str(cwd / path.relative_to(here) if copied else path)]
 
 
-def needs_its_local_rank(run):
-    """Return whether a run failed early, or all ranks took one GPU."""
-    used = {rank: {event.index for event in of} for rank, of in run.of(events.Gpu).items() if of}
-    failed = run.returncode != 0 and not run.all(events.Step)
-    return failed or (len(used) > 1 and len(set.union(*used.values())) == 1)
+def progress(run):
+    """Return how far a run came: steps, wrapped models, joined ranks, GPUs, and all events."""
+    kinds = (events.Step, events.Wrap, events.Join, object)
+    steps, wraps, joins, every = (len(run.all(kind)) for kind in kinds)
+    return steps, wraps, joins, len({event.index for event in run.all(events.Gpu)}), every
 
 
 def module_path(name):

@@ -235,6 +235,17 @@ LENGTH = [
     ("    with torch.no_grad", "    batches = iter(part)\n    with torch.no_grad"),
     ("for inputs, _ in part]", "for inputs, _ in (next(batches) for _ in range(len(part)))]"),
 ]
+LOGGED = [
+    ("import os\n", "import logging\nimport os\n"),
+    before("    torch.manual_seed(0)\n", '    logging.basicConfig(filename="log", level="INFO")\n'),
+    ("print(f", "logging.info(f"),
+]
+OWN = [
+    ("self.x, self.y = x,", "self.own, self.x, self.y = torch.Generator(), x,"),
+    (ITEM, "return self.x[index] + torch.rand(4, generator=self.own), self.y[index]"),
+    after(DATA, "    data.dataset.own.manual_seed(dist.get_rank())\n"),
+    *DROPOUT,
+]
 WAITS = ("            dist.barrier()\n", "")
 IN_TURN = [
     before(SHOW, "        for turn in range(size):\n"),
@@ -299,9 +310,9 @@ GPUS = [
     ),
 ]
 TRANSLATED = {
-    *("torch.cuda.set_device()", "pin_memory", ".to(0)", "device_ids", "GradScaler"),
-    *("torch.cuda.init()", "torch.Generator(device)", "a stream or an event"),
-    *('"cuda:0"', ".cuda()", 'autocast("cuda")', "map_location", "torch.cuda.synchronize()"),
+    *("torch.cuda.set_device()", "torch.cuda.synchronize()", "torch.cuda.init()", ".cuda()"),
+    *("pin_memory", "device_ids", "device_id", ".to(0)", '"cuda:0"', '"cuda"'),
+    *("torch.Generator(device)", "a stream or an event"),
 }
 
 CENTERED = """class Centered(nn.Module):
@@ -488,6 +499,18 @@ KINDS = {
         r"a mean over batches of unequal size.+ \(print",
         [("DataLoader(data, 8", "DataLoader(data, 10")],
     ),
+    "logged by all ranks": Kind(
+        {"one_rank_prints": UNSURE},
+        [before(SHOW, '        logging.info(f"epoch {epoch}")\n')],
+        r"\(logging.info",
+        LOGGED,
+    ),
+    "of rank 0, logged": Kind(
+        PRINTED_LOSS, [(SUM, "")], r"is the loss of rank 0.+ \(logging.info", LOGGED
+    ),
+    "a generator of the data set": Kind(
+        RANDOM, [("_seed(dist.get_rank())", "_seed(7)")], rf"call generator.+ {LOADS}", OWN
+    ),
     # ------------------------------------------------------------ GPUs
     "a GPU that is not there": Kind(
         GPU, [("targets.to(rank)", "targets.cuda(7)")], r"\(inputs, targets = ", GPUS
@@ -517,18 +540,6 @@ def test_kind(name, tmp_path):
     assert re.search(kind.say, f"{verdicts[rule].text} ({line_of(verdicts[rule])})")
 
 
-def test_what_may_be_wrong_does_not_pass(tmp_path):
-    """The data set owns a generator; rank 0 prints its own loss, too short to be recognized."""
-    changes = [
-        ("self.x, self.y = x", "self.own, self.x, self.y = torch.Generator(), x"),
-        (ITEM, "return self.x[index] + torch.rand(4, generator=self.own), self.y[index]"),
-        *[*ALONE, (SUM, "        dist.barrier()\n"), (PRINTED, "{loss.item():.1f}")],
-    ]
-    _, verdicts = judged(write(tmp_path / "train.py", BASE, changes))
-    assert told(verdicts) == {}
-    assert {verdicts[name].status for name in (*RANDOM, *PRINTED_LOSS)} == {UNSEEN}
-
-
 @pytest.mark.parametrize("deleted", [False, True])
 def test_what_the_observer_changes_is_listed(tmp_path, deleted):
     """Without its wait, a model that outlives its process group could hang."""
@@ -553,12 +564,26 @@ def test_calls_for_gpus_are_translated(tmp_path):
     assert "\nTranslated for the CPU: torch.cuda.is_available() (asks.py:2), " in report
 
 
-def test_nccl_may_be_named_in_another_file(tmp_path):
+PLACES = """import torch
+BACKEND = "nccl"
+def place(value, rank):
+    torch.cuda.set_device(rank)
+    value = value.cuda(INDEX)
+    with torch.cuda.device(rank):
+        assert value.is_cuda and value.get_device() == torch.cuda.current_device()
+    return value.to(torch.device("cuda", value.get_device()))
+"""
+
+
+@pytest.mark.parametrize(("index", "says"), [("rank", {}), ("7", GPU)])
+def test_gpus_may_be_used_in_another_file(tmp_path, index, says):
     """gloo's threads are no fault of a script that is for NCCL."""
-    (tmp_path / "settings.py").write_text('BACKEND = "nccl"', encoding="utf-8")
-    changes = [("import os\n", "import os\nfrom settings import *\n"), ('"gloo"', "BACKEND")]
-    _, verdicts = judged(write(tmp_path / "train.py", BASE, changes), translate="yes")
-    assert told(verdicts) == {}
+    (tmp_path / "places.py").write_text(PLACES.replace("INDEX", index), encoding="utf-8")
+    changes = [("import os\n", "import os\nfrom places import *\n"), ('"gloo"', "BACKEND")]
+    changes.append(before(TRAIN, "            inputs = place(inputs, rank)\n"))
+    _, verdicts = judged(write(tmp_path / "train.py", BASE, changes))
+    assert told(verdicts) == says
+    assert verdicts["own_gpu"].where == ("places.py:5" if says else verdicts["own_gpu"].where)
     assert verdicts["no_thread_left"].status == NONE
 
 

@@ -2,18 +2,20 @@
 
 import contextlib
 import operator
+import pickle
 import random
 import sys
 import zlib
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 
+import torch
 from torch.utils import data
 from torch.utils.data.distributed import DistributedSampler
 
 from ddp_check import events
 from ddp_check.observer.lengths import watch_no_lengths
 from ddp_check.observer.report import TASK, say, seen, watch
-from ddp_check.observer.values import checksum, fingerprint, random_state, sample_checksums
+from ddp_check.observer.values import checksum, fingerprint, parts_of, sample_checksums
 
 
 def contents(dataset):
@@ -26,23 +28,15 @@ def contents(dataset):
     return dataset, indices
 
 
-@dataclass
-class Asked:
-    """What a DataLoader's iterator has requested so far."""
-
-    number: int  # of the pass
-    kept: list | None  # the indices that Subsets keep
-    samples: int  # loaded for the next step before
-    indices: list = field(default_factory=list)  # of each batch
-    given: int = 0  # batches
-
-
 def begin(loader, iterator):
     """Report the start of a pass over a DataLoader."""
     seen.passes += 1
     seen.new_pass = True
     dataset, kept = contents(loader.dataset)
-    iterator._ddp_check = Asked(seen.passes, kept, seen.samples)
+    # For the iterator: the number of the pass, the indices that Subsets keep, the samples that were
+    # loaded for the next step before, the indices of each batch that it asked for, batches it gave
+    asked = {"number": seen.passes, "kept": kept, "samples": seen.samples}
+    iterator._ddp_check = SimpleNamespace(**asked, indices=[], given=0)
     batches = loader.batch_sampler
     while hasattr(batches, "batch_sampler"):  # Accelerate wraps it
         batches = batches.batch_sampler
@@ -118,6 +112,7 @@ def next_batch(do, self):
     with contextlib.suppress(Exception):  # an exotic batch must not crash the user's script
         samples, labels = sample_checksums(batch)
     seen.samples += len(samples or ())
+    seen.fresh = True
     known = {"samples": samples, "labels": labels}
     say(events.Batch, number=asked.number, indices=indices, base=base, **known)
     return batch
@@ -131,12 +126,31 @@ def integers(indices):
     return None
 
 
-def random_states():
-    states = {"torch": random_state(), "random": hash(random.getstate()[1])}
-    if "numpy.random" in sys.modules:
-        _, keys, position, *_ = sys.modules["numpy.random"].get_state()
-        states["numpy"] = zlib.crc32(keys.tobytes(), position)
-    return states
+def generators(dataset):
+    """Return the generators of random numbers that a data set keeps."""
+    found, left = [], [dataset]
+    with contextlib.suppress(Exception):  # an exotic data set must not crash the user's script
+        for value in left:  # it grows
+            made = isinstance(value, torch.Generator | random.Random)
+            if made or hasattr(value, "bit_generator"):  # NumPy's
+                found.append(value)
+            elif len(left) < 1000:
+                left += parts_of(value)
+    return found
+
+
+def random_states(own):
+    """Return checksums of the states of the global generators and of the data set's own."""
+    numpy = sys.modules.get("numpy.random")
+    found = {"torch": [torch.default_generator], "random": [random._inst], "generator": own}
+    found["numpy"] = [numpy.mtrand._rand] if numpy else []
+    return {name: zlib.crc32(repr([*map(state_of, of)]).encode()) for name, of in found.items()}
+
+
+def state_of(generator):
+    if isinstance(generator, torch.Generator):
+        return checksum([generator.get_state()])
+    return zlib.crc32(pickle.dumps(generator))
 
 
 drawing = set()  # the generators that this process has drawn from to make samples
@@ -145,9 +159,11 @@ drawing = set()  # the generators that this process has drawn from to make sampl
 @watch(data._utils.fetch._MapDatasetFetcher, "fetch")
 def fetch(do, self, indices):
     """Report the state from which each generator makes this process's first random sample."""
-    before = random_states()
+    if not hasattr(self, "_ddp_check"):
+        self._ddp_check = generators(self.dataset)
+    before = random_states(self._ddp_check)
     batch = do(self, indices)
-    now, worker = random_states(), data.get_worker_info()
+    now, worker = random_states(self._ddp_check), data.get_worker_info()
     for name in before.keys() - drawing:
         if now[name] != before[name]:
             drawing.add(name)

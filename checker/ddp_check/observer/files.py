@@ -1,5 +1,7 @@
 """Observes what is printed, written and loaded."""
 
+import contextlib
+import logging
 import os
 import re
 import shutil
@@ -8,7 +10,8 @@ import sys
 import torch
 
 from ddp_check.events import Load, Opened, Print, Renamed, Save, Saved
-from ddp_check.observer.report import TASK, called_by_script, say, seen, watch, where
+from ddp_check.observer.report import TASK, called_by_script, report_calls, say, seen, watch, where
+from ddp_check.protocol import is_own
 
 
 class Printed:
@@ -47,6 +50,14 @@ def unlink(path, mode="w"):
             shutil.copyfile(original, path)
 
 
+@watch(logging.StreamHandler, "emit")  # a FileHandler is one, too
+def log(do, self, record):
+    if is_own(record.pathname) and not isinstance(self.stream, Printed):
+        with contextlib.suppress(Exception):  # logging tells what is wrong with a record
+            say(Print, text=self.format(record)[:200])
+    return do(self, record)
+
+
 sys.stdout = Printed(sys.stdout)
 sys.addaudithook(audit)
 
@@ -72,9 +83,8 @@ def prefixed(obj, prefix="module."):
             yield from prefixed(value)
 
 
-@watch(torch, "load")
-def load(do, f, *args, **kwargs):
-    only = kwargs.get("weights_only")
-    if called_by_script():
-        say(Load, weights_only=only is None or bool(only))
-    return do(f, *args, **kwargs)
+def loaded(_, kwargs):
+    return called_by_script() and {"weights_only": kwargs.get("weights_only") in (None, True)}
+
+
+report_calls(torch, "load", Load, loaded)

@@ -2,8 +2,8 @@
 
 import contextlib
 import functools
+import inspect
 import os
-import re
 import socket
 import sys
 import time
@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from ddp_check import events
 from ddp_check.observer.lengths import watch_lengths
 from ddp_check.observer.models import describe_models
-from ddp_check.observer.report import called_by_script, say, seen, watch, where
+from ddp_check.observer.report import called_by_script, report_calls, say, seen, watch, where
 from ddp_check.observer.values import checksum, tensors_in
 
 COLLECTIVES = (
@@ -28,22 +28,13 @@ COLLECTIVES = (
 ADD = ("all_reduce", "reduce")
 SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 COUNTS = 64  # numbers that are added up at once, among which may be that of the samples
-RECEIVE = ("recv", "recv_object_list")
-
-
-def is_here(host):
-    with contextlib.suppress(OSError):
-        for family, *_, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
-            with socket.socket(family) as probe:
-                probe.bind(address)
-                return True
-    return False
+RECEIVE = "recv recv_object_list"
 
 
 def meet_here(address):
     """Replace the host in `tcp://HOST:PORT` or `HOST` if it is another machine's."""
     host = urlsplit(address).hostname if "//" in address else address
-    if not host or is_here(host):
+    with contextlib.suppress(OSError), socket.create_server((host or "", 0)):
         return address
     say(events.OtherMachine, host=host)
     return address.replace(host, "localhost")
@@ -52,15 +43,14 @@ def meet_here(address):
 @watch(c10d, "init_process_group")
 def init_process_group(do, *args, **kwargs):
     early = "torch.distributed.nn" in sys.modules
-    method = str(kwargs.get("init_method") or "")
+    call = inspect.signature(do).bind(*args, **kwargs)
+    method = call.arguments.get("init_method") or ""
     if method.startswith("tcp://"):
-        kwargs["init_method"] = meet_here(method)
+        call.arguments["init_method"] = meet_here(method)
     elif "MASTER_ADDR" in os.environ:
         os.environ["MASTER_ADDR"] = meet_here(os.environ["MASTER_ADDR"])
-    result = do(*args, **kwargs)
-    method = str(kwargs.get("init_method") or (args[1] if len(args) > 1 else ""))
-    address = re.fullmatch(r"tcp://.*:(\d+).*", method)
-    port = address[1] if address else os.environ.get("MASTER_PORT")
+    result = do(*call.args, **call.kwargs)
+    port = urlsplit(method).port or os.environ.get("MASTER_PORT")
     own = bool(called_by_script())
     say(events.Join, rank=dist.get_rank(), port=port, nn=early, own=own)
     return result
@@ -133,12 +123,4 @@ def report_totals(tensors):
                 say(events.Totalled, values=[int(value) for value in values if value % 1 == 0])
 
 
-@watch(c10d, *RECEIVE)
-def receive(do, *args, **kwargs):
-    result = do(*args, **kwargs)
-    say(events.Received)
-    return result
-
-
-for name in (*COLLECTIVES, *RECEIVE, "init_process_group", "destroy_process_group"):
-    setattr(dist, name, getattr(c10d, name))
+report_calls(c10d, RECEIVE, events.Received, lambda *_: {})

@@ -17,7 +17,7 @@ from torch.optim import optimizer as optimizers
 from ddp_check import events
 from ddp_check.observer import report
 from ddp_check.observer.lengths import watch_no_lengths
-from ddp_check.observer.report import TASK, say, seen, this_rank, watch, where
+from ddp_check.observer.report import TASK, report_calls, say, seen, this_rank, watch, where
 from ddp_check.observer.values import batch_checksum, checksums, is_finite, meshes, random_state
 from ddp_check.protocol import STEPS
 
@@ -40,26 +40,19 @@ def wrap(do, self, module, *args, **kwargs):
     if TASK.start and os.path.exists(path):
         module.load_state_dict(report.torch_load(path, weights_only=True))
     seen.in_collective += 1
-    try:
-        do(self, module, *args, **kwargs)
-    finally:
-        seen.in_collective -= 1
+    do(self, module, *args, **kwargs)
+    seen.in_collective -= 1
     if TASK.scale and this_rank() == 0:
         report.keep(f"start{number}", module.state_dict())
     inside.update((id(part), number) for part in module.modules())
     seen.wrapped.append(module)
     seen.wrappers.append(weakref.ref(self))
-    held = [
-        (f"{name}.{key}".strip("."), part, key)
-        for name, part in module.named_modules()
-        for key, value in part.named_buffers(recurse=False)
-    ]
-    seen.buffers += [one for one in held if not one[2].startswith(STATISTICS)]
+    alone = [part for part in module.modules() if not isinstance(part, nn.SyncBatchNorm)]
     say(
         events.Wrap,
         shapes=[[name, list(value.shape)] for name, value in module.named_parameters()],
         weights=checksums(module.parameters()),
-        buffers=sum(not isinstance(part, nn.SyncBatchNorm) for _, part, _ in held),
+        buffers=sum(len([*part.buffers(recurse=False)]) for part in alone),
     )
 
 
@@ -94,6 +87,9 @@ def enter(module, _):
         if module.training and id(module) in inside and not (seen.in_forward or seen.in_backward):
             bypassed(module)
     elif is_wrapped(module) or (seen.depth == 1 and not isinstance(module, DDP)):
+        if seen.fresh:
+            say(events.Looked)
+        seen.fresh = False
         evaluated(module)
 
 
@@ -176,31 +172,20 @@ def unscale(do, self, *args, **kwargs):
     return result
 
 
-@watch(nn.utils.clip_grad, "clip_grad_norm_", "clip_grad_value_")
-def clip(do, *args, **kwargs):
-    say(events.Clipped, scaled=seen.scaled)
-    return do(*args, **kwargs)
+def scheduled(*_):
+    return seen.steps and {"steps": seen.steps}
 
 
-nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_
-nn.utils.clip_grad_value_ = nn.utils.clip_grad.clip_grad_value_
+def state_loaded(*_):
+    return not TASK.start and {"wraps": len(seen.wrapped)}
 
 
-@watch(lr_scheduler.ReduceLROnPlateau, "step")
-@watch(lr_scheduler.LRScheduler, "step")
-def schedule(do, self, *args, **kwargs):
-    result = do(self, *args, **kwargs)
-    if seen.steps:
-        say(events.Scheduled, steps=seen.steps)
-    return result
-
-
-@watch(optimizers.Optimizer, "load_state_dict")
-@watch(nn.Module, "load_state_dict")
-def load_state_dict(do, self, *args, **kwargs):
-    if not TASK.start:
-        say(events.StateLoaded, wraps=len(seen.wrapped))
-    return do(self, *args, **kwargs)
+CLIP = "clip_grad_norm_ clip_grad_value_"
+report_calls(nn.utils.clip_grad, CLIP, events.Clipped, lambda *_: {"scaled": seen.scaled})
+for owner in (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau):
+    report_calls(owner, "step", events.Scheduled, scheduled)
+for owner in (nn.Module, optimizers.Optimizer):
+    report_calls(owner, "load_state_dict", events.StateLoaded, state_loaded)
 
 
 @watch(Join, "__enter__", "__exit__")
@@ -251,11 +236,10 @@ def names_of(theirs):
 
 def changed_buffers():
     """Return checksums of the buffers that have changed since the last step: {name: checksum}."""
-    found = {name: part._buffers.get(key) for name, part, key in seen.buffers}
-    found, known = {name: one for name, one in found.items() if one is not None}, seen.versions
-    seen.versions = {name: (id(value), value._version) for name, value in found.items()}
-    changed = [name for name, new in seen.versions.items() if known.get(name) != new]
-    return dict(zip(changed, checksums(found[name] for name in changed)))
+    known, named = seen.buffers, [one for of in seen.wrapped for one in of.named_buffers()]
+    named = [one for one in named if not one[0].rpartition(".")[2].startswith(STATISTICS)]
+    seen.buffers = {name: batch_checksum(value) for name, value in named}
+    return {name: one for name, one in seen.buffers.items() if known.get(name) != one}
 
 
 def infinite(gradients, names):

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d as c10d
+from torch.nn.utils import clip_grad
 from torch.utils.data import get_worker_info
 
 from ddp_check.events import Drawn
@@ -30,6 +33,7 @@ class Seen:
     inputs: list = field(default_factory=list)  # checksums of the batches since the last step
     losses: list = field(default_factory=list)  # likewise, whose backward pass came
     samples: int = 0  # likewise, that were loaded
+    fresh: bool = False  # no model was called without gradients since the last batch
     by_hand: list = field(default_factory=list)  # [checksum, elements] that the script reduced
     in_forward: bool = False  # of DDP, which calls the unwrapped model
     in_backward: bool = False
@@ -43,8 +47,7 @@ class Seen:
     in_step: int = 0  # likewise: one optimizer's step may call another's
     evaluated: set = field(default_factory=set)  # modules and passes in which they were called
     names: list = field(default_factory=list)  # of the parameters in the last step
-    buffers: list = field(default_factory=list)  # (name, module, key), without statistics
-    versions: dict = field(default_factory=dict)  # of these in the last step
+    buffers: dict = field(default_factory=dict)  # {name: checksum} in the last step
     described: bool = False  # the final weights have been reported
     # The models inside DDP, kept because the script may have deleted the wrapper by the end:
     wrapped: list = field(default_factory=list)
@@ -98,15 +101,31 @@ def called_by_script():
     return frame and is_own(frame.f_code.co_filename)
 
 
+ALSO = {c10d: dist, clip_grad: nn.utils}  # module -> another that has the same functions
+
+
 def watch(owner, *names):
     """Replace functions or methods by one that is called with the original as first argument."""
 
     def decorate(function):
         for name in names:
-            setattr(owner, name, calling(function, getattr(owner, name)))
+            watched = calling(function, getattr(owner, name))
+            for place in (owner, ALSO.get(owner, owner)):
+                setattr(place, name, watched)
         return function
 
     return decorate
+
+
+def report_calls(owner, names, kind, fields):
+    """Report the calls for which `fields` returns the event's: it gets their arguments."""
+
+    @watch(owner, *names.split())
+    def call(do, *args, **kwargs):
+        found = fields(args, kwargs)
+        if isinstance(found, dict):
+            say(kind, **found)
+        return do(*args, **kwargs)
 
 
 def calling(function, original):

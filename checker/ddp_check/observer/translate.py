@@ -2,8 +2,9 @@
 
 import contextlib
 import functools
+import inspect
 import os
-import time
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn import BatchNorm2d, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import dataloader
+from torch.utils.data import DataLoader
 
 from ddp_check.events import Gpu, Translated
 from ddp_check.observer.report import TASK, called_by_script, say, seen, watch, where
@@ -20,6 +21,7 @@ from ddp_check.observer.report import TASK, called_by_script, say, seen, watch, 
 CPU = torch.device("cpu")
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # the checker sets it to an empty string, the script may change it
 COUNT = int(os.environ.get("LOCAL_WORLD_SIZE", TASK.nproc))
+ANSWERED = {Tensor.get_device: ".get_device()", Tensor.is_cuda.__get__: ".is_cuda"}
 said = set()
 current = {"index": 0}  # of the GPU that "cuda" means
 
@@ -33,30 +35,25 @@ def translated(call):
 
 
 def is_gpu(value):
-    if isinstance(value, str):
-        return value.partition(":")[0] == "cuda"
-    return isinstance(value, torch.device) and value.type == "cuda"
-
-
-def index_of(device):
-    """Return the index of a GPU, or None for the current one."""
-    return device if isinstance(device, int) else torch.device(device).index
+    return isinstance(value, str | torch.device) and str(value).partition(":")[0] == "cuda"
 
 
 def use(device, kind="use"):
-    """Report the GPU that the script names: a device, a number, or the current one."""
-    line, index = where(), index_of(device)
+    """Report the GPU that the script names: a device, a number, or None for the current one."""
+    line, index = where(), device
+    if not isinstance(device, int | None):
+        index = torch.device(device).index
     index = current["index"] if index is None else index
     if line and (kind, index) not in said:
         said.add((kind, index))
         chosen = bool(os.environ.get(VISIBLE))
         say(Gpu, line, use=kind, index=index, count=COUNT, chosen=chosen)
+    return index
 
 
 def set_device(device, *_):
-    index = index_of(device) or 0
+    index = use(0 if device is None else device, "set")
     current["index"] = index if index >= 0 else current["index"]  # PyTorch ignores others
-    use(current["index"], "set")
 
 
 class OnTheCPU(TorchFunctionMode):
@@ -68,10 +65,12 @@ class OnTheCPU(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in (Tensor.pin_memory, Tensor.record_stream):
             return args[0]
+        if func in ANSWERED and called_by_script():
+            translated(ANSWERED[func])
+            return use(None) if func is Tensor.get_device else True
         if func is Tensor.cuda:
             translated(".cuda()")
-            device = args[1] if len(args) > 1 else kwargs.get("device")
-            use("cuda" if device is None else device)
+            use(args[1] if len(args) > 1 else kwargs.get("device"))
             return args[0]
         place = {Tensor.to: 1, torch._C._nn._parse_to: 0}.get(func)
         if place is not None and len(args) > place and type(args[place]) is int:  # means a GPU
@@ -109,13 +108,9 @@ class Idle(contextlib.nullcontext):
     def __init__(self, *_, **__):
         super().__init__(self)
         translated("a stream or an event")
-        self.record()
 
-    def record(self, *_):
-        self.at = time.monotonic()
-
-    def elapsed_time(self, other):
-        return 1000 * (other.at - self.at)
+    def elapsed_time(self, _):
+        return 1.0
 
     def __getattr__(self, name):  # what it waits for has happened, what it asks for is true
         return lambda *_: self
@@ -124,11 +119,10 @@ class Idle(contextlib.nullcontext):
 class AnyGenerator(type):
     """Makes generators for the CPU; each generator is an instance of its class."""
 
-    def __call__(cls, device="cpu"):
+    def __call__(cls, device=CPU):
         if isinstance(device, int) or is_gpu(device):
             translated("torch.Generator(device)")
-            device = "cpu"
-        return RealGenerator(device)
+        return RealGenerator(CPU)
 
     def __instancecheck__(cls, value):
         return isinstance(value, RealGenerator)
@@ -136,53 +130,64 @@ class AnyGenerator(type):
 
 RealGenerator = torch.Generator
 torch.Generator = AnyGenerator("Generator", (), {})
-for name in ("Stream", "Event", "stream", "current_stream", "default_stream"):
+for name in ("Stream", "Event", "stream", "current_stream", "default_stream", "device"):
     setattr(torch.cuda, name, Idle)
-ANSWERS = {
+torch.cuda.nvtx = torch.cuda.profiler = Idle.__new__(Idle)
+for name in [name for name in dir(torch.cuda) if name.endswith("Tensor")]:
+    setattr(torch.cuda, name, getattr(torch, name))
+ANSWERS = {  # every other function answers 0
     "is_available": True,
+    "is_initialized": True,
     "device_count": COUNT,
     "get_device_name": "CPU",
     "get_device_capability": (8, 0),
+    "get_device_properties": SimpleNamespace(name="CPU", total_memory=1 << 30, major=8, minor=0),
     "is_bf16_supported": True,
     "current_accelerator": torch.device("cuda"),
     "mem_get_info": (1 << 30, 1 << 30),
     "memory_stats": {},
 }
-ZEROS = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
-INDEX = ("current_device", "current_device_index", "current_device_idx")
-SKIPPED = ("init", "synchronize", "empty_cache", "reset_peak_memory_stats", "ipc_collect")
-SEEDED = ("manual_seed", "manual_seed_all")  # torch.manual_seed seeds the CPU
-SET = ("set_device", "set_device_index", "set_device_idx")
-ANSWERS |= dict.fromkeys(ZEROS, 0) | dict.fromkeys(INDEX, lambda *_: current["index"])
-CHANGES = dict.fromkeys((*SKIPPED, *SEEDED)) | dict.fromkeys(SET, set_device)  # also for libraries
+ANSWERS |= dict.fromkeys(("current_device", "current_device_index"), lambda: current["index"])
+SET = dict.fromkeys(("set_device", "set_device_index", "set_device_idx"), set_device)
+# What libraries may also call; torch.manual_seed seeds the CPU.
+QUIET = ("init", "synchronize", "empty_cache", "ipc_collect", "manual_seed", "manual_seed_all")
 for owner in (torch.cuda, torch.accelerator):
-    for name, value in (ANSWERS | CHANGES).items():
-        if hasattr(owner, name):
-            replace(owner, name, value, always=name in CHANGES)
+    for name, do in inspect.getmembers(owner, inspect.isfunction):
+        if do.__module__.startswith(owner.__name__) and not name.startswith("_"):
+            replace(owner, name, (ANSWERS | SET).get(name, 0), name in SET or name in QUIET)
+
+
+def replace_arguments(owner, function, **changes):
+    """Call a function with these arguments, and report those that they replace."""
+
+    @watch(owner, function)
+    def on_the_cpu(do, *args, **kwargs):
+        signature = inspect.signature(do)
+        call = signature.bind(*args, **kwargs)
+        for name, value in changes.items():
+            given = call.arguments.get(name, signature.parameters[name].default)
+            call.arguments[name] = value
+            if given and given not in (value, "cpu", CPU):
+                translated(f'"{given}"' if isinstance(given, str) else name)
+                if value is None:  # it names the GPUs that it is to use
+                    for device in given if isinstance(given, list | tuple) else [given]:
+                        use(device)
+        return do(*call.args, **call.kwargs)
+
+
+replace_arguments(DDP, "__init__", device_ids=None, output_device=None)
+replace_arguments(DataLoader, "__init__", pin_memory=False, pin_memory_device="")
+replace_arguments(torch, "load", map_location="cpu")
+replace_arguments(torch.amp.GradScaler, "__init__", device="cpu")
+replace_arguments(torch.autocast, "__init__", device_type="cpu")
+replace_arguments(c10d, "init_process_group", backend="gloo", device_id=None)
 
 
 @watch(c10d, "init_process_group")
-def init_process_group(do, backend=None, *args, device_id=None, **kwargs):
-    if "nccl" in str(backend) or device_id is not None:
-        translated(f'"{backend}"')
-        backend = "gloo"
-    if device_id is not None:
-        use(device_id)
+def init_process_group(do, *args, **kwargs):
     if not called_by_script():  # on GPUs, a framework calls set_device before
         current["index"] = int(os.environ.get("LOCAL_RANK", 0))
-    return do(backend, *args, **kwargs)
-
-
-dist.init_process_group = c10d.init_process_group
-
-
-@watch(DDP, "__init__")
-def wrap(do, self, module, device_ids=None, output_device=None, *args, **kwargs):
-    if device_ids is not None:
-        translated("device_ids")
-        for device in device_ids:
-            use(device)
-    return do(self, module, None, None, *args, **kwargs)
+    return do(*args, **kwargs)
 
 
 class Sum(torch.autograd.Function):
@@ -207,53 +212,17 @@ DDP._passing_sync_batchnorm_handle = lambda self, module: None
 
 @watch(SyncBatchNorm, "forward")
 def normalize(do, self, tensor):
-    """Normalize by the mean and the variance of the samples of all ranks."""
+    """Normalize this rank's samples together with those of the others, as one batch."""
     translated("SyncBatchNorm")
     if not (self.training and dist.is_initialized()):
         return BatchNorm2d.forward(self, tensor)
-    over, shape = [0, *range(2, tensor.dim())], [1, -1, *[1] * (tensor.dim() - 2)]
-    wide = tensor.double()
-    here = torch.stack([wide.sum(over), wide.square().sum(over), torch.ones_like(wide).sum(over)])
-    total, squares, count = Sum.apply(here, self.process_group)
-    mean = total / count
-    variance = squares / count - mean.square()
-    if self.track_running_stats:
-        self.num_batches_tracked += 1
-        part = self.momentum or 1 / self.num_batches_tracked.item()
-        self.running_mean.lerp_(mean.detach().to(self.running_mean), part)
-        unbiased = (variance * count / (count - 1)).detach()
-        self.running_var.lerp_(unbiased.to(self.running_var), part)
-    result = (wide - mean.view(shape)) * (variance + self.eps).rsqrt().view(shape)
-    if self.affine:
-        result = result * self.weight.view(shape) + self.bias.view(shape)
-    return result.to(tensor.dtype)
-
-
-@watch(dataloader.DataLoader, "__init__")
-def load_data(do, self, *args, pin_memory=False, pin_memory_device="", **kwargs):
-    if pin_memory:
-        translated("pin_memory")
-    return do(self, *args, **kwargs)
-
-
-@watch(torch, "load")
-def load(do, f, map_location=None, *args, **kwargs):
-    if map_location is not None and map_location not in ("cpu", CPU):
-        translated("map_location")
-    return do(f, "cpu", *args, **kwargs)
-
-
-@watch(torch.amp.GradScaler, "__init__")
-def scaler(do, self, device="cuda", *args, **kwargs):
-    translated("GradScaler")
-    return do(self, "cpu", *args, **kwargs)
-
-
-@watch(torch.autocast, "__init__")
-def autocast(do, self, device_type, *args, **kwargs):
-    if device_type == "cuda":
-        translated('autocast("cuda")')
-    return do(self, "cpu", *args, **kwargs)
+    rank, group = dist.get_rank(self.process_group), self.process_group
+    each = torch.eye(dist.get_world_size(group))[rank] * len(tensor)
+    each = Sum.apply(each, group).int().tolist()
+    before, after = sum(each[:rank]), sum(each[rank + 1 :])
+    padding = [0, 0] * (tensor.dim() - 1) + [before, after]
+    whole = Sum.apply(torch.nn.functional.pad(tensor, padding), group)
+    return BatchNorm2d.forward(self, whole)[before : before + len(tensor)]
 
 
 OnTheCPU().__enter__()

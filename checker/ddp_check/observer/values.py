@@ -1,6 +1,7 @@
 """Checksums of tensors, batches and data sets, and what is known of a tensor's values."""
 
 import contextlib
+import itertools
 import zlib
 
 import torch
@@ -68,9 +69,14 @@ def fingerprint(value, depth=5):
         return zlib.crc32(repr(value).encode())
     if hasattr(value, "tobytes") and value.nbytes < 1e8:
         return zlib.crc32(value.tobytes())
-    items = value if isinstance(value, list | tuple) else getattr(value, "__dict__", ())
-    items = list((items if isinstance(items, list | tuple) else items.items()) if depth else ())
-    return zlib.crc32(repr([fingerprint(item, depth - 1) for item in items[:30]]).encode())
+    parts = parts_of(value) if depth else ()
+    return zlib.crc32(repr([fingerprint(part, depth - 1) for part in parts]).encode())
+
+
+def parts_of(value):
+    """Return the first items of a list, or attributes of an object."""
+    parts = value if isinstance(value, list | tuple) else getattr(value, "__dict__", {}).values()
+    return [*itertools.islice(parts, 30)]
 
 
 def is_finite(value):

@@ -9,6 +9,7 @@ from ddp_check.ranks import counted, differ, lowest
 from ddp_check.rules.base import not_applicable, passed, unseen, unsure, wrong
 
 SEED = {"torch": "torch.manual_seed", "random": "random.seed", "numpy": "np.random.seed"}
+SEED["generator"] = "generator.manual_seed"  # of one that the data set owns
 
 
 def ranks_share_data(run):
