@@ -58,17 +58,19 @@
   }
 
   function draw(svg, found, saveEvery, at) {
-    const scale = (blank(svg, 1000, BAR + 12) - 4) / ((EPOCHS + saveEvery) * STEPS + GAP);
+    const width = blank(svg, 1000);
+    const scale = (width - 4) / ((EPOCHS + saveEvery) * STEPS + GAP);
+    resize(svg, width, BAR + 12);
     const bar = add(svg, "g", { transform: "translate(2 4)" });
     const saves = [];
     for (const [kind, first, last, shift] of pieces(found)) {
       for (let epoch = Math.floor(first / STEPS); epoch * STEPS < last; epoch++) {
         const [start, end] = [Math.max(first, epoch * STEPS), Math.min(last, (epoch + 1) * STEPS)];
-        const [x, width] = [scale * (start + shift), scale * (end - start)];
-        add(bar, "rect", { class: kind, x, y: 0, width, height: BAR, "data-from": start, "data-to": end });
-        if (width > 14) add(bar, "text", { x: x + width / 2, y: BAR / 2 + 4 }, `${epoch + 1}`);
+        const [x, long] = [scale * (start + shift), scale * (end - start)];
+        add(bar, "rect", { class: kind, x, y: 0, width: long, height: BAR });
+        if (long > 14) add(bar, "text", { x: x + long / 2, y: BAR / 2 + 4 }, `${epoch + 1}`);
         const whole = end === (epoch + 1) * STEPS && kind !== "lost";
-        if (whole && ((epoch + 1) % saveEvery === 0 || end === TOTAL)) saves.push(x + width);
+        if (whole && ((epoch + 1) % saveEvery === 0 || end === TOTAL)) saves.push(x + long);
       }
     }
     if (!found.finished) {
@@ -83,8 +85,8 @@
   function start(figure) {
     const form = figure.querySelector("form");
     EVENTS.forEach(([name], number) => add(form.elements.event, "option", { value: number }, name));
-    const jobs = SCRIPTS.map((scripts) => {
-      const item = add(figure.querySelector(".jobs"), "li", { "data-steps": scripts });
+    const jobs = SCRIPTS.map(() => {
+      const item = add(figure.querySelector(".jobs"), "li");
       return { text: add(item, "p"), svg: add(item, "svg", { "aria-hidden": "true" }) };
     });
 

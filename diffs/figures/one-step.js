@@ -137,7 +137,7 @@
     if (state.waiting) {
       return `The other ranks wait in backward(), inside the all-reduce, and cannot know whether ${last(state)} will ` +
         "arrive. No error is raised until the timeout: 30 minutes with gloo, 10 with NCCL, unless you choose (step 4 " +
-        `chooses 5). Then the job ends, and continues from its checkpoint. Untick “never arrives”.`;
+        `chooses 5). Then the job ends and, started again, continues from its checkpoint. Untick “never arrives”.`;
     }
     return TOLD[did === "whole" ? "step" : did](state, sets);
   }
@@ -206,16 +206,15 @@
 
   // ------------------------------------------------------------ the table
 
-  function row(body, code, label, ranks, kind, text) {
-    const line = add(body, "tr");
-    const head = add(line, "th", { scope: "row" });
-    add(head, "code", {}, code);
-    head.append(label);
-    for (const rank of ranks) {
-      const numbers = text(rank);
-      add(line, "td", numbers === undefined ? {} : { class: kind }, numbers === undefined ? "–"
-        : Array.isArray(numbers) ? numbers.map((number) => shown(number)).join("\n") : numbers);
-    }
+  // A part of the step: what each rank has of it, if anything.
+  function part(body, code, label, ranks, kind, text) {
+    const found = ranks.map(text);
+    const line = addRow(body, label, found.map((numbers = "–") =>
+      Array.isArray(numbers) ? numbers.map((number) => shown(number)).join("\n") : numbers));
+    line.firstChild.prepend(add(line.firstChild, "code", {}, code));
+    found.forEach((numbers, rank) => {
+      if (numbers !== undefined) line.children[rank + 1].className = kind;
+    });
     return line;
   }
 
@@ -228,14 +227,14 @@
     for (const rank of ranks) add(top, "th", { scope: "col" }, `rank ${rank}`);
     const body = add(table, "tbody");
     const here = present(state, sets);
-    row(body, "batch", "samples", ranks, "", (rank) =>
+    part(body, "batch", "samples", ranks, "", (rank) =>
       here.includes(rank) ? (state.taken[rank] || batch(state, sets, rank)).join(", ") : undefined);
-    row(body, sets.module ? "model.module(x)" : "model(x)", "loss", ranks, "", (rank) =>
+    part(body, sets.module ? "model.module(x)" : "model(x)", "loss", ranks, "", (rank) =>
       state.losses[rank] === undefined ? undefined : shown(state.losses[rank]));
-    row(body, "backward()", "own gradients", ranks, "own", (rank) => state.own[rank]);
+    part(body, "backward()", "own gradients", ranks, "own", (rank) => state.own[rank]);
     const [kind, text] = met(state, sets);
-    add(row(body, "all-reduce", "their mean", [], "", () => ""), "td", { colspan: state.ranks, class: kind }, text);
-    row(body, "step()", "weights", ranks, equal(state) ? "" : "bad", (rank) => state.weights[rank]);
+    add(part(body, "all-reduce", "their mean", [], "", () => ""), "td", { colspan: state.ranks, class: kind }, text);
+    part(body, "step()", "weights", ranks, equal(state) ? "" : "bad", (rank) => state.weights[rank]);
     const compared = equal(state) ? "equal on all ranks." : "different.";
     const counts = `Steps: ${state.steps}. All-reduces: ${state.reduces}. Weights: ${compared}`;
     add(place, "p", { class: "counts" }, counts);

@@ -1,7 +1,6 @@
 // A recorded step of DDP, and what a slower network, a larger batch or accumulation would make of it.
 {
   const PARTS = ["data", "forward", "backward", "waiting", "optimizer"];
-  const AS_RECORDED = { slower: 1, batch: 1, passes: 1, no_sync: true };
 
   // Return when each bucket's all-reduce starts and ends: one at a time, none before it is ready.
   function sent(ready, times) {
@@ -109,14 +108,14 @@
   // Draw a bar, with its text if that fits.
   function drawBar(svg, name, [start, end], y, height, scale, label, text) {
     const [x, width] = [scale * start, scale * (end - start)];
-    const bar = { class: `bar ${name}`, x, y, width, height, "data-start": start, "data-end": end };
+    const bar = { class: `bar ${name}`, x, y, width, height };
     add(add(svg, "rect", bar), "title", {}, `${label}: ${shown(start, 1)} to ${shown(end, 1)} ms`);
     if (7.5 * text.length < width) add(svg, "text", { x: x + width / 2, y: y + height / 2 + 4.5 }, text);
   }
 
   // Draw a rank below `top`; return where the next one begins.
   function drawRank(svg, rank, number, sizes, top, scale) {
-    const row = add(svg, "g", { "data-rank": number });
+    const row = add(svg, "g");
     add(row, "text", { class: "rank", x: 0, y: top + 15 }, `rank ${number}`);
     const y = top + 22;
     for (const name of PARTS) {
@@ -129,7 +128,7 @@
       drawBar(row, "all-reduce", span, y + BAR + 6 + LANE * lane[index], LANE - 2, scale, label, `${bucket + 1}`);
     });
     for (const [moment] of rank.ready) {
-      add(row, "circle", { class: "ready", cx: scale * moment, cy: y + BAR + 2, r: 4, "data-at": moment });
+      add(row, "circle", { class: "ready", cx: scale * moment, cy: y + BAR + 2, r: 4 });
     }
     return y + BAR + 14 + LANE * Math.max(2, ...lane.map((index) => index + 1));
   }
@@ -138,8 +137,7 @@
   function draw(svg, ranks, sizes, before, steps) {
     const { length } = summary(ranks);
     const most = Math.max(length, before);
-    const height = (lines) => 64 + sumOf(ranks.map((rank) => 36 + BAR + LANE * lines(rank)));
-    const width = blank(svg, 1100, height((rank) => Math.max(2, ...lanes(rank["all-reduce"]).map((n) => n + 1))));
+    const width = blank(svg, 1100);
     const scale = (width - 50) / most;
     const step = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 1e4].find((size) => scale * size > 75);
     const grid = add(svg, "g", { transform: "translate(2 0)" });
@@ -160,6 +158,7 @@
       const attributes = { x: x + (left ? 4 : -4), y: 13, "text-anchor": left ? "end" : "start" };
       add(grid, "text", attributes, `${steps > 1 ? `${steps} recorded steps` : "recorded"}: ${duration(before)}`);
     }
+    resize(svg, width, y + 24);
     svg.setAttribute("aria-label", `The timeline of ${ranks.length} ranks. The text above sums it up.`);
   }
 
@@ -172,18 +171,17 @@
 
   function words(record, settings, ranks) {
     const { length, waiting, share } = summary(ranks);
-    const recorded = summary(record.ranks);
     const same = ranks === record.ranks;
-    const waits = `On average, each rank ${same ? "waited" : "waits"} ${duration(waiting)} (${percent(share)}) of it.`;
+    const waits = `On average, each rank ${same ? "waited" : "waits"} for ${duration(waiting)} of it (${percent(share)}).`;
     const took = `the step ${same ? "took" : "takes"} ${duration(length)} (${speed(record, settings, length)}).`;
     if (same) return `Recorded: ${took} ${waits}`;
     const steps = settings.batch * settings.passes;
-    const then = `As recorded, as many samples take ${duration(steps * recorded.length)} ` +
-      `(${speed(record, AS_RECORDED, recorded.length)}).`;
-    const measured = errors(record).find((row) =>
+    const recorded = summary(record.ranks).length;
+    const then = `As recorded, as many samples take ${duration(steps * recorded)} ` +
+      `(${speed(record, { batch: 1, passes: 1 }, recorded)}).`;
+    const measured = record.measured.find((row) =>
       ["slower", "batch", "passes", "no_sync"].every((name) => row[name] === settings[name]));
-    const off = measured ? ` Measured: ${duration(measured.milliseconds)}.` : "";
-    return `Forecast: ${took} ${waits} ${then}${off}`;
+    return `Forecast: ${took} ${waits} ${then}` + (measured ? ` Measured: ${duration(measured.milliseconds)}.` : "");
   }
 
   function howRecorded({ machine, options, world_size: ranks }) {
@@ -212,14 +210,12 @@
       figure.querySelector(".recorded").textContent = howRecorded(record);
       const body = figure.querySelector("tbody");
       body.replaceChildren();
-      for (const row of errors(record)) {
-        const line = add(body, "tr");
-        add(line, "th", { scope: "row" }, named(row));
-        const off = `${row.error < 0 ? "" : "+"}${percent(row.error)}`;
-        for (const text of [duration(row.forecast), duration(row.milliseconds), off]) add(line, "td", {}, text);
+      for (const one of errors(record)) {
+        const off = `${one.error < 0 ? "" : "+"}${percent(one.error)}`;
+        addRow(body, named(one), [duration(one.forecast), duration(one.milliseconds), off]);
       }
     });
   }
 
-  figures["where-the-time-goes"] = { start, redrawn, forecasted, errors };
+  figures["where-the-time-goes"] = { start, forecasted, summary, errors };
 }

@@ -78,8 +78,6 @@
     return [inside * ring(job.gpus), ((across * job.parameters) / job.gpus) * ring(job.nodes)];
   }
 
-  const sumOf = (numbers) => numbers.reduce((sum, number) => sum + number, 0);
-
   function fits(way, job, limit) {
     return sumOf(memory(way, job)) <= ROOM * limit && (way !== "pipeline" || job.ranks <= job.layers);
   }
@@ -124,40 +122,28 @@
   }
 
   function start(figure) {
-    const controls = figure.querySelector(".controls");
-    const input = (name) => controls.querySelector(`[name="${name}"]`);
+    const form = figure.querySelector("form");
     const body = figure.querySelector("tbody");
     const said = figure.querySelector(".said");
 
-    function update() {
-      const names = ["billions", "memory", "gpus", "nodes", "tokens"];
-      const bad = names.map(input).find((one) => one.value === "" || !one.checkValidity());
+    follow(form, () => {
+      body.replaceChildren();
+      const bad = [...form.elements].find((one) => one.type === "number" && (one.value === "" || !one.checkValidity()));
       if (bad) {
-        const label = bad.parentElement.textContent.trim();
         const kind = bad.step === "any" ? "a number" : "a whole number";
-        said.textContent = `${label}: type ${kind} that is in range, from ${bad.min} to ${bad.max}.`;
-        body.replaceChildren();
+        say(said, `${bad.parentElement.textContent.trim()}: type ${kind} that is in range, from ${bad.min} to ${bad.max}.`);
         return;
       }
-      const [billions, limit, gpus, nodes, tokens] = names.map((name) => Number(input(name).value));
-      const given = { parameters: 1e9 * billions, gpus, nodes, tokens };
-      given.mixed = input("mixed").value !== "";
-      given.checkpointed = input("checkpointed").checked;
-      const found = computed(given, 1e9 * limit);
-      body.replaceChildren();
+      const { billions, memory: room, ...rest } = chosen(form);
+      const [given, limit] = [{ ...rest, parameters: 1e9 * billions }, 1e9 * room];
+      const found = computed(given, limit);
       for (const [way, sizes, [inside, between], fit] of found.ways) {
-        const chosen = way === found.recommended ? "chosen" : "";
-        const row = add(body, "tr", { class: fit ? chosen : "over", "data-way": way });
-        add(row, "th", { scope: "row" }, WAYS[way]);
-        for (const size of sizes) add(row, "td", {}, gigabytes(size));
-        add(row, "td", { class: "together" }, `${gigabytes(sumOf(sizes))}${fit ? "" : tooLarge(way, completed(given), 1e9 * limit)}`);
-        for (const size of [inside + between, between * gpus]) add(row, "td", {}, gigabytes(size));
+        const together = gigabytes(sumOf(sizes)) + (fit ? "" : tooLarge(way, completed(given), limit));
+        const texts = [...sizes.map(gigabytes), together, ...[inside + between, between * rest.gpus].map(gigabytes)];
+        addRow(body, WAYS[way], texts, { class: !fit ? "over" : way === found.recommended ? "chosen" : "" });
       }
-      said.textContent = words(given, 1e9 * limit, found.recommended);
-    }
-
-    controls.addEventListener("input", update);
-    update();
+      say(said, words(given, limit, found.recommended));
+    });
   }
 
   figures["which-one"] = { start, computed };

@@ -1,4 +1,4 @@
-// Which samples each rank gets from three samplers. orders.py computes the shuffled orders.
+// Which samples each rank gets from three samplers. The shuffled orders are those of PyTorch.
 {
   const DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz";
   const DEFAULTS = { shuffle: false, setEpoch: true, dropLast: false, epoch: 0, resume: 0 };
@@ -87,16 +87,19 @@
     place.append(" ");
   }
 
+  // A table with a title; return its body.
+  function drawCard(place, title) {
+    const card = add(place, "div", { class: "way" });
+    add(card, "h4", {}, title);
+    return add(add(card, "table"), "tbody");
+  }
+
   // One way to deal: a row per rank, its batches apart.
   function drawWay(place, way, sets, dealt) {
-    const card = add(place, "div", { class: "way" });
-    add(card, "h4", {}, WAYS[way]);
-    const body = add(add(card, "table"), "tbody");
+    const body = drawCard(place, WAYS[way]);
     const shards = way === "range" ? dealt.range : dealt.distributed;
     shards.forEach((shard, rank) => {
-      const line = add(body, "tr");
-      add(line, "th", { scope: "row" }, `rank ${rank}`);
-      const cells = add(line, "td", {}, shard.length ? "" : "nothing");
+      const { lastChild: cells } = addRow(body, `rank ${rank}`, [shard.length ? "" : "nothing"]);
       let batch;
       shard.forEach((index, position) => {
         if (position % sets.batch === 0) batch = add(cells, "span", { class: "batch" });
@@ -105,23 +108,20 @@
         cell(batch, index, position < dealt.done && before ? before : padding ? "again" : "");
       });
     });
+    if (!sets.evaluation) return;
     const { counted } = count(shards, sets.samples);
     const right = counted === sets.samples;
-    if (!sets.evaluation) return;
-    const verdict = add(card, "p", { class: "verdict" }, "An evaluation counts ");
+    const verdict = add(body.closest(".way"), "p", { class: "verdict" }, "An evaluation counts ");
     add(verdict, "b", { class: right ? "right" : "wrong" }, plural(counted, "sample"));
     verdict.append(right ? ", each once." : ` instead of ${sets.samples}.`);
   }
 
   // The order of each epoch, with the current one in bold.
   function drawOrders(place, sets, data) {
-    const card = add(place, "div", { class: "way" });
-    add(card, "h4", {}, "The order that is dealt");
-    const body = add(add(card, "table"), "tbody");
+    const body = drawCard(place, "The order that is dealt");
     for (const epoch of sets.shuffle ? upTo(data.epochs) : [0]) {
-      const line = add(body, "tr", epoch === sets.epoch ? { class: "now" } : {});
-      add(line, "th", { scope: "row" }, sets.shuffle ? `epoch ${epoch}` : "each epoch");
-      add(line, "td", {}, order(sets, data, epoch).join(" "));
+      const title = sets.shuffle ? `epoch ${epoch}` : "each epoch";
+      addRow(body, title, [order(sets, data, epoch).join(" ")], epoch === sets.epoch ? { class: "now" } : {});
     }
   }
 

@@ -25,6 +25,14 @@ function add(parent, tag, attributes = {}, text = "") {
   return parent.appendChild(element);
 }
 
+// Append a row to a table: its heading, and a cell for each text.
+function addRow(body, heading, texts, attributes = {}) {
+  const line = add(body, "tr", attributes);
+  add(line, "th", { scope: "row" }, heading);
+  for (const text of texts) add(line, "td", {}, text);
+  return line;
+}
+
 // Return what is chosen in a form, by the names of its controls: numbers, texts, ticked or not.
 function chosen(form) {
   const named = [...form.elements].filter((control) => control.name);
@@ -43,13 +51,15 @@ function follow(form, update) {
   update();
 }
 
-// Empty a drawing and give it a size; the width is that of the figure, up to a limit.
-function blank(svg, most, height) {
-  const width = Math.max(280, Math.min(most, svg.closest(".live").clientWidth));
+// Empty a drawing, and return its width: that of the figure, up to a limit.
+function blank(svg, most) {
   svg.replaceChildren();
+  return Math.max(280, Math.min(most, svg.closest(".live").clientWidth));
+}
+
+function resize(svg, width, height) {
   const size = { width, height, viewBox: `0 0 ${width} ${height}` };
   for (const [name, value] of Object.entries(size)) svg.setAttribute(name, value);
-  return width;
 }
 
 // Write a text, so that a screen reader says it only if it is another.

@@ -62,7 +62,7 @@ def shown(name):
     """Return what the picture shows of a way."""
     title, lines, note = WAYS[name]
     said = "; ".join(f"{what}, {SHARES[len(set(line))]}" for what, line in zip(WHAT, lines))
-    found = {"name": name, "title": title, "note": note, "described": f"{title}: {said}. {note}"}
+    found = {"title": title, "note": note, "described": f"{title}: {said}. {note}"}
     return {**found, "held": [(what, held(line)) for what, line in zip(WHAT, lines)]}
 
 

@@ -33,16 +33,15 @@ def cells(diffs):
         lesson = diff.short(lambda title: title.replace(" ", "-"))  # as Jupyter names headings
         text = f"## {diff.name}: {diff.title}\n\n{lesson}\n\n{diff.story}"
         yield from story(f"story-{diff.slug}", text)
-        headings = {part.slug: part.markdown[4:].partition("\n")[0] for part in diff.told}
-        for part in diff.told:
-            yield markdown(f"{diff.slug}-{part.slug}"[:64], linked(part.markdown, headings))
+        for note in diff.notes:
+            yield markdown(f"{diff.slug}-{note.slug}"[:64], linked(note.markdown, diff.notes))
         yield from runs(diff.new.name[:2], scripts)
 
 
-def linked(text, headings):
+def linked(text, notes):
     """Return a text in which links within the page lead to headings as Jupyter names them."""
-    for slug, title in headings.items():
-        text = text.replace(f"](#{slug})", f"](#{title.replace(' ', '-')})")
+    for note in notes:
+        text = text.replace(f"](#{note.slug})", f"](#{note.title.replace(' ', '-')})")
     return text
 
 

@@ -5,7 +5,6 @@ from difflib import SequenceMatcher
 from itertools import groupby, pairwise, takewhile
 
 from holds import pictures
-from hunks import Aside
 from markdown_it import MarkdownIt
 from markupsafe import Markup, escape
 from patches import readme
@@ -25,58 +24,46 @@ STYLES = {  # the CSS class for each of Pygments' token types that the page colo
     Name.Class: "f",
     Name.Decorator: "f",
 }
+TAGS = {" ": "span", "-": "del", "+": "ins"}
 LINK = re.compile(r"\]\((?:\.\./\w+/)?(\w+)\.md\)")  # from one recipe or pitfall to another
 ALIKE = 0.5  # of lines less similar than this, no words are marked
 
 
-# ---------------------------------------------------------------- one line
-
-
-def style(kind):
-    """Return the CSS class for a token type or its nearest parent."""
-    while kind and kind not in STYLES:
-        kind = kind.parent
-    return STYLES.get(kind, "")
+# ---------------------------------------------------------------- lines of code
 
 
 def highlight(lines):
-    """Return the coloured pieces of each line: [[(CSS class, text)]]."""
+    """Return the characters of each line with their CSS classes: [[(CSS class, character)]]."""
     result = [[]]
     for kind, text in PythonLexer(stripnl=False).get_tokens("\n".join(lines)):
-        for number, piece in enumerate(text.split("\n")):
-            if number:
+        css = next((STYLES[each] for each in reversed(kind.split()) if each in STYLES), "")
+        for character in text:
+            if character == "\n":
                 result.append([])
-            if piece:
-                result[-1].append((style(kind), piece))
-    return result[: len(lines)]
+            else:
+                result[-1].append((css, character))
+    return result
 
 
-def paint(pieces, marked=(0, 0)):
+def paint(line, marked):
     """Return a line as HTML, with this range of characters marked as changed."""
-    html, done = [], 0
-    for css, text in pieces:
-        edges = {min(max(edge - done, 0), len(text)) for edge in marked}
-        for a, b in pairwise(sorted({0, len(text), *edges})):
-            part = text[a:b]
-            shown = Markup("<b class={}>{}</b>").format(css, part) if css else escape(part)
-            inside = marked[0] <= done + a < marked[1]
-            html.append(Markup("<mark>{}</mark>").format(shown) if inside else shown)
-        done += len(text)
+    html = []
+    for (css, inside), run in groupby(enumerate(line), lambda at: (at[1][0], at[0] in marked)):
+        text = escape("".join(character for _, (_, character) in run))
+        shown = Markup("<b class={}>{}</b>").format(css, text) if css else text
+        html.append(Markup("<mark>{}</mark>").format(shown) if inside else shown)
     return Markup().join(html).replace(Markup("</mark><mark>"), Markup())
 
 
 def differing(old, new):
-    """Return the range of characters between what two lines begin and end with: [old, new]."""
+    """Return the ranges of characters between what two lines begin and end with."""
     start = alike_from_the_start(old, new)
     end = alike_from_the_start(old[start:][::-1], new[start:][::-1])
-    return [(start, len(old) - end), (start, len(new) - end)]
+    return range(start, len(old) - end), range(start, len(new) - end)
 
 
 def alike_from_the_start(one, other):
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other)))
-
-
-# ---------------------------------------------------------------- stretches of lines
 
 
 def alike(old, new):
@@ -92,70 +79,61 @@ def alike(old, new):
 
 
 class Code:
-    """The lines of both files of a diff as HTML."""
+    """The lines of both files of a diff as HTML; in those that replace each other, what differs is
+    marked."""
 
     def __init__(self, diff):
-        self.lines = diff.old_lines, diff.new_lines
-        self.pieces = [highlight(lines) for lines in self.lines]
+        self.lines = highlight(diff.old_lines), highlight(diff.new_lines)
+        self.marks = {}, {}  # {number of the line: range of its characters}
+        matcher = SequenceMatcher(None, diff.old_lines, diff.new_lines)
+        for tag, i1, i2, j1, j2 in matcher.get_opcodes():
+            old, new = diff.old_lines[i1:i2], diff.new_lines[j1:j2]
+            for i, j in alike(old, new) if tag == "replace" else ():
+                self.marks[0][i1 + i], self.marks[1][j1 + j] = differing(old[i], new[j])
 
-    def line(self, tag, number, marked=(0, 0)):
+    def line(self, tag, number):
         """Return a line of the old file, if the tag is "del", or of the new one."""
-        pieces = self.pieces[tag != "del"][number]
-        return Markup("<{0}>{1}</{0}>\n").format(tag, paint(pieces, marked))
-
-    def same(self, new, count):
-        return Markup().join(self.line("span", new + n) for n in range(count))
-
-    def changed(self, old, gone, new, come):
-        """Return lines that go, and those that come in their place, with what differs marked."""
-        both = self.lines[0][old : old + gone], self.lines[1][new : new + come]
-        marks = [{}, {}]
-        for places in alike(*both):
-            ranges = differing(both[0][places[0]], both[1][places[1]])
-            for side, place, marked in zip(marks, places, ranges):
-                side[place] = marked
-        html = [self.line("del", old + n, marks[0].get(n, (0, 0))) for n in range(gone)]
-        html += [self.line("ins", new + n, marks[1].get(n, (0, 0))) for n in range(come)]
-        return Markup().join(html)
+        side = tag != "del"
+        html = paint(self.lines[side][number], self.marks[side].get(number, ()))
+        return Markup("<{0}>{1}</{0}>\n").format(tag, html)
 
     def hunk(self, hunk):
-        old, new, html = hunk.old_start, hunk.new_start, []
-        for kept, run in groupby(hunk.lines, key=lambda line: line[0] == " "):
-            signs = [line[0] for line in run]
-            gone, come = len(signs) - signs.count("+"), len(signs) - signs.count("-")
-            html.append(self.same(new, come) if kept else self.changed(old, gone, new, come))
-            old, new = old + gone, new + come
-        return numbered(Markup().join(html), hunk.new_start)
+        (old, new), html = hunk.starts, []
+        for sign, *_ in hunk.lines:
+            html.append(self.line(TAGS[sign], old if sign == "-" else new))
+            old, new = old + (sign != "+"), new + (sign != "-")
+        return numbered(html, hunk.starts[1])
 
-    def fold(self, start, count):
-        return numbered(self.same(start, count), start)
+    def fold(self, start, end):
+        return numbered((self.line("span", number) for number in range(start, end)), start)
 
 
-def numbered(html, start):
+def numbered(lines, start):
     """Return lines of code whose numbers count on from here."""
-    return Markup('<div class="code" style="counter-reset:line {}">\n{}</div>').format(start, html)
+    html = '<div class="code" style="counter-reset:line {}">\n{}</div>'
+    return Markup(html).format(start, Markup().join(lines))
 
 
 def parts(diff):
-    """Yield the whole of both files in parts: folded lines, and hunks with what follows them."""
+    """Yield both files in parts, in the order of the file: folded lines, and hunks with notes."""
     code, done = Code(diff), 0
     for number, hunk in enumerate(diff.hunks, 1):
-        yield from fold(code, done, hunk.new_start - done)
-        yield {"hunk": hunk, "number": number, "html": code.hunk(hunk)}
-        for part in diff.told[diff.told.index(hunk) + 1 :]:
-            if not isinstance(part, Aside):
-                break
-            yield {"aside": part}
-        done = hunk.new_start + hunk.new_count
-    yield from fold(code, done, len(diff.new_lines) - done)
+        start = hunk.starts[1]
+        yield from fold(diff, code, done, start)
+        yield {"note": hunk.note, "number": number, "html": code.hunk(hunk)}
+        behind = diff.notes[diff.notes.index(hunk.note) + 1 :]
+        asides = takewhile(lambda note: not note.hunk, behind)
+        yield from ({"note": note, "html": ""} for note in asides)
+        done = start + sum(line[0] != "-" for line in hunk.lines)
+    yield from fold(diff, code, done, len(diff.new_lines))
 
 
-def fold(code, start, count):
+def fold(diff, code, start, end):
     """Yield a part that hides these lines until they are unfolded, if there are any."""
-    if count:
-        text = "\n".join(code.lines[1][start : start + count])
+    if start < end:
+        text = "\n".join(diff.new_lines[start:end])
         names = re.findall(r"^ *(?:class|def) (\w+)", text, re.MULTILINE)
-        yield {"names": names, "count": count, "html": code.fold(start, count)}
+        yield {"names": names, "count": end - start, "html": code.fold(start, end)}
 
 
 # ---------------------------------------------------------------- the page
@@ -216,7 +194,7 @@ def anchors(diffs, collections):
     """Return the ids on the page of what the pages of messages link to: {link: id}."""
     ids = {patch.path: patch.slug for members in collections.values() for patch in members}
     for diff in diffs:
-        ids |= {f"diffs/README.md#{h.note.slug}": f"{diff.slug}-{h.note.slug}" for h in diff.hunks}
+        ids |= {f"diffs/README.md#{n.slug}": f"{diff.slug}-{n.slug}" for n in diff.notes}
     return ids
 
 

@@ -1,6 +1,7 @@
 """The recipes and pitfalls: pages in Markdown, each of which is also a patch on a script."""
 
 import re
+import subprocess
 from dataclasses import dataclass
 from itertools import dropwhile
 
@@ -147,14 +148,10 @@ def read(root, path):
     if not path.exists():
         raise Problem(f"{where}: there is no such page")
     parts = cut_at(path.read_text(encoding="utf-8"), PARTS, where)
-    old, new, *hunks = parts["patch"].splitlines()
-    old, new = old.removeprefix("--- "), new.removeprefix("+++ ")
+    old, new, *_ = (line[4:] for line in parts["patch"].splitlines())  # behind --- and +++
     if not (root / old).exists():
         raise Problem(f"{where}: there is no {old} to patch")
-    try:
-        result = apply((root / old).read_text(encoding="utf-8").splitlines(), hunks)
-    except LookupError as error:
-        raise Problem(f"{where}: no longer applies to {old}: {error}") from error
+    result = patched(root / old, path)
     paragraphs = parts["explanation"].removesuffix(BREAKS).split("\n\n")
     table, _, advice = parts["advice"].rpartition("|\n\n")
     patch = Patch(
@@ -170,7 +167,7 @@ def read(root, path):
         links=re.findall(r"\[([^]]+)\]\((https://[^)]+)\)", parts["links"]),
         old=old,
         new=new,
-        diff=compare(root / old, root / new, "\n".join([*result, ""]), context=1),  # in short hunks
+        diff=compare(root / old, root / new, result, context=1),  # in short hunks
     )
     for problem in problems_of(patch):
         raise Problem(f"{where}: {problem}")
@@ -201,36 +198,11 @@ def problems_of(patch):
         yield f"its command does not end with {patch.written_and_run!r}"
 
 
-def apply(lines, hunks):
-    """Return the lines with the hunks applied, each where its old lines are found.
-
-    If a hunk fits in several places, the one nearest to its line number is taken. If it fits
-    nowhere, the LookupError names it.
-    """
-    result, done = [], 0
-    for header, body in split(hunks):
-        before = [line[1:] for line in body if line[:1] != "+"]
-        after = [line[1:] for line in body if line[:1] != "-"]
-        fits = [
-            start
-            for start in range(done, len(lines) - len(before) + 1)
-            if lines[start : start + len(before)] == before
-        ]
-        if not fits:
-            raise LookupError(header)
-        number = int(re.search(r"\d+", header)[0]) - 1
-        start = min(fits, key=lambda start: abs(start - number))
-        result += [*lines[done:start], *after]
-        done = start + len(before)
-    return [*result, *lines[done:]]
-
-
-def split(lines):
-    """Split the lines of a diff into its hunks: [(header, lines)]."""
-    found = []
-    for line in lines:
-        if line.startswith("@@"):
-            found.append((line, []))
-        else:
-            found[-1][1].append(line)
-    return found
+def patched(script, page):
+    """Return the text of a script to which this page is applied as a patch."""
+    words = ["patch", "--fuzz=0", "--force", "--reject-file=-", "--output=-", script, page]
+    result = subprocess.run(words, capture_output=True, text=True, check=False)
+    if result.returncode:
+        said = " ".join(result.stderr.split())
+        raise Problem(f"{page.parent.name}/{page.name}: no longer applies to {script.name}: {said}")
+    return result.stdout

@@ -10,14 +10,13 @@ from support.scripts import ROOT
 BROWSER = shutil.which("chromium")
 NEEDS_BROWSER = pytest.mark.skipif(not BROWSER, reason="needs a browser: apt-get install chromium")
 PAGE = ROOT / "diffs" / "index.html"
-QUIET = ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
 SIZES = {"phone": (390, 844), "tablet": (980, 800), "laptop": (1280, 800), "wide": (1600, 1000)}
 
 
 @pytest.fixture(scope="module")
 def browser():
     with sync_playwright() as playwright:
-        args = ["--no-sandbox", "--disable-gpu", *QUIET]
+        args = ["--no-sandbox", "--disable-gpu"]
         browser = playwright.chromium.launch(executable_path=BROWSER, args=args)
         yield browser
         browser.close()
@@ -26,24 +25,23 @@ def browser():
 @pytest.fixture
 def visit(browser):
     """Return a function that opens the page; it must not load other files or log errors."""
-    contexts, trouble, asked = [], [], []
+    pages, trouble, asked = [], [], set()
 
     def visit(anchor="", size="wide", **options):
         width, height = SIZES[size]
         viewport = {"width": width, "height": height}
-        contexts.append(browser.new_context(viewport=viewport, offline=True, **options))
-        page = contexts[-1].new_page()
+        page = browser.new_page(viewport=viewport, offline=True, **options)
+        pages.append(page)
         page.on("console", lambda message: trouble.append(message.text))
         page.on("pageerror", lambda error: trouble.append(str(error)))
-        page.on("request", lambda request: asked.append(request.url.partition("#")[0]))
+        page.on("request", lambda request: asked.add(request.url.partition("#")[0]))
         page.goto(f"{PAGE.as_uri()}{anchor}")
         return page
 
     yield visit
-    for context in contexts:
-        context.close()
-    assert trouble == []
-    assert set(asked) == {PAGE.as_uri()}
+    for page in pages:
+        page.close()  # and its context
+    assert (trouble, asked) == ([], {PAGE.as_uri()})
 
 
 def check(page, part="body"):

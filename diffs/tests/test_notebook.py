@@ -1,15 +1,14 @@
-"""The notebook of the walk-through is valid, runs, and shows what it printed."""
+"""The notebook of the walk-through runs anywhere, and shows what it printed."""
 
 import json
 import re
 
-import hunks
 import nbformat
 import pytest
 from nbclient import NotebookClient
 from pretended import SHIM
 from support.jobs import environment
-from support.scripts import ROOT, SCRIPTS
+from support.scripts import ROOT
 
 RUNS = ["run-01", "run-02", "run-03", "run-03-again", "run-04", "run-05"]
 
@@ -34,8 +33,7 @@ def losses(text):
     return [float(loss) for loss in re.findall(r"epoch \d  loss (\d\.\d{4})  ", text)]
 
 
-def test_the_notebook_is_valid_and_shows_that_every_script_learned(book):
-    nbformat.validate(book)
+def test_the_notebook_shows_that_every_script_learned_and_leads_nowhere_else(book):
     printed = outputs(book)
     assert [*printed] == ["setup", *RUNS]
     for name in RUNS:
@@ -43,28 +41,10 @@ def test_the_notebook_is_valid_and_shows_that_every_script_learned(book):
         percent = re.search(r"^accuracy (\d+\.\d\d)% \(\d+/359\)$", printed[name], re.MULTILINE)
         assert float(percent[1]) > 95, printed[name]
     assert printed["run-03-again"].startswith("resuming from 03.pt after epoch 2\nepoch 3 ")
-    text = json.dumps(book)
-    assert str(ROOT) not in text
-    assert "/tmp/" not in text
-    assert text.count("```diff") == sum(len(diff.hunks) for diff in hunks.explained(ROOT))
+    assert not re.search(rf"\]\(\.\./|\]\(pictures/|/tmp/|{ROOT}", json.dumps(book))
 
 
-def test_the_notebook_needs_no_other_file(book):
-    """It carries the scripts and the pictures."""
-    carried = {cell.source for cell in book.cells}
-    for path in SCRIPTS:
-        text = path.read_text(encoding="utf-8").rstrip("\n")
-        assert f"%%writefile {path.name}\n{text}" in carried
-    notes = (ROOT / "diffs" / "notes.md").read_text(encoding="utf-8")
-    for name in re.findall(r"\(pictures/(.+)\)", notes):
-        drawing = (ROOT / "diffs" / "pictures" / name).read_text(encoding="utf-8").rstrip("\n")
-        assert f"%%svg\n{drawing}" in carried
-    assert not [cell.id for cell in book.cells if re.search(r"\]\((\.\./|pictures/)", cell.source)]
-
-
-@pytest.mark.weekly(
-    "trains every step twice more; tests/ runs them, and the cells are their commands"
-)
+@pytest.mark.weekly("trains every step twice more; tests/ does so, with the same commands")
 @pytest.mark.parametrize(
     ("gpus", "until"), [("", RUNS[-1]), ("0", "run-02"), ("0,1", RUNS[-1])], ids=["0", "1", "2"]
 )
@@ -77,7 +57,6 @@ def test_the_notebook_runs_on_any_machine(book, tmp_path, gpus, until):
     client = NotebookClient(book, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
     client.execute(env=environment(**machine))
     printed = outputs(book)
-    assert f"GPUs: {len(gpus.split(',')) if gpus else 0}\n" in printed["setup"]
     where = "two GPUs" if gpus == "0,1" else "the CPU"
     assert printed["setup"].endswith(f"Two ranks will train on {where}\n")
     for name in printed:  # the loss of one rank, or of a second run, would be another one

@@ -1,32 +1,54 @@
-"""What the pages in Markdown name exists, and the README shows what its commands print."""
+"""What the pages name exists, and the README shows what its commands print."""
 
+import html
 import re
 import shutil
+from functools import cache
 
 import hunks
+import nbformat
 import pytest
 from support.jobs import finished
 from support.results import shape
 from support.scripts import ON_PATH, ROOT, SCRIPTS
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-ROOMS = ("lookup", "recipes", "pitfalls")
-PAGES = {ROOT / "README.md", *ROOT.glob("[!.]*/README.md"), *ROOT.glob("slurm/*/README.md")}
-PAGES = sorted(PAGES | {path for room in ROOMS for path in ROOT.glob(f"{room}/*.md")})
-TEXTS = {path: path.read_text(encoding="utf-8") for path in PAGES}
+PAGES = [ROOT / "README.md", *ROOT.glob("[!.]*/**/*.md")]
+PAGES += [ROOT / "diffs" / name for name in ("index.html", "walkthrough.ipynb")]
+RESULT = re.compile(r"(?:loss|accuracy) ([\d.]+)")
 
 
+def text_of(path):
+    if path.suffix != ".ipynb":
+        return path.read_text(encoding="utf-8")
+    cells = nbformat.read(path, 4).cells
+    return "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+
+
+TEXTS = {path: text_of(path) for path in PAGES}
+
+
+def links(path):
+    """Return the links on a page that lead to this repository."""
+    pattern = r'href="([^"]+)"' if path.suffix == ".html" else r"\]\(([^)\s]+)\)"
+    found = {html.unescape(link) for link in re.findall(pattern, TEXTS[path])}
+    return {link for link in found if not re.match("https?:|mailto:", link)}
+
+
+@cache
 def anchors(path):
     """Return what a link to this page may name after its #."""
-    text = TEXTS.get(path) or path.read_text(encoding="utf-8")
+    text = text_of(path)
     titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    if path.suffix == ".ipynb":
+        return {title.replace(" ", "-") for title in titles}  # as Jupyter names them
     return {*map(hunks.anchor, titles), *re.findall(r'id="([^"]+)"', text)}
 
 
 def test_links_lead_somewhere():
     broken = []
-    for page, text in TEXTS.items():
-        for target in re.findall(r"\]\((?!https?:|mailto:)([^)\s]+)\)", text):
+    for page in PAGES:
+        for target in links(page):
             name, _, anchor = target.partition("#")
             path = (page.parent / name).resolve() if name else page
             if not path.exists() or (anchor and anchor not in anchors(path)):
@@ -36,29 +58,19 @@ def test_links_lead_somewhere():
 
 def test_the_tests_that_pages_name_exist():
     """A name stands between backticks, perhaps with the parameters of one case behind it."""
-    files = [path for path in ROOT.glob("**/tests/**/test_*.py") if ".venv" not in path.parts]
-    files += ROOT.glob("tests/test_*.py")
+    files = [path for path in ROOT.glob("**/test_*.py") if ".venv" not in path.parts]
     names = {path.stem for path in files}
     for path in files:
         names |= {*re.findall(r"def (test_\w+)\(", path.read_text(encoding="utf-8"))}
-    named = [
-        (str(page.relative_to(ROOT)), name)
-        for page, text in TEXTS.items()
-        for name in re.findall(r"`(test_\w+)[`\[]", text)
-    ]
-    missing = [f"{page}: {name}" for page, name in named if name not in names]
-    assert not missing, "\n".join(missing)
+    named = {name for text in TEXTS.values() for name in re.findall(r"`(test_\w+)[`\[]", text)}
+    assert named <= names, named - names
 
 
 def test_what_starts_two_ranks_says_what_to_type_with_one_gpu():
     """But for what `srun` starts, to which Slurm gives GPUs, and for a reader's own train.py."""
     start = re.compile(r"^(?!.*srun|.* train\.py).*torchrun .*-node=2 .*\.py", re.MULTILINE)
-    silent = [
-        str(page.relative_to(ROOT))
-        for page, text in TEXTS.items()
-        if start.search(text) and "CUDA_VISIBLE_DEVICES=" not in text
-    ]
-    assert not silent, "\n".join(silent)
+    started = [page for page, text in TEXTS.items() if start.search(text)]
+    assert not [page for page in started if "CUDA_VISIBLE_DEVICES=" not in TEXTS[page]]
 
 
 @pytest.mark.weekly("trains for minutes what tests/ trains anyway, with the README's own words")
@@ -73,10 +85,5 @@ def test_the_commands_print_what_is_shown(tmp_path):
         job = finished(["bash", "-c", command], tmp_path, ON_PATH)
         lines = ["(.*\n)*" if line == "..." else f"{re.escape(line)}\n" for line in shape(output)]
         assert re.fullmatch("".join(lines), "\n".join([*shape(job.stdout), ""])), job
-        wanted = results(output)
-        assert results(job.stdout)[-len(wanted) :] == pytest.approx(wanted, rel=0.03)  # CPUs differ
-
-
-def results(text):
-    """Return the losses and the accuracy in an output, as numbers."""
-    return [float(number) for number in re.findall(r"(?:loss|accuracy) ([\d.]+)", text)]
+        wanted, found = ([*map(float, RESULT.findall(text))] for text in (output, job.stdout))
+        assert found[-len(wanted) :] == pytest.approx(wanted, rel=0.03)  # CPUs differ
