@@ -305,10 +305,11 @@
       const key = own.map((weight) => weight.toFixed(9)).join();
       named.set(key, [own, [...(named.get(key)?.[1] || []), rank]]);
     });
+    const middle = sumOf([...named.values()].map(([own]) => at(own)[0])) / named.size;
     for (const [own, ranks] of named.values()) {
       const [cx, cy] = at(own);
       add(svg, "circle", { class: "dot", cx, cy, r: 6 });
-      const left = cx > WIDE / 2;
+      const left = cx > WIDE - 80 || (cx > 40 && cx < middle); // away from the others
       const label = { class: "name", x: cx + (left ? -10 : 10), y: cy + (cy < 30 ? 20 : -8), "text-anchor": left ? "end" : "start" };
       add(svg, "text", label, ranks.length === state.ranks && ranks.length > 1 ? "all ranks" : ranks.join(", "));
     }
