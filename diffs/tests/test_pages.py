@@ -30,7 +30,7 @@ TEXTS = {path: text_of(path) for path in PAGES}
 
 def links(path):
     """Return the links on a page that lead to this repository."""
-    pattern = r'href="([^"]+)"' if path.suffix == ".html" else r"\]\(([^)\s]+)\)"
+    pattern = r'href="([^"$]+)"' if path.suffix == ".html" else r"\]\(([^)\s]+)\)"
     found = {html.unescape(link) for link in re.findall(pattern, TEXTS[path])}
     return {link for link in found if not re.match("https?:|mailto:", link)}
 
