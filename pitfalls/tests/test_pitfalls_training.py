@@ -38,7 +38,7 @@ def test_missing_barrier(pitfall):
     patient = ("timedelta(minutes=5)", "timedelta(seconds=10)")  # longer than the writer is slow
     found_too_early = [LATE], [(REPLACE, HALF), (LOAD, WAIT + LOAD)]
     for text, changes in zip(pitfall.on_screen(), found_too_early, strict=True):
-        job = pitfall.failed(patient, *changes)
+        job = pitfall.ran(patient, *changes, code=1)
         assert re.search(rf"^\[rank1\]: .*{text}", job.stderr, re.MULTILINE), job
         assert not re.search(rf"^\[rank0\]: .*{text}", job.stderr, re.MULTILINE), job
         (job.cwd / "checkpoint.pt").unlink()

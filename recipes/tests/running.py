@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from changes import told
 from patching import on_screen, patched
-from support.jobs import finished, run
+from support.jobs import run
 from support.results import resumed, weights
 from support.scripts import ROOT, SMALL, forked
 
@@ -29,19 +29,15 @@ class Patched:
         """Write it with changes; return the path."""
         return patched(self.folder, self.page, *changes)
 
-    def ran(self, *changes, args=ONE, env=None, **options):
+    def ran(self, *changes, args=ONE, env=None, code=0, **options):
         """Run it to its end; return the Result."""
-        return finished(forked(self.script(*changes), *args, **options), self.folder, env)
-
-    def failed(self, *changes, args=ONE, env=None, **options):
-        """Run it until it fails; return the Result."""
         job = run(forked(self.script(*changes), *args, **options), self.folder, env)
-        assert job.returncode == 1, job
+        assert job.returncode == code, job
         return job
 
     def refused(self, *changes, **options):
         """Run it until it fails as its page says; return the Result."""
-        job = self.failed(*changes, **options)
+        job = self.ran(*changes, code=1, **options)
         assert all(text in job.stderr for text in self.on_screen()), job
         return job
 
@@ -49,10 +45,9 @@ class Patched:
         """Return the messages that its page quotes in its table of symptoms."""
         return on_screen(self.page)
 
-    def stopped(self, *changes, args=ONE, samples=30 * 128, env=None, **options):
+    def stopped(self, *changes, samples=30 * 128, **options):
         """Run it until it is told to stop, and check that it saves in mid-epoch."""
-        job = run(forked(self.script(*changes), *args, **options), self.folder, env)
-        assert job.returncode != 0, job
+        job = self.ran(*changes, code=1, **options)
         assert f"interrupted after {samples:,} samples" in job.stdout, job
         assert "accuracy" not in job.stdout, job
         return job
@@ -72,16 +67,11 @@ class Patched:
 
 def writes_nothing_again(path, *args):
     """Resume a script that is told to stop AT_ONCE; no file in its checkpoint's folder changes."""
-    before = written(path.parent)
+    before = {file: file.stat().st_mtime_ns for file in path.parent.glob("*/*.distcp")}
     job = run(forked(path, *args), path.parent)
     assert "interrupted after 0 samples" in job.stdout, job
     assert [*path.parent.glob("*.pt.interrupted")]
-    assert written(path.parent) == before != {}
-
-
-def written(folder):
-    """Return when the files of sharded checkpoints were last written."""
-    return {path: path.stat().st_mtime_ns for path in folder.glob("*/*.distcp")}
+    assert {file: file.stat().st_mtime_ns for file in before} == before != {}
 
 
 def saved(job, name="checkpoint.pt"):

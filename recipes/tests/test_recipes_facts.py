@@ -21,8 +21,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint_sequential
 from torch.utils.data import DataLoader
 
-# ---------------------------------------------------------------- loader workers
-
 
 def test_workers_are_seeded_alike():
     """This holds for two ranks with the same seed, and so for a rank that is resumed."""
@@ -51,9 +49,6 @@ def test_shared_memory_is_full(tmp_path):
     job = run([*ALONE, f'{MOUNT} && exec "$@"', "sh", sys.executable, "-c", code], tmp_path)
     assert job.returncode == 1
     assert on_screen("recipes/loader_workers")[0] in job.stderr, job
-
-
-# ---------------------------------------------------------------- models
 
 
 class Reentrant(nn.Sequential):

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 pytestmark = pytest.mark.slow
 
-# ---------------------------------------------------------------- sharded models
 
 FEW = ("1", "--batch-size=512", "--width=4")  # steps, which are profiled
 UNEVEN = ("2", "--batch-size=179", "--width=4")  # 359 = 180 + 179: two batches, and one
@@ -66,20 +65,17 @@ LONG_WRITE = f"""\
                 write = dcp.FileSystemWriter.write_data
                 dcp.FileSystemWriter.write_data = lambda *args: time.sleep(3) or write(*args)
 {SAVE}"""
+CRASHES = {  # how a rank is killed in the second save, and what slows the last one down
+    "sharded_checkpoint": (("            dcp.save(", KILLED), []),
+    "async_checkpoint": (LATE, [(SAVE, LONG_WRITE)]),
+}
 
 
-@pytest.mark.parametrize(
-    "name, killed, slow",
-    [
-        ("sharded_checkpoint", ("            dcp.save(", KILLED), []),
-        ("async_checkpoint", LATE, [(SAVE, LONG_WRITE)]),
-    ],
-    ids=["sharded_checkpoint", "async_checkpoint"],
-)
-def test_a_crash_in_a_save_leaves_the_last_checkpoint(tmp_path, trained, name, killed, slow):
-    """A rank is killed while it writes its part of the second; later, they are told to stop."""
-    recipe = Patched(f"recipes/{name}", tmp_path)
-    job = recipe.failed(killed, args=LONG)
+@pytest.mark.parametrize("name", CRASHES)
+def test_a_crash_in_a_save_leaves_the_last_checkpoint(tmp_path, trained, name):
+    """A rank is killed while it writes its part; later, the ranks are told to stop."""
+    recipe, (killed, slow) = Patched(f"recipes/{name}", tmp_path), CRASHES[name]
+    job = recipe.ran(killed, args=LONG, code=1)
     assert saved(job)["FOLDER"] == "checkpoint.pt.1-0"
     assert not (tmp_path / "checkpoint.pt.2-0" / ".metadata").exists()
     writes_nothing_again(recipe.script(AT_ONCE), *LONG)
@@ -97,13 +93,10 @@ def test_a_crash_in_a_save_leaves_the_last_checkpoint(tmp_path, trained, name, k
 def test_async_checkpoint_in_the_group_of_training(recipe):
     """While rank 1 has yet to write, rank 0 calls the next collective of the save."""
     shared = (", process_group=self.saving_group", "")
-    job = recipe.failed(LATE, shared, IMPATIENT, args=LONG)
+    job = recipe.ran(LATE, shared, IMPATIENT, args=LONG, code=1)
     assert re.search("Timed out waiting|Application timeout", job.stderr), job
     assert epochs(job) == [1]
     assert not (recipe.folder / "checkpoint.pt").exists()
-
-
-# ---------------------------------------------------------------- losses and models
 
 
 def test_contrastive(recipe):
@@ -153,8 +146,7 @@ def test_export(recipe):
     """The page's code reads the file without a process group, and gets the same accuracy."""
     job = recipe.ran()
     shutil.move(recipe.folder / "05_gather_eval.py", recipe.folder / "export.py")
-    pattern = "^```python\n(.*?)^```$"
-    [code] = re.findall(pattern, page("recipes/export"), re.MULTILINE | re.DOTALL)
+    [code] = re.findall("^```python\n(.*?)^```$", page("recipes/export"), re.M | re.S)
     (recipe.folder / "read.py").write_text(code, encoding="utf-8")
     reader = finished(server.command("read.py"), recipe.folder)
     _, correct, total = accuracy(job)

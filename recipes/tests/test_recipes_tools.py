@@ -7,7 +7,7 @@ import sqlite3
 
 import optuna
 import pytest
-from changes import LENGTH, told
+from changes import LENGTH, TRAINED, said_at_the_end, told
 from optuna.storages import journal
 from patching import text_of
 from pretended import SHIM
@@ -40,9 +40,6 @@ def test_early_stopping(recipe, trained):
     assert accuracy(again)[2] == 179  # the half that did not choose
 
 
-# ---------------------------------------------------------------- loggers
-
-
 def test_log_tensorboard(recipe):
     """Rank 0 is killed in the second epoch, after logging steps that the next run repeats."""
     line = "            loss = self._run_batch(source, targets)\n"
@@ -52,7 +49,7 @@ def test_log_tensorboard(recipe):
         f"                self.writer.flush()\n"
         f"                os.kill(os.getpid(), signal.SIGKILL)\n{line}",
     )
-    recipe.failed(killed, args=TWO)
+    recipe.ran(killed, args=TWO, code=1)
     recipe.ran(args=TWO)
     folder = recipe.folder / "checkpoint.pt.tensorboard"
     assert len(list(folder.iterdir())) == 2  # one file per run, written by rank 0
@@ -124,13 +121,11 @@ def test_eval_torchmetrics(recipe, trained):
 
 def test_sweep(recipe):
     """A run that is stopped continues its trial; both ranks train with its learning rate."""
-    line = "    trainer.train(args.total_epochs"
-    drawn = (line, f"    {on_each_rank('args.lr')}{line}")
     recipe.stopped(told(0))
     backend = journal.JournalFileBackend(f"{recipe.folder}/sweep.journal")
     study = optuna.load_study(storage=journal.JournalStorage(backend), study_name="digits")
     (before,) = study.trials
-    job = recipe.ran(drawn)
+    job = recipe.ran(said_at_the_end("args.lr", TRAINED))
     assert "resuming from " in job.stdout
     (trial,) = study.trials
     assert (before.state.name, trial.state.name) == ("RUNNING", "COMPLETE")
@@ -139,8 +134,6 @@ def test_sweep(recipe):
     assert total == 180  # the half that may choose
     assert trial.value == pytest.approx(1 - correct / total)
 
-
-# ---------------------------------------------------------------- machines
 
 # What torch.accelerator would say on a machine with the shim's GPUs. The optimizers of PyTorch ask
 # torch.accelerator, too, so the answer is for the script only.

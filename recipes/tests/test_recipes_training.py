@@ -75,8 +75,6 @@ def test_fp16_scaler(recipe):
         assert state["_growth_tracker"] == STEPS - 11  # steps since the scale was halved
 
 
-# ---------------------------------------------------------------- random numbers
-
 NOISY = """class Noisy(TensorDataset):
     def __getitem__(self, index):
         scan, label = super().__getitem__(index)
@@ -126,9 +124,6 @@ def test_ema(recipe):
     assert [said(job, rank) for job in jobs for rank in (0, 1)] == [[f"{total}"]] * 4
 
 
-# ---------------------------------------------------------------- BatchNorm
-
-
 MEAN = said_at_the_end("trainer.model.module[1].running_mean.tolist()", TRAINED)
 
 
@@ -145,9 +140,6 @@ def test_sync_batchnorm_on_gpus(recipe, nprocs):
     job = finished(command(recipe.script(MEAN), "1", *SMALL, nprocs=nprocs), recipe.folder, ON_GPUS)
     assert len(said(job, 0)) == 1
     assert said(job, 0) == said(job, 1)
-
-
-# ---------------------------------------------------------------- the weights of step 5
 
 
 def test_compile(recipe, trained):
