@@ -17,10 +17,11 @@ import socket
 import subprocess
 import sys
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 LIBRARY = re.compile(r"/lib(64)?/python3|^<")  # Python's and pip's; all other code is yours
-COLUMNS = ("rank", "node", "pid", "your line", "inside")
+COLUMNS = ("port", "rank", "node", "pid", "your line", "inside")
 
 
 def processes():
@@ -49,12 +50,8 @@ def look(pid):
         return spy.stderr.partition("\n")[0] or "not in Python yet", ""
     innermost = frames[0]
     own = next((f for f in frames if not LIBRARY.search(f["filename"])), innermost)
-    return line_of(own), "" if own is innermost else line_of(innermost)
-
-
-def line_of(frame):
-    """Return where a frame is: the file, the line and the function."""
-    return f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}"
+    lines = [f"{Path(f['filename']).name}:{f['line']} {f['name']}" for f in (own, innermost)]
+    return lines[0], "" if own is innermost else lines[1]
 
 
 def ranks_here():
@@ -65,8 +62,8 @@ def ranks_here():
     for pid, (parent, env) in found.items():
         loader_worker = parent in found
         if not loader_worker and job in (None, env.get("SLURM_JOB_ID")):
-            cells = [int(env["RANK"]), socket.gethostname(), pid, *look(pid)]
-            rows.append({**dict(zip(COLUMNS, cells)), "port": env.get("MASTER_PORT", "")})
+            port, rank, node = env.get("MASTER_PORT", ""), int(env["RANK"]), socket.gethostname()
+            rows.append([port, rank, node, pid, *look(pid)])
     return rows
 
 
@@ -74,7 +71,7 @@ def ranks_of(job):
     """Return the rows of all nodes of a Slurm job; srun runs this file once on each node."""
     command = ["srun", f"--jobid={job}", "--overlap", sys.executable, __file__, "--json"]
     done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return [row for line in done.stdout.splitlines() for row in json.loads(line)]
 
 
 def table(rows):
@@ -82,16 +79,14 @@ def table(rows):
 
     Of two places with the same number of ranks, the one where ranks wait for others gets no arrow.
     """
-    places = [(row["your line"], row["inside"]) for row in rows]
+    places = [row[-2:] for row in rows]
 
     def weight(place):
         return places.count(place), bool(re.search("distributed|backward", place[1]))
 
     most = max(places, key=weight)
-    arrows = ["" if place == most else "<--" for place in places]
-    cells = [[*COLUMNS, ""]]
-    for row, arrow in zip(rows, arrows):
-        cells.append([*(str(row[name]) for name in COLUMNS), arrow])
+    cells = [[*COLUMNS[1:], ""]]
+    cells += [[*map(str, row[1:]), "" if row[-2:] == most else "<--"] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells)]
     return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
 
@@ -99,17 +94,15 @@ def table(rows):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("job", nargs="?", help="a Slurm job; without it, look at this machine")
-    parser.add_argument("--json", action="store_true", help="print one line per rank, and no table")
+    parser.add_argument("--json", action="store_true", help="print no table")
     args = parser.parse_args()
     if not shutil.which("py-spy"):
         sys.exit("py-spy is missing: pip install py-spy")
     rows = ranks_of(args.job) if args.job else ranks_here()
-    rows.sort(key=lambda row: (row["port"], row["rank"]))
     if args.json:
-        for row in rows:
-            print(json.dumps(row))
+        print(json.dumps(rows))
     elif not rows:
         sys.exit("no rank was found")
     else:
-        for _, job in groupby(rows, key=lambda row: row["port"]):
+        for _, job in groupby(sorted(rows), key=itemgetter(0)):
             print(*table(list(job)), sep="\n")

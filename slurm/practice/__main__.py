@@ -1,4 +1,7 @@
-"""Open a shell on the login node of a Slurm cluster to practise on: sudo python3 slurm/practice."""
+"""Start a Slurm cluster on this machine, and open a shell on its login node.
+
+sudo python3 slurm/practice. When you leave the shell, nothing is left of the cluster.
+"""
 
 import argparse
 import contextlib
@@ -17,11 +20,6 @@ sys.dont_write_bytecode = True  # it would belong to root, in the user's reposit
 from cluster import SPACES, Cluster, child, missing  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
-
-DESCRIPTION = """\
-Start a Slurm cluster on this machine, and open a shell on its login node. The shell starts in the
-repository: try sinfo, and sbatch slurm/04_multinode.sbatch. When you leave the shell, nothing is
-left of the cluster. slurm/README.md shows a job that survives the loss of a node."""
 
 HELP = """\
 Besides Slurm's commands, the shell has five that cause trouble:
@@ -53,9 +51,9 @@ def power_on(cluster, number, say):
         return
     if not cluster.is_down(number):
         say(f"node{number} boots when Slurm has marked it down, within a minute ...")
-        end = time.monotonic() + 60
-        while not cluster.is_down(number) and time.monotonic() < end:
-            time.sleep(0.5)
+    end = time.monotonic() + 60
+    while not cluster.is_down(number) and time.monotonic() < end:
+        time.sleep(0.5)
     cluster.switch_on(number)
 
 
@@ -92,16 +90,8 @@ def open_shell(cluster, user):
         os.mkfifo(cluster.folder / name, 0o600)
         os.chown(cluster.folder / name, user.pw_uid, user.pw_gid)
     threading.Thread(target=serve, args=[cluster], daemon=True).start()
-    print(
-        WELCOME.format(
-            version=cluster.run("sinfo", "--version").strip(),
-            nodes=cluster.nodes,
-            gpus=cluster.gpus,
-            help=HELP,
-            user=user.pw_name,
-        ),
-        flush=True,
-    )
+    values = {"nodes": cluster.nodes, "gpus": cluster.gpus, "help": HELP, "user": user.pw_name}
+    print(WELCOME.format(version=cluster.run("sinfo", "--version").strip(), **values), flush=True)
     enter = ["nsenter", *SPACES, "-t", str(child(cluster.outer.pid))]
     become = ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--init-groups"]
     values = ["env", f"--chdir={HERE.parents[1]}", f"CLUSTER={cluster.folder}"]
@@ -113,7 +103,7 @@ def main():
     parser = argparse.ArgumentParser(
         prog="slurm/practice",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=DESCRIPTION,
+        description=__doc__,
         epilog=HELP,
     )
     number = {"type": int, "choices": range(1, 33), "metavar": "N"}

@@ -14,10 +14,33 @@ from support.scripts import ROOT, SCRIPTS
 ON_A_CLUSTER = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 # These tests mostly wait: one worker of pytest-xdist has the cluster, while others compute.
 ONE_CLUSTER = pytest.mark.xdist_group("slurm")
+GUIDE = (ROOT / "slurm" / "README.md").read_text(encoding="utf-8")
 BATCH = {path.name[:2]: f"slurm/{path.stem}.sbatch" for path in SCRIPTS}
 ON_TWO_NODES = ("--nodes=2", "--gpus-per-node=1")
 TWO_BY_TWO = ("--nodes=2", "--gpus-per-node=2")
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
+
+# What concerns the launcher alone is shown with this script in place of a step: it says what it
+# finds, and waits until it is told to stop or, as some tests do at once, to go on.
+SIMPLE = """\
+import os, signal, sys, time
+told = []
+signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+names = ("WORLD_SIZE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+os.write(1, f"finds {' '.join(os.environ.get(name, '-') for name in names)}\\n".encode())
+while not told and not os.path.exists("go"):
+    time.sleep(0.05)
+if told:
+    os.write(1, b"told\\n")
+    open(f"{sys.argv[1].partition('=')[2]}.interrupted", "w").close()
+    sys.exit(75)
+"""
+
+
+def in_the_guide(pattern):
+    """Return what the groups of a pattern match in the guide."""
+    found = re.search(pattern, GUIDE, re.MULTILINE).groups()
+    return found if len(found) > 1 else found[0]
 
 
 @pytest.fixture(scope="session")
@@ -52,13 +75,19 @@ class Submitted:
         self.number = int(cluster.run("sbatch", "--parsable", *words, cwd=folder))
 
     @property
-    def output(self):
-        found = list(self.folder.glob(f"*_{self.number}.out"))
+    def stdout(self):
+        """What the job has printed, errors included."""
+        found = list(self.folder.glob(f"*_{self.number}[_.]*"))
         return found[0].read_text(encoding="utf-8") if found else ""
 
     @property
     def checkpoint(self):
         return self.folder / f"{self.show('JobName')}.pt"
+
+    @property
+    def interrupted(self):
+        """Whether the file is there for which the batch file requeues the job."""
+        return Path(f"{self.checkpoint}.interrupted").exists()
 
     def show(self, name):
         shown = self.cluster.run("scontrol", "show", "job", "-o", self.number)
@@ -68,13 +97,20 @@ class Submitted:
         """Cancel the job or, with --signal=TERM, tell it to stop."""
         self.cluster.run("scancel", *words, self.number)
 
-    def wait(self, *states, timeout=300):
-        """Wait until the job has ended or is in one of these states; return the state."""
+    def wait_for(self, ready, timeout=300):
+        """Wait until `ready()` is true; return the result."""
         end = time.monotonic() + timeout
-        while (state := self.show("JobState")) not in (states or ENDED):
-            assert time.monotonic() < end, f"job {self.number} is {state}\n{self.output}"
+        while not (result := ready()):
+            state = self.show("JobState")
+            late = state in ENDED or time.monotonic() > end
+            assert ready() or not late, f"job {self.number} is {state}:\n{self.stdout}"
             time.sleep(0.2)
-        return state
+        return result
+
+    def becomes(self, state):
+        """Wait until the job is in this state; fail if it ends in another one. Return the job."""
+        self.wait_for(lambda: self.show("JobState") == state)
+        return self
 
     def lose_its_port(self):
         """Give a held job's port to another program and release the job; return the port."""
@@ -85,23 +121,6 @@ class Submitted:
         self.cluster.run("bash", "-c", f"{start} {until}", node=1)
         self.cluster.run("scontrol", "release", self.number)
         return port
-
-    def completed(self, timeout=300):
-        assert self.wait(timeout=timeout) == "COMPLETED", self.output
-        return self
-
-    def wait_for(self, ready, timeout=120):
-        """Wait until `ready()` is true; return the result."""
-        end = time.monotonic() + timeout
-        while not (result := ready()):
-            state = self.show("JobState")
-            late = state in ENDED or time.monotonic() > end
-            assert ready() or not late, f"the job is {state}:\n{self.output}"
-            time.sleep(0.1)
-        return result
-
-    def epochs(self):
-        return [int(n) for n in re.findall(r"^epoch (\d+) ", self.output, re.MULTILINE)]
 
 
 @pytest.fixture

@@ -31,6 +31,13 @@ exec sleep infinity
 """
 
 
+def ended(*jobs, code=0):
+    """Wait until these jobs have ended with this exit code, and left no process."""
+    for job in jobs:
+        assert job.wait().returncode == code, job
+        job.wait_until_gone()
+
+
 class Machines:
     """Three machines, whose names get the addresses that a test chooses."""
 
@@ -41,7 +48,7 @@ class Machines:
         """Write the hosts file from {host name pattern: network of its addresses}."""
         lines = ["127.0.0.1 localhost"]
         for name, network in networks.items():
-            lines += [f"{network}.{number} {name.format(number)}" for number in (1, 2, 3)]
+            lines += [f"{network}.{n} {name.format(n, n - 1)}" for n in (1, 2, 3)]
         self.hosts.write_text("\n".join([*lines, ""]), encoding="utf-8")
 
     def inside(self, number, *words):
@@ -49,23 +56,22 @@ class Machines:
         enter = f"nsenter --net --mount -t{self.holder.process.pid} ip netns exec node{number}"
         return [*enter.split(), *words]
 
-    def terminal(self, number, command, folder, **env):
+    def terminal(self, number, command, folder):
         """Start a command on a machine; return the Job."""
         lines = [
             f"mount --bind {self.hosts} /etc/hosts && hostname node{number} && cd {folder} || exit",
-            f"export PATH={Path(sys.executable).parent}:$PATH",
+            f"export PATH={Path(sys.executable).parent}:$PATH SLURM_NODEID={number - 1}",
             command,
         ]
         words = self.inside(number, "unshare", "--uts", "--mount", "bash", "-c", "\n".join(lines))
-        return Job(words, folder, env)
+        return Job(words, folder)
 
-    def on_both(self, command, folder, code=0, **env):
+    def on_both(self, command, folder, code=0, meanwhile=lambda one, two: None):
         """Run a command on two machines, as `srun` does, until both end with this exit code."""
-        jobs = [self.terminal(n, command, folder, SLURM_NODEID=str(n - 1), **env) for n in (1, 2)]
-        with jobs[0], jobs[1]:
-            for job in jobs:
-                assert job.wait().returncode == code, job
-        return jobs
+        with self.terminal(1, command, folder) as one, self.terminal(2, command, folder) as two:
+            meanwhile(one, two)
+            ended(one, two, code=code)
+        return one, two
 
     def listening(self, number):
         """Return the listening sockets of a machine: {port: address}."""

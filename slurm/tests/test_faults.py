@@ -1,34 +1,68 @@
-"""A fault on one rank ends all ranks, with a nonzero exit code and the cause on stderr."""
+"""A rank fails, hangs or is busy: what it costs, and how to find it.
+
+The commands are those of slurm/README.md, which shows what they print.
+"""
 
 import os
 import re
+import shlex
+import shutil
 import signal
 import socket
 import socketserver
 import subprocess
+import sys
+import tempfile
+from pathlib import Path
 from threading import Thread
 
 import psutil
 import pytest
-import torch
-from bad_data import bad_data
-from support.jobs import Job, finished, kill, run
+from clusters import GUIDE, ON_A_CLUSTER, ONE_CLUSTER, TWO_BY_TWO, in_the_guide
+from support.jobs import RESTARTS, Job, finished, kill, run
 from support.positions import GATE, KILLED, ON_RANK_1, at, open_the_gate, wait_at_the_gate
-from support.results import accuracy, epochs, resumed, same_bits, weights
-from support.scripts import LONG, SCRIPT, SMALL, TORCHRUN, command, edited, forked
+from support.results import accuracy, epochs, resumed, same_bits, shape, weights
+from support.scripts import LONG, ON_PATH, ROOT, SCRIPT, SMALL, TORCHRUN, command, edited, forked
 
 SLOW = pytest.mark.slow
 REPETITION = pytest.mark.weekly("the same fault on another step")
-NOBODY = "192.0.2.1"  # reserved for documentation by RFC 5737, so nobody answers
+REPLACE = "        os.replace("  # in a save
 
-# ---------------------------------------------------------------- one rank fails
+
+def bad_data(lines):
+    """Return changes with which `lines`, which see `index`, run before a sample is read."""
+    body = "".join(f"        {line}\n" for line in lines.splitlines())
+    data = f"""\
+class BadData(TensorDataset):
+    def __getitem__(self, index):
+{body}        return super().__getitem__(index)
+
+
+def load_datasets():
+"""
+    return (
+        ("    return TensorDataset(shifted,", "    return BadData(shifted,"),
+        ("def load_datasets():\n", data),
+    )
+
 
 BAD_SAMPLE = bad_data('if index == 1234: raise ValueError("the first cause")')  # of one rank
+# Python sends SIGTERM to the workers, too, and waits for them: they must end at last.
+WORKERS = ("=outlive_sigterm", "=outlive_sigterm, num_workers=2, persistent_workers=True")
+SOON = ("signal.alarm(300)", "signal.alarm(3)")
 
 
-@pytest.mark.parametrize("step", [pytest.param("02", marks=SLOW), "04"])
-def test_an_exception_on_one_rank(tmp_path, step):
-    job = run(command(edited(tmp_path, step, *BAD_SAMPLE), "4", *SMALL), tmp_path)
+@pytest.mark.parametrize(
+    ("step", "changes"),
+    [
+        pytest.param("02", [], marks=SLOW),
+        ("04", []),
+        pytest.param("04", [WORKERS, SOON], marks=SLOW, id="04-in-a-loader-worker"),
+    ],
+)
+def test_an_exception_on_one_rank(tmp_path, step, changes):
+    script = edited(tmp_path, step, *BAD_SAMPLE, *changes)
+    job = run(command(script, "4", *SMALL), tmp_path)
     assert job.returncode != 0
     assert epochs(job) == []
     if step == "02":  # mp.spawn shows the first rank that it sees end, in rare cases another one
@@ -58,88 +92,8 @@ def test_workers_of_a_dead_agent_train_on(trained, tmp_path):
         job.wait()
         open_the_gate(job)
         job.wait_until_gone()
-    assert epochs(job) == [1]
     assert accuracy(job)
     assert same_bits(job, trained("03", "1", *SMALL))
-
-
-# ---------------------------------------------------------------- the rendezvous cannot be reached
-
-
-def seek(tmp_path, endpoint):
-    """Check that torchrun gives up after a few times read_timeout (60 s by default)."""
-    where = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
-    start = [TORCHRUN, *where, "--rdzv-conf=read_timeout=2", SCRIPT["04"]]
-    job = run(start, tmp_path, timeout=120)
-    assert job.returncode == 1
-    assert "RendezvousConnectionError" in job.stderr
-    assert not list(tmp_path.glob("[!.]*"))
-
-
-@pytest.mark.parametrize("host", ["no-such-host.invalid", pytest.param(NOBODY, marks=REPETITION)])
-def test_a_rendezvous_host_that_cannot_be_reached(tmp_path, host):
-    seek(tmp_path, f"{host}:29400")
-
-
-class HangUp(socketserver.BaseRequestHandler):
-    """Close each connection at once."""
-
-
-@SLOW
-def test_a_rendezvous_port_that_another_program_has(tmp_path):
-    with socketserver.ThreadingTCPServer(("localhost", 0), HangUp) as server:
-        Thread(target=server.serve_forever).start()
-        seek(tmp_path, f"localhost:{server.server_address[1]}")
-        server.shutdown()
-
-
-@SLOW
-def test_a_rendezvous_port_whose_owner_never_answers(tmp_path):
-    """PyTorch waits for ever. If this test fails, correct the fault table."""
-    with socket.create_server(("localhost", 0)) as deaf:
-        endpoint = f"--rdzv-endpoint=localhost:{deaf.getsockname()[1]}"
-        options = ["--nnodes=2", "--rdzv-backend=c10d", endpoint, "--rdzv-conf=read_timeout=2"]
-        with Job([TORCHRUN, *options, SCRIPT["04"]], tmp_path) as job:
-            deaf.settimeout(60)
-            connection, _ = deaf.accept()
-            with connection, pytest.raises(subprocess.TimeoutExpired):
-                job.process.wait(15)
-
-
-# ---------------------------------------------------------------- Ctrl-C
-
-
-@pytest.mark.parametrize("step", [*(pytest.param(n, marks=REPETITION) for n in ("01", "02")), "04"])
-def test_ctrl_c(tmp_path, step):
-    with Job(command(step, "99", *SMALL), tmp_path) as job:
-        job.wait_for("^epoch 2 ")
-        os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does
-        assert job.wait().returncode != 0
-        job.wait_until_gone()
-    assert weights(job)
-    assert "accuracy" not in job.stdout
-
-
-@SLOW
-@pytest.mark.parametrize("step", ["01", *(pytest.param(n, marks=REPETITION) for n in ("02", "03"))])
-def test_sigterm_ends_steps_1_to_3_at_once(tmp_path, step):
-    """All processes get it, as under Slurm; the next run begins after the last save."""
-    with Job(command(step, "99", *SMALL), tmp_path) as job:
-        job.wait_for("^epoch 2 ")
-        os.killpg(job.process.pid, signal.SIGTERM)
-        assert job.wait().returncode != 0
-        job.wait_until_gone()
-    assert "accuracy" not in job.stdout
-    assert not list(tmp_path.glob("*.interrupted"))
-    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["EPOCHS_RUN"]
-    again = finished(command(step, str(saved + 1), *SMALL), tmp_path)
-    assert resumed(again) == [saved]
-    assert epochs(again) == [saved + 1]
-
-
-# ---------------------------------------------------------------- loader workers, a full disk
-
-WORKERS = ("=outlive_sigterm", "=outlive_sigterm, num_workers=2, persistent_workers=True")
 
 
 @SLOW
@@ -152,18 +106,63 @@ def test_kill_9_leaves_no_loader_worker(tmp_path):
         ranks = job.process, *psutil.Process(job.process.pid).children()
         for process in ranks:
             process.kill()
-        job.wait()
-        job.wait_until_gone()
+        job.wait().wait_until_gone()
     assert len(found) - len(ranks) >= 4
 
 
-@SLOW
-def test_an_exception_in_a_loader_worker(tmp_path):
-    """Python sends SIGTERM to the workers, too, and waits for them: they must end at last."""
-    soon = ("signal.alarm(300)", "signal.alarm(3)")
-    job = run(forked(edited(tmp_path, "04", WORKERS, soon, *BAD_SAMPLE), "1"), tmp_path)
+@pytest.mark.parametrize(
+    ("step", "number"),
+    [
+        pytest.param("01", signal.SIGTERM, marks=SLOW),
+        pytest.param("02", signal.SIGINT, marks=REPETITION),
+        pytest.param("03", signal.SIGTERM, marks=REPETITION),
+        ("04", signal.SIGINT),
+    ],
+)
+def test_ctrl_c_and_in_steps_1_to_3_sigterm_end_all_at_once(tmp_path, step, number):
+    """All processes get it, from a terminal or from Slurm. What was saved is left."""
+    with Job(command(step, "99", *SMALL), tmp_path) as job:
+        job.wait_for("^epoch 2 ")
+        os.killpg(job.process.pid, number)
+        assert job.wait().returncode != 0
+        job.wait_until_gone()
+    assert weights(job)
+    assert "accuracy" not in job.stdout
+
+
+def seek(endpoint):
+    """Return a command that gives up after a few times read_timeout (60 s by default)."""
+    where = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
+    return [TORCHRUN, *where, "--rdzv-conf=read_timeout=2", SCRIPT["04"]]
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "no-such-host.invalid",
+        pytest.param("localhost", marks=SLOW),  # another program has the port, and hangs up
+        pytest.param("192.0.2.1", marks=REPETITION),  # reserved by RFC 5737, so nobody answers
+    ],
+)
+def test_a_rendezvous_that_cannot_be_reached(tmp_path, host):
+    with socketserver.ThreadingTCPServer(("", 0), socketserver.BaseRequestHandler) as other:
+        Thread(target=other.serve_forever, daemon=True).start()
+        job = run(seek(f"{host}:{other.server_address[1]}"), tmp_path, timeout=120)
+        other.shutdown()
     assert job.returncode == 1
-    assert "ValueError: the first cause" in job.stderr
+    assert "RendezvousConnectionError" in job.stderr
+    assert not list(tmp_path.glob("[!.]*"))
+
+
+@SLOW
+def test_a_rendezvous_port_whose_owner_never_answers(tmp_path):
+    """PyTorch waits for ever. If this test fails, correct the fault table."""
+    deaf = socket.create_server(("localhost", 0))
+    with deaf, Job(seek(f"localhost:{deaf.getsockname()[1]}"), tmp_path) as job:
+        deaf.settimeout(60)
+        connection, _ = deaf.accept()
+        with connection, pytest.raises(subprocess.TimeoutExpired):
+            job.process.wait(15)
 
 
 SEED = "    torch.manual_seed(args.seed)\n"
@@ -175,7 +174,6 @@ WIDE = ("--batch-size=64", "--width=16")  # its checkpoint is larger than its ou
 def test_a_full_disk(trained, tmp_path):
     finished(forked("04", "1", *WIDE), tmp_path)
     saved = (tmp_path / "checkpoint.pt").read_bytes()
-    assert len(saved) > 100_000
     job = run(forked(edited(tmp_path, "04", (SEED, FULL + SEED)), "3", *WIDE), tmp_path)
     assert not re.search(r"exit codes of the ranks: .*\b0\b", job.stderr), job
     assert "in _save_checkpoint" in job.stderr
@@ -183,3 +181,175 @@ def test_a_full_disk(trained, tmp_path):
     job = finished(forked("04", "3", *WIDE), tmp_path)
     assert epochs(job) == [2, 3]
     assert same_bits(job, trained("04", "3", *WIDE))
+
+
+@SLOW
+def test_a_save_longer_than_the_timeout(tmp_path):
+    """The others wait for rank 0 in their next collective, which has a timeout."""
+    short = ("timedelta(minutes=5)", "timedelta(seconds=10)")
+    slow = (REPLACE, f"        time.sleep(15)\n{REPLACE}")
+    job = run(forked(edited(tmp_path, "04", short, slow), *LONG), tmp_path)
+    assert job.returncode == 1
+    assert "Timed out waiting 10000ms" in job.stderr
+    assert epochs(job) == [1]
+    assert weights(job)  # the save was completed
+
+
+# While rank 0 saves for the first time, for 10 seconds, rank 2 loads a sample for ever.
+BUSY = (
+    (
+        REPLACE,
+        f"""\
+        if not os.path.exists("loading"):
+            open("saving", "w").close()
+            time.sleep(10)
+{REPLACE}""",
+    ),
+    *bad_data(
+        """\
+if dist.get_rank() == 2 and os.path.exists("saving") and not os.path.exists("loading"):
+    open("loading", "w").close()
+    time.sleep(3600)"""
+    ),
+)
+
+
+@pytest.mark.weekly("takes a minute: torchrun gives a busy rank 30 seconds")
+def test_a_busy_rank_delays_the_restart(tmp_path):
+    """torchrun kills it after 30 s. TORCH_ELASTIC_SHUTDOWN_TIMEOUT, 1 s here, does not apply."""
+    script = edited(tmp_path, "04", *BUSY)
+    start = command(script, *LONG, nprocs=3, torchrun=("--max-restarts=1",))
+    with Job(start, tmp_path, RESTARTS | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}) as job:
+        job.wait_for((tmp_path / "loading").exists)
+        loads = job.workers()[2].pid
+        kill(job.workers()[1])
+        assert job.wait().returncode == 0, job
+    forced = re.findall(r"process (\d+) .*forcefully exiting via", job.stderr)
+    assert forced == [str(loads)]
+    assert resumed(job) == [1]  # the save of 10 s was completed
+    assert epochs(job) == [1, 2, 3, 4]
+
+
+PRINTS = {"--tee=3": (0, 1), "--redirects=3": (), "--tee=3 --local-ranks-filter=0": (0,)}
+
+
+@SLOW
+def test_the_output_of_each_rank(tmp_path):
+    start, *shown = in_the_guide(r"^\$ (torchrun .*\\\n.*)\n(.*)\n(.*)\n```$")
+    assert re.findall(r"^\| `(--(?:tee|redirects).*?)` \|", GUIDE, re.MULTILINE) == [*PRINTS]
+    for options, ranks in PRINTS.items():
+        folder = tmp_path / options.replace(" ", "")
+        folder.mkdir()
+        job = finished(["bash", "-c", start.replace("--tee=3", options)], folder, ON_PATH)
+        assert sorted(job.stdout.splitlines()) == [shown[rank] for rank in ranks]
+        for rank in (0, 1):
+            (log,) = folder.glob(f"logs/*/attempt_0/{rank}/stdout.log")
+            assert log.read_text(encoding="utf-8") == f"I am rank {rank}\n"
+
+
+# In the second epoch, the last rank waits for a sample for ever.
+STUCK = bad_data(
+    """\
+self.loaded = vars(self).get("loaded", 0) + 1
+last = dist.get_world_size() - 1
+if dist.get_rank() == last and self.loaded > 14000 // (last + 1):
+    time.sleep(3600)"""
+)
+
+
+@SLOW
+@pytest.mark.skipif(os.geteuid() != 0, reason="py-spy may need to be root")
+def test_a_rank_hangs_on_this_machine(tmp_path):
+    """Found by where.py, which may list other training jobs as well."""
+    with Job(command(edited(tmp_path, "04", *STUCK), *LONG), tmp_path) as job:
+        job.wait_for("^epoch 1 ")
+        first, second = (job.workers()[rank].pid for rank in (0, 1))
+        waits = rf"^0 +\S+ +{first} .* _engine_run_backward$"
+        hangs = rf"^1 +\S+ +{second} +04_multinode.py:\d+ (BadData\.)?__getitem__ +<--$"
+        where = [sys.executable, ROOT / "slurm" / "where.py"]
+        both = re.compile(rf"{waits}\n{hangs}", re.MULTILINE).search
+        job.wait_for(lambda: both(finished(where, tmp_path, ON_PATH).stdout))
+
+
+@SLOW
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, as only root can")
+def test_py_spy_is_refused():
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        spy = shutil.copy(Path(sys.executable).with_name("py-spy"), folder)
+        command = [spy, "dump", "--pid", str(os.getpid())]
+        asked = subprocess.run(command, check=False, user=65534, stderr=subprocess.PIPE, text=True)
+    assert asked.stderr.startswith(in_the_guide("^Otherwise it prints `(.*?)`"))
+
+
+@SLOW
+@ON_A_CLUSTER
+@ONE_CLUSTER
+def test_a_rank_hangs_on_a_cluster(cluster, clone, submit, monkeypatch):
+    """Use the page's settings for the output of each rank, and its commands to find the rank."""
+    for word in shlex.split(in_the_guide(r"^((?:export .*\n)+)sbatch ").replace("export", "")):
+        monkeypatch.setitem(cluster.environment, *word.split("=", 1))
+    edited(clone, "04", *STUCK)
+    job = submit("04", *LONG, options=TWO_BY_TWO)
+    job.wait_for(lambda: "\n[rank0] epoch 1  " in job.stdout)  # not only when the job ends
+
+    def typed(command, pid=""):
+        words = command.replace("24", str(job.number)).replace("--pid 18", f"--pid {pid}")
+        return cluster.run("bash", "-c", f"source .venv/bin/activate; {words}", cwd=clone)
+
+    where, shown = in_the_guide(r"^\$ (python .*where.py 24)\n((?:.*\n)*?)```$")
+
+    def as_shown():
+        found = typed(where)
+        return shape(found) == shape(shown) and found
+
+    pid = re.search(r"^3 +node2 +(\d+) .*<--$", job.wait_for(as_shown), re.MULTILINE)[1]
+    dump = typed(in_the_guide(r"^(srun .* py-spy dump .*)$"), pid)
+    assert "    BadData.__getitem__ (04_multinode.py:" in dump
+    typed(in_the_guide(r"^(srun .* pkill .*)$"))
+    job.becomes("FAILED")
+    for rank in range(4):
+        assert f"[rank{rank}] Fatal Python error: Aborted" in job.stdout
+    # The agent may end before it has copied all lines of a rank to its own output.
+    files = [*clone.glob("logs/*/attempt_0/?/stderr.log")]
+    dumps = "".join(path.read_text(encoding="utf-8") for path in files)
+    assert re.search(r"04_multinode.py\", line \d+ in __getitem__$", dumps, re.MULTILINE)
+    assert len(files) == 4
+    folders = [path.name for path in (clone / "logs").iterdir()]  # one per node
+    assert [re.sub(r"_\w{8}$", "", name) for name in folders] == [str(job.number)] * 2
+
+
+DETAIL = """
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo", timeout=timedelta(minutes=1))
+rank, numbers = dist.get_rank(), torch.ones(3)
+for seconds in (30, 3):  # first, rank 1 calls another collective, and then none
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    try:
+        if rank == 0:
+            dist.all_reduce(numbers, group=group)
+        elif seconds == 30:
+            dist.broadcast(numbers, 0, group=group)
+    except RuntimeError as error:
+        print(f"rank {rank}: {error}")
+dist.barrier()
+print(f"rank {rank} builds DDP")
+DDP(torch.nn.Linear(2, 2))
+"""
+
+
+@SLOW
+def test_what_debug_detail_finds(tmp_path):
+    """If this fails because DDP no longer crashes, correct the page."""
+    script = tmp_path / "collectives.py"
+    script.write_text(DETAIL, encoding="utf-8")
+    start = [TORCHRUN, "--standalone", "--nproc-per-node=2", script]
+    job = run(start, tmp_path, {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    for quoted in re.findall(r"`((?:Detected mismatch|Ranks 1 failed).*?)`", GUIDE):
+        assert quoted in job.stdout
+    assert "builds DDP" in job.stdout
+    assert re.search(r"Signal 11 \(SIGSEGV\) received by PID", job.stderr)

@@ -1,74 +1,58 @@
 """Step 4 on machines with several networks, without Slurm, and with strangers on the network."""
 
-import contextlib
 import os
 import re
 import shutil
 
 import pytest
 import torch.distributed as dist
+from clusters import GUIDE, in_the_guide
 from machines import DEAD, LIVE
+from support.positions import GATE, at, open_the_gate, wait_at_the_gate
 from support.results import epochs, same_bits
-from support.scripts import LONG, ROOT, SCRIPT, SMALL, edited
+from support.scripts import LONG, SCRIPT, SMALL, edit, edited
 
 SLOW = pytest.mark.slow
 pytestmark = pytest.mark.xdist_group("machines")
-GUIDE = (ROOT / "slurm" / "README.md").read_text(encoding="utf-8")
-
-
-def section(title):
-    return re.search(rf"^## {title}\n(.*?)(?=^## )", GUIDE, re.MULTILINE | re.DOTALL)[1]
-
-
-# ---------------------------------------------------------------- two machines, two terminals
 
 
 @pytest.mark.weekly("one more way to start two nodes, as slurm/tests/test_nodes.py does often")
 def test_two_terminals(machines, tmp_path, trained):
-    """Run the guide's commands in a folder on each machine; with a copied file, they resume."""
-    commands = r"^node(\d)\$ (torchrun .*\\\n.*)$"
-    typed = re.findall(commands, section("Without Slurm"), re.MULTILINE)
-    folders = [tmp_path / number for number, _ in typed]
+    """Run the guide's command in a folder on each machine; with a copied file, they resume."""
+    (typed,) = set(re.findall(r"^node\d\$ (torchrun .*\\\n.*)$", GUIDE, re.MULTILINE))
+    folders = [tmp_path / name for name in ("node1", "node2")]
     for folder in folders:
         folder.mkdir()
         shutil.copy(SCRIPT["04"], folder)
     for args, expected in ((("2", *SMALL), [1, 2]), (LONG, [3, 4])):
-        with contextlib.ExitStack() as stack:
-            one, two = (
-                stack.enter_context(machines.terminal(n, f"{words} {' '.join(args)}", folder))
-                for (n, words), folder in zip(typed, folders)
-            )
-            for job in (one, two):
-                assert job.wait().returncode == 0, job
+        one, two = machines.on_both(f"cd $(hostname); {typed} {' '.join(args)}", tmp_path)
         assert (epochs(one), two.stdout) == (expected, "")
         shutil.copy(folders[0] / "checkpoint.pt", folders[1])
-    assert same_bits(one, trained("03", *LONG))
-
-
-# ---------------------------------------------------------------- several networks
+    assert same_bits(folders[0] / "checkpoint.pt", trained("03", *LONG))
 
 
 @pytest.fixture
 def command(machines, tmp_path):
     """The guide's command for nodes with a second name, in a network that connects them."""
     machines.names({"node{}": DEAD, "node{}i": LIVE})
-    edited(tmp_path, "04", ("minutes=5", "seconds=int(os.environ['LIMIT'])"))
+    edited(tmp_path, "04")
     block = r"^(export .*)\nsrun bash -c '(torchrun (?:.*\n)+?.*)'$"
-    settings, launch = re.search(block, section("Networks"), re.MULTILINE).groups()
+    settings, launch = in_the_guide(block)
     return f"{settings.replace('ib0', 'eth0')}\n{launch} 1 {' '.join(SMALL)}"
 
 
 @SLOW
 def test_names_of_another_network(machines, command, tmp_path):
-    one, _ = machines.on_both(command, tmp_path, LIMIT="60")
+    one, _ = machines.on_both(command, tmp_path)
     assert epochs(one) == [1]
 
 
 @pytest.mark.weekly("waits for gloo's timeouts; the preflight's tests find the interface")
 def test_the_wrong_interface(machines, command, tmp_path):
+    edit(tmp_path / "04_multinode.py", "minutes=5", "seconds=3")
     command = command.replace("GLOO_SOCKET_IFNAME=eth0", "GLOO_SOCKET_IFNAME=eth1")
     command = command.replace("--rdzv-conf=", "--rdzv-conf=read_timeout=3,")
-    one, two = machines.on_both(command, tmp_path, code=1, LIMIT="3")
+    one, two = machines.on_both(command, tmp_path, code=1)
     error = "RuntimeError: Gloo connectFullMesh failed with .+"
     assert re.search(rf"^{error}No route to host, remote=\[{DEAD}.1\]", two.stderr, re.M), two
     assert re.search(rf"^{error} Connect timeout", one.stderr, re.M), one
@@ -90,68 +74,53 @@ def test_no_such_interface(monkeypatch):
     assert not dist.is_initialized()
 
 
-# ---------------------------------------------------------------- strangers
-
-JUNK = """\
-import os, socket, sys, time
-links = []
-for place in sys.argv[1:]:
-    host, port = place.split(":")
-    for junk in (b"", bytes(1000), b"GET / HTTP/1.1\\r\\n\\r\\n", os.urandom(2**20)):
-        links.append(socket.create_connection((host, int(port)), 10))  # and it stays open
-        links[-1].setblocking(False)
-        if junk:
-            links[-1].send(junk)
+# To be run on the third machine: it connects to ports, sends random bytes and stays connected.
+STRANGER = """\
+until [ -s ports ]; do sleep 0.1; done
+for port in $(cat ports); do
+    exec {link}<> "/dev/tcp/$port" || exit
+    head -c 1048576 /dev/urandom >&$link &
+done
+python -c "
 from torch.distributed import TCPStore
-store = TCPStore("node1", 29400, is_master=False)
-store.set("from a stranger", "anything")
-print(store.get("from a stranger").decode())
-print(store.get("torch.rendezvous.none.0/MASTER_ADDR").decode(), flush=True)
-time.sleep(600)
-"""
-GATE = """\
-        while self.epochs_run == 1 and not os.path.exists("go"):
-            time.sleep(0.01)
-        self.model.train()
+store = TCPStore('node1', 29400, is_master=False)
+store.set('from a stranger', 'anything')
+for key in ('from a stranger', 'torch.rendezvous.none.0/MASTER_ADDR'):
+    print(store.get(key).decode())"
+sleep 600
 """
 
 
 @pytest.mark.weekly("a run beside a stranger; it shows that nothing happens")
 def test_a_stranger_connects(machines, tmp_path, trained):
     """Random bytes on each port are harmless; the keys of the rendezvous can be set and read."""
-    short = ("minutes=5", "seconds=20")
-    path = edited(tmp_path, "04", short, ("        self.model.train()\n", GATE))
-    (tmp_path / "junk.py").write_text(JUNK, encoding="utf-8")
+    path = edited(tmp_path, "04", at(1, 0, GATE))
     train = "torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d"
     train += f" --rdzv-endpoint=node1:29400 {path.name} {' '.join(LONG)}"
-    with (
-        machines.terminal(1, train, tmp_path) as one,
-        machines.terminal(2, train, tmp_path) as two,
-    ):
-        one.wait_for("^epoch 1 ")
+
+    def disturb(one, _):
+        wait_at_the_gate(one)
         places = {n: machines.listening(n) for n in (1, 2)}
         assert {"*", f"{LIVE}.1"} == set(places[1].values())  # stores; gloo has its own
         assert {f"{LIVE}.2"} == set(places[2].values())
-        everywhere = " ".join(f"node{n}:{port}" for n in places for port in places[n])
-        with machines.terminal(3, f"python junk.py {everywhere}", tmp_path) as stranger:
-            stranger.wait_for("^anything\nnode1$")
-            (tmp_path / "go").touch()
-            for job in (one, two):
-                assert job.wait(120).returncode == 0, job
-                job.wait_until_gone()
+        ports = " ".join(f"node{n}/{port}" for n in places for port in places[n])
+        (tmp_path / "ports").write_text(ports, encoding="utf-8")
+        stranger.wait_for("^anything\nnode1$")
+        open_the_gate(one)
+
+    with machines.terminal(3, STRANGER, tmp_path) as stranger:
+        one, _ = machines.on_both(train, tmp_path, meanwhile=disturb)
     assert same_bits(one, trained("03", *LONG))
 
 
 class Order:
     """Creates a folder when it is unpickled."""
 
-    def __init__(self, folder):
-        self.folder = folder
-
     def __reduce__(self):
-        return os.mkdir, (self.folder,)
+        return os.mkdir, ("made",)
 
 
-def test_gather_object_runs_what_it_receives(process_group, tmp_path):
-    dist.gather_object(Order(str(tmp_path / "made")), [None])
+def test_gather_object_runs_what_it_receives(process_group, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    dist.gather_object(Order(), [None])
     assert (tmp_path / "made").is_dir()

@@ -7,6 +7,7 @@ import signal
 import psutil
 import pytest
 import torch
+from machines import ended
 from support.jobs import RESTARTS, Job, finished, free_port, kill, run
 from support.positions import GATE, ON_RANK_1, TOLD, at, open_the_gate, wait_at_the_gate
 from support.results import epochs, resumed, said, same_bits
@@ -15,22 +16,13 @@ from support.scripts import LONG, SCRIPT, SMALL, TORCHRUN, edited, forked, on_ea
 SLOW = pytest.mark.slow
 
 
-def ended(*jobs, code=0):
-    """Wait until these jobs have ended with this exit code, and left no process."""
-    for job in jobs:
-        assert job.wait(180).returncode == code, job
-        job.wait_until_gone()
-
-
 @SLOW
 def test_two_nodes_of_step_3_that_are_numbered(trained, tmp_path):
     """Nodes may also be numbered by hand, with the static rendezvous."""
     where = ["--nnodes=2", "--master-addr=localhost", f"--master-port={free_port()}"]
     words = [TORCHRUN, *where, "--nproc-per-node=1", "--max-restarts=0"]
-    with (
-        Job([*words, "--node-rank=0", SCRIPT["03"], *LONG], tmp_path) as zero,
-        Job([*words, "--node-rank=1", SCRIPT["03"], *LONG], tmp_path) as one,
-    ):
+    nodes = [[*words, f"--node-rank={node}", SCRIPT["03"], *LONG] for node in (0, 1)]
+    with Job(nodes[0], tmp_path) as zero, Job(nodes[1], tmp_path) as one:
         ended(zero, one)
     assert (epochs(zero), one.stdout) == ([1, 2, 3, 4], "")
     assert same_bits(zero, trained("03", *LONG))
@@ -48,17 +40,13 @@ def test_a_node_that_falls_silent_is_an_error_and_not_a_hang(tmp_path):
         assert job.wait().returncode == 1
 
 
-# ---------------------------------------------------------------- nodes are lost and rejoin
-
-
 def start_node(folder, port, script, nnodes="1:2", host=False):
     """Start the agent of a node with one rank, in a folder that all nodes share.
 
     A node waits a few seconds for a second one, then continues alone.
     """
-    where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"]
+    where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--node-rank=0"]  # ignored
     where += [f"--rdzv-conf=is_host={int(host)},last_call_timeout=10"]
-    where += ["--node-rank=0"]  # is ignored
     words = [TORCHRUN, f"--nnodes={nnodes}", "--max-restarts=3", *where, script, *LONG]
     return Job(words, folder, RESTARTS)
 
@@ -89,12 +77,9 @@ def test_a_node_is_lost_and_comes_back_and_no_step_is_lost(tmp_path):
     folder = tmp_path / "elastic"
     folder.mkdir()
     until_told = "while not stop_signals:\n    time.sleep(0.01)"
-    script = edited(
-        folder,
-        "04",
-        at(1, 15, GATE, when="dist.get_world_size() == 2"),
-        at(2, 15, until_told, when="dist.get_world_size() == 1"),
-    )
+    alone = "dist.get_world_size() == 1"
+    waits = at(1, 15, GATE, when=f"not {alone}"), at(2, 15, until_told, when=alone)
+    script = edited(folder, "04", *waits)
     with two_nodes(folder, script) as (port, host, other):
         cut_the_power(other)
         open_the_gate(host)
@@ -110,7 +95,7 @@ def test_a_node_is_lost_and_comes_back_and_no_step_is_lost(tmp_path):
 
     steady = tmp_path / "steady"  # the same world sizes at the same positions, without a fault
     steady.mkdir()
-    stops = edited(tmp_path, "04", at(2, 15, TOLD, when="dist.get_world_size() == 1"))
+    stops = edited(tmp_path, "04", at(2, 15, TOLD, when=alone))
     finished(forked(stops, "1", *SMALL), steady)
     assert run(forked(stops, *LONG, nprocs=1), steady).returncode == 1
     finished(forked(stops, *LONG), steady)
@@ -142,8 +127,8 @@ def test_one_node_is_told_to_stop_and_the_other_stops_at_the_same_step(tmp_path,
         assert "SignalException" in one.stderr
         two.process.send_signal(signal.SIGTERM)  # it would wait for the first node
         assert two.wait().returncode != 0
-        for job in (one, two):
-            job.wait_until_gone()
+        one.wait_until_gone()
+        two.wait_until_gone()
     saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert (saved["EPOCHS_RUN"], saved["SAMPLES_RUN"]) == (1, 20 * 128)
     assert same_bits(finished(forked("04", *LONG), tmp_path), trained("03", *LONG))

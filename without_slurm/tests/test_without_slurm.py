@@ -1,6 +1,6 @@
 """The script, the Kubernetes file and the page in without_slurm/."""
 
-import contextlib
+import functools
 import http.server
 import re
 import shutil
@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import nbformat
 import psutil
 import pytest
+from clusters import SIMPLE
 from machines import LIVE
 from support.jobs import kill, run
 from support.scripts import ROOT, edit
@@ -29,23 +29,6 @@ pytestmark = pytest.mark.xdist_group("machines")  # these tests mostly wait
 
 LAPTOP = 3  # the machine where the script is started
 SSHD_OPTIONS = ["PidFile=none", "UsePAM=no", "PermitRootLogin=yes", "PasswordAuthentication=no"]
-# Instead of a step: each rank waits until it gets SIGTERM, or is to fail.
-WAITS = """\
-import os, signal, time
-rank = os.environ["RANK"]
-told = []
-signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
-open(f"held-{rank}", "w").close()
-while not told and not os.path.exists(f"fail-{rank}"):
-    time.sleep(0.05)
-os.write(1, f"rank {rank} of {os.environ['WORLD_SIZE']} told: {told}\\n".encode())
-raise SystemExit(75)
-"""
-BOTH_TOLD = {f"rank {rank} of 2 told: [15]" for rank in (0, 1)}
-
-
-def wait_until_held(job):
-    job.wait_for(lambda: len(list(job.cwd.glob("held-*"))) == 2)
 
 
 @pytest.fixture
@@ -83,52 +66,34 @@ def home(keys, command):
 
 def alive(folder):
     """Return the Python processes in a folder; sshd gives them an environment of their own."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.cwd() == str(folder) and "python" in process.exe():
-                found.append(process)
-    return found
-
-
-def until_gone(folder, seconds=60):
-    end = time.monotonic() + seconds
-    while left := alive(folder):
-        assert time.monotonic() < end, left
-        time.sleep(0.05)
+    every = psutil.process_iter(["cwd", "exe"])
+    inside = [process for process in every if process.info["cwd"] == str(folder)]
+    return [process for process in inside if "python" in process.info["exe"]]
 
 
 @SLOW
 @pytest.mark.skipif(not SSHD, reason="apt-get install openssh-server openssh-client")
-def test_over_ssh(reached):
+@pytest.mark.parametrize("end", ["Ctrl-C", "a rank is killed", "the shell is killed"])
+def test_over_ssh(reached, end):
     """Ctrl-C is SIGTERM for the ranks on both. All end if one fails, or if the shell dies."""
     folder, on_the_laptop = reached
-    (folder / "waits.py").write_text(WAITS, encoding="utf-8")
-    for end in ("Ctrl-C", "fail", "kill"):
-        with on_the_laptop("exec bash over_ssh.sh node1,node2 waits.py") as job:
-            wait_until_held(job)
-            if end == "kill":
-                kill(job.process)
-            elif end == "fail":
-                (folder / "fail-1").touch()
-            else:
-                job.process.send_signal(signal.SIGINT)
-            if end != "kill":
-                assert job.wait(60).returncode == 1, job
-            until_gone(folder)
-        if end == "Ctrl-C":
-            assert set(job.stdout.splitlines()) >= BOTH_TOLD, job
-        for path in folder.glob("*-?"):
-            path.unlink()
+    (folder / "simple.py").write_text(SIMPLE, encoding="utf-8")
+    with on_the_laptop("exec bash over_ssh.sh node1,node2 simple.py --checkpoint-path=run") as job:
+        job.wait_for(lambda: job.stdout.count("finds 2 ") == 2)
+        started = sorted(alive(folder), key=psutil.Process.create_time)
+        assert len(started) == 4
+        ends = started[-1] if end == "a rank is killed" else job.process
+        kill(ends, signal.SIGINT if end == "Ctrl-C" else signal.SIGKILL)
+        assert job.wait(60).returncode in (1, -signal.SIGKILL), job
+        assert not psutil.wait_procs(started, timeout=60)[1]
+    assert end != "Ctrl-C" or job.stdout.count("told\n") == 2, job
 
 
 # ---------------------------------------------------------------- spot machines
 
 
-class Metadata(http.server.BaseHTTPRequestHandler):
-    """The metadata of a spot machine, which is taken back once training is ready for it."""
-
-    ready = None  # a file
+class Metadata(http.server.SimpleHTTPRequestHandler):
+    """Files as the metadata of a spot machine, for those who have fetched a token."""
 
     def do_PUT(self):
         self.send_response(200 if self.path == "/latest/api/token" else 404)
@@ -136,31 +101,37 @@ class Metadata(http.server.BaseHTTPRequestHandler):
         self.wfile.write(b"token")
 
     def do_GET(self):
-        known = self.headers["X-aws-ec2-metadata-token"] == "token"
-        told = self.path == "/latest/meta-data/spot/instance-action" and self.ready.exists()
-        self.send_response(200 if known and told else 404)
-        self.end_headers()
+        if self.headers["X-aws-ec2-metadata-token"] == "token":
+            super().do_GET()
+        else:
+            self.send_error(401)
+
+
+# Trains until it is told to stop; the machine is taken back at once.
+SAVES = """\
+trap 'echo saved; exit 75' TERM
+mkdir -p latest/meta-data/spot
+touch latest/meta-data/spot/instance-action
+while :; do sleep 0.1; done
+"""
 
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="needs: apt-get install curl")
-def test_a_spot_machine_is_taken_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(Metadata, "ready", tmp_path / "ready")
+def test_a_spot_machine_is_taken_back(tmp_path):
     script = re.search(r"^```bash\n(#!/bin/bash\n# bash spot(?s:.*?))^```$", PAGE, re.M)[1]
-    with http.server.HTTPServer(("127.0.0.1", 0), Metadata) as server:
+    handler = functools.partial(Metadata, directory=tmp_path)
+    with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"127.0.0.1:{server.server_port}"
-        path = tmp_path / "spot.sh"
-        path.write_text(script.replace("169.254.169.254", address).replace("sleep 5", "sleep 0.2"))
-        told = "trap 'echo saved; exit 75' TERM; touch ready; while :; do sleep 0.1; done"
+        script = script.replace("169.254.169.254", f"127.0.0.1:{server.server_port}")
+        (tmp_path / "spot.sh").write_text(script.replace("sleep 5", "sleep 0.2"))
         start = ["bash", "spot.sh", "bash", "-c"]
-        job, ended = (run([*start, words], tmp_path) for words in (told, "exit 3"))
+        job, ended = (run([*start, words], tmp_path) for words in (SAVES, "exit 3"))
         server.shutdown()
     assert (job.returncode, job.stdout) == (75, "saved\n")
     assert ended.returncode == 3
 
 
 # ---------------------------------------------------------------- Kubernetes
-
 
 VALIDATE = "needs: pip install kubernetes-validate"
 
@@ -195,22 +166,21 @@ def test_kubernetes_accepts_the_file():
 @pytest.mark.weekly("the command is torchrun's on two nodes, as slurm's tests run it often")
 def test_the_command_of_the_pods(machines, tmp_path):
     """On two machines that are called as pods are; SIGTERM to a pod's first process arrives."""
-    hosts = [f"{LIVE}.{n} ddp-ladder-{n - 1}.ddp-ladder node{n}\n" for n in (1, 2)]
-    machines.hosts.write_text("127.0.0.1 localhost\n" + "".join(hosts), encoding="utf-8")
+    machines.names({"node{}": LIVE, "ddp-ladder-{1}.ddp-ladder": LIVE})
     _, job = manifests()
     [container] = job["spec"]["template"]["spec"]["containers"]
     command = container["command"][-1].replace("--nproc-per-node=4", "--nproc-per-node=1")
-    (tmp_path / "04_multinode.py").write_text(WAITS, encoding="utf-8")
-    values = [{"JOB_COMPLETION_INDEX": str(n - 1), "POD_IP": f"{LIVE}.{n}"} for n in (1, 2)]
-    one, two = (machines.terminal(n, command, tmp_path, **values[n - 1]) for n in (1, 2))
-    with one, two:
-        wait_until_held(one)
-        for pod in (one, two):
+    own = f"export JOB_COMPLETION_INDEX=$SLURM_NODEID POD_IP={LIVE}.$((SLURM_NODEID + 1))\n"
+    (tmp_path / "04_multinode.py").write_text(SIMPLE, encoding="utf-8")
+
+    def stop(*pods):
+        for pod in pods:
+            pod.wait_for("^finds 2 ")
+        for pod in pods:
             kill(pod.process, signal.SIGTERM)
-        for pod in (one, two):
-            assert pod.wait().returncode == 1, pod
-            pod.wait_until_gone()
-    assert {one.stdout.strip(), two.stdout.strip()} == BOTH_TOLD
+
+    for pod in machines.on_both(own + command, tmp_path, code=1, meanwhile=stop):
+        assert "told" in pod.stdout
 
 
 # ---------------------------------------------------------------- notebooks
@@ -227,15 +197,12 @@ def test_spawn_and_fork_in_a_notebook(monkeypatch):
     """The page shows the error of a spawned process; a forked one knows the function."""
     nbclient = pytest.importorskip("nbclient", reason="pip install nbclient ipykernel")
     monkeypatch.delenv("PYTEST_CURRENT_TEST")  # or the kernel does not show what processes print
-    calls = [
-        f"mp.start_processes(main, nprocs=2, start_method='{how}')" for how in ("spawn", "fork")
-    ]
-    cells = [nbformat.v4.new_code_cell(text) for text in (DEFINED, *calls)]
-    book = nbformat.v4.new_notebook(cells=cells)
+    calls = [f"mp.start_processes(main, (), 2, start_method='{how}')" for how in ("spawn", "fork")]
+    book = nbformat.v4.new_notebook()
+    book.cells = [nbformat.v4.new_code_cell(text) for text in (DEFINED, *calls)]
     nbclient.NotebookClient(book, allow_errors=True, kernel_name="python3").execute()
-    spawned, forked = (
-        "".join(output.get("text", "") for output in cell.outputs) for cell in book.cells[1:]
-    )
+    printed = [[output.get("text", "") for output in cell.outputs] for cell in book.cells]
+    _, spawned, forked = map("".join, printed)
     [shown] = re.findall(r"^```\n(AttributeError: .+)\n```$", PAGE, re.MULTILINE)
     assert shown in spawned
     assert "ran\n" not in spawned

@@ -9,33 +9,31 @@ GPU_SHIM_RECORD, in the order of their first use.
 import json
 import os
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 VISIBLE = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
 GPUS = len(VISIBLE)
+RECORD = Path(os.environ["GPU_SHIM_RECORD"])
 CPU = torch.device("cpu")
 MIX_DEVICES = {Tensor.copy_, Tensor.data.__set__, torch._has_compatible_shallow_copy_type}
 calls = []
 current = 0  # the GPU that "cuda" means
-storages = {}  # of the tensors on a GPU: storage -> (weak reference, GPU)
 backends = {}  # of the process group: device type -> backend
 
 
 def record(*call):
-    if call in calls or "GPU_SHIM_RECORD" not in os.environ:
-        return
-    calls.append(call)
-    os.makedirs(os.environ["GPU_SHIM_RECORD"], exist_ok=True)
-    path = os.path.join(os.environ["GPU_SHIM_RECORD"], str(os.getpid()))
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(calls, file, default=str)
+    if call not in calls:
+        calls.append(call)
+        RECORD.mkdir(parents=True, exist_ok=True)
+        (RECORD / str(os.getpid())).write_text(json.dumps(calls, default=str), encoding="utf-8")
 
 
 # ---------------------------------------------------------------- devices
@@ -54,31 +52,20 @@ def set_device(device):
 
 
 def device_of(tensor):
-    return storages.get(tensor.untyped_storage()._cdata, (None, CPU))[1]
+    return vars(tensor.untyped_storage()).get("gpu", CPU)
 
 
 def tensors_in(values):
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_in(value)
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
 def named_device(value):
     """Return the device that an argument names, or None."""
     if isinstance(value, str) and value.startswith(("cuda", "cpu")):
         value = torch.device(value)
-    if not isinstance(value, torch.device) or value.type == "cpu":
-        return value if isinstance(value, torch.device) else None
-    return torch.device("cuda", current if value.index is None else value.index)
-
-
-def place(tensors, gpu):
-    record("allocate", gpu)
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        storages[storage._cdata] = StorageWeakRef(storage), gpu
+    if isinstance(value, torch.device) and value.type == "cuda" and value.index is None:
+        return torch.device("cuda", current)
+    return value if isinstance(value, torch.device) else None
 
 
 class FakeGPUs(TorchFunctionMode):
@@ -97,7 +84,7 @@ class FakeGPUs(TorchFunctionMode):
             return args[0]
         if func in (Tensor.cpu, Tensor.cuda):
             func, args = Tensor.to, (args[0], func.__name__)
-        inputs = list(tensors_in((*args, *kwargs.values())))
+        inputs = tensors_in((args, kwargs))
         devices = {device_of(tensor) for tensor in inputs if tensor.dim()}
         target = next(filter(None, map(named_device, (*args, kwargs.get("device")))), None)
         if target:
@@ -110,7 +97,9 @@ class FakeGPUs(TorchFunctionMode):
         result = func(*args, **kwargs)
         target = target or next((d for d in map(device_of, inputs) if d != CPU), CPU)
         if target != CPU and func not in MIX_DEVICES:
-            place(tensors_in([result]), target)
+            record("allocate", target)
+            for tensor in tensors_in(result):
+                tensor.untyped_storage().gpu = target
         return result
 
 
@@ -146,7 +135,7 @@ def wrap_model(self, module, *args, **kwargs):
 
 def watched(name, collective):
     def call(*args, **kwargs):
-        types = {device_of(tensor).type for tensor in tensors_in((*args, *kwargs.values()))}
+        types = {device_of(tensor).type for tensor in tensors_in((args, kwargs))}
         for device in types or {c10d._get_object_coll_device()}:  # a barrier has no tensor
             record(name, device)
             if device not in backends:
