@@ -52,12 +52,13 @@ class Terminal(pexpect.spawn):
         return self.prompt().partition("\n")[2]
 
     def end(self, how):
-        """End the shell with `how`, and check that no process is left."""
+        """End the shell with `how`, check that no process is left, and return the exit code."""
         processes = psutil.Process(self.pid).children(recursive=True)
         assert {"munged", "slurmctld", "slurmd", "bash"} <= {each.name() for each in processes}
         how()
         _, alive = psutil.wait_procs(processes, timeout=30)
         assert not alive
+        return self.wait()
 
 
 def shows(screen, expected):
@@ -126,8 +127,7 @@ def test_the_session_of_the_guide(clone, start, trained):
             assert command.split()[0] in LOOKING and time.monotonic() < end, (command, screen)
             time.sleep(0.5)  # a reader would look again, too
     assert SESSION[-1] == ["exit", ""]
-    terminal.end(lambda: terminal.sendline("exit"))
-    assert terminal.wait() == 0
+    assert terminal.end(lambda: terminal.sendline("exit")) == 0
     assert set(clone.rglob("*")) == files
 
 

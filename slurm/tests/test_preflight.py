@@ -191,7 +191,7 @@ def test_nobody_reaches_the_first_node(cluster, fly):
 def test_cable_pulled(cluster, fly):
     """While the ranks measure, so that the first node's cannot go on either."""
     flight = fly()
-    measures = "pgrep -f '^python slurm/preflight.py measure' || true"
+    measures = "pgrep -f '[p]reflight.py measure' || true"
     flight.wait_for(lambda: cluster.run("bash", "-c", measures, node=2))
     with broken(cluster, None, "ip link set cable2 down", "ip link set cable2 up"):
         flight.wait_for(lambda: verdict(flight))
