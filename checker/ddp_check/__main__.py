@@ -23,27 +23,16 @@ try:
     from ddp_check.report import annotations, check, exit_code, json_of, planned, text_of
     from ddp_check.run import LAUNCHERS, module_path
 except ModuleNotFoundError as error:
-    sys.exit(f"ddp-check: {error.name} is missing here: pip install {error.name}")
-USAGE = """usage: ddp-check [options] script [arguments]    (--help shows the options)
-
-  ddp-check --drill kill train.py --epochs 2"""
-
-
-def variable(text):
-    """Return the name and the value in NAME=VALUE."""
-    name, equals, value = text.partition("=")
-    if not (name and equals):
-        raise argparse.ArgumentTypeError(f"{text} is not NAME=VALUE")
-    return name, value
+    print(f"ddp-check: {error.name} is missing here: pip install {error.name}", file=sys.stderr)
+    sys.exit(2)
+USAGE = """ddp-check [options] script [arguments]    (--help shows the options)
+       ddp-check --drill kill train.py --epochs 2"""
 
 
 def parse_args():
-    if len(sys.argv) == 1:
-        print(USAGE)
-        sys.exit(2)
     options = argparse.ArgumentParser(
         prog="ddp-check",
-        usage="ddp-check [options] script [arguments]",
+        usage=USAGE,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -52,7 +41,7 @@ def parse_args():
     add("--timeout", type=float, default=300, help="seconds for each run (300)")
     add("--launcher", choices=LAUNCHERS, help="how to start the script (chosen by its text)")
     add("--translate", choices=["auto", "yes", "no"], default="auto", help="GPU calls (auto)")
-    add("--env", metavar="NAME=VALUE", action="append", default=[], type=variable)
+    add("--env", metavar="NAME=VALUE", action="append", default=[])
     add("--drill", action="append", choices=DRILLS, default=[], help="also run this (repeatable)")
     add("--restart-args", metavar="'…'", type=shlex.split, help="follow the others on a restart")
     add("--all", action="store_true", help="also say why something was not seen")
@@ -69,6 +58,9 @@ def parse_args():
     path = module_path(args.script) if args.module else Path(args.script)
     if not path.is_file():
         options.error(f"there is no {path}")
+    if bad := [one for one in args.env if "=" not in one]:
+        options.error(f"{bad[0]} is not NAME=VALUE")
+    args.env = dict(one.split("=", 1) for one in args.env)
     args.arguments = args.arguments[args.arguments[:1] == ["--"] :]
     return args
 
@@ -77,9 +69,9 @@ def main():
     args = parse_args()
     for number in (signal.SIGINT, signal.SIGPIPE):  # as in `ddp-check train.py | head`
         signal.signal(number, signal.SIG_DFL)  # end at once, silently: the keeper cleans up
-    options = {name: getattr(args, name) for name in ("nproc", "timeout", "launcher", "module")}
-    options |= {"env": dict(args.env), "restart_arguments": args.restart_args}
-    with planned(args.script, args.arguments, translate=args.translate, **options) as plan:
+    names = ("nproc", "timeout", "launcher", "module", "translate", "env", "restart_args")
+    options = {name: getattr(args, name) for name in names}
+    with planned(args.script, args.arguments, **options) as plan:
         verdicts = check(plan, args.drill)
         as_json = args.format == "json"
         print(json_of(plan, verdicts) if as_json else text_of(plan, verdicts, args.all))

@@ -17,40 +17,47 @@ from ddp_check.passes import epochs
 from ddp_check.protocol import STEPS
 from ddp_check.ranks import counted, lowest
 from ddp_check.rules import RULES
-from ddp_check.rules.base import PASS, WRONG, not_applicable, passed, unseen, unsure, wrong
+from ddp_check.rules.base import (
+    FRAGILE,
+    PASS,
+    QUIET,
+    WRONG,
+    not_applicable,
+    passed,
+    unseen,
+    unsure,
+    wrong,
+)
 from ddp_check.run import kill_all, reports
 
-TOLERANCE = 1e-6
+TOLERANCE, ABOUT = 1e-6, 1e-2  # of equal values, and of a factor
 DOING = (events.Step, events.Batch, events.PassBegun, events.Collective, events.Final)
 LOADS = r"\.load\b|load_|resume|from_pretrained"  # what a script that resumes does
 RULE = {rule.name: rule for rule in RULES}
-GOES_ON, SAME_SAMPLES = "it resumes", "each step has the same samples"  # titles of verdicts
-SAME_END = "the final weights are the same"
+GOES_ON = "it resumes"  # a title
+FORGOTTEN = "resume_without_optimizer"  # the page about what a resume has to restore
 
 
 def steps_of(run):
     return lowest(run.of(events.Step))
 
 
-def saved_steps(run):
-    """Return the number of steps before the last complete save, or None without one.
+def complete(found):
+    """Return the number of steps before each save that is complete.
 
-    A save counts once its rank has done something else: the file may have to be renamed first.
+    It is once its rank has done something else: the file may have to be renamed first.
     """
-    saved = []
-    for found in run.ranks.values():
-        last = max((at for at, event in enumerate(found) if isinstance(event, DOING)), default=0)
-        saved += [event.steps for event in found[:last] if isinstance(event, events.Saved)]
-    return max(saved, default=None)
+    last = max((at for at, event in enumerate(found) if isinstance(event, DOING)), default=0)
+    return [event.steps for event in found[:last] if isinstance(event, events.Saved)]
+
+
+def saved_steps(run):
+    """Return the number of steps before the last complete save, or None without one."""
+    return max(chain(*map(complete, run.ranks.values())), default=None)
 
 
 def steps_in(found):
     return sum(isinstance(event, events.Step) for event in found)
-
-
-def has_saved(found):
-    saved = (at for at, event in enumerate(found) if isinstance(event, events.Saved))
-    return steps_in(found[next(saved, len(found)) :]) > 0
 
 
 def once(ready, act, of_all=False):
@@ -74,53 +81,60 @@ def draws(run):
 
 
 def compare(plan, resumed):
+    """Return the verdict on the final weights of a resumed run, and what made them differ."""
     one, other = (final_weights(run) for run in (plan.undisturbed, resumed))
-    if one is None or other is None:
+    if not one or not other:
         return unseen("no full model to compare: it is sharded, or nothing was trained")
-    bad = next((name for name, value in (one | other).items() if not is_finite(value)), None)
-    differing = [n for n in one if n not in other or not torch.equal(one[n], other[n])]
-    if bad or not differing:
-        text = "bit-for-bit identical to an uninterrupted run"
-        return wrong(f"{bad} is not finite, so no run can be compared") if bad else passed(text)
-    both = [n for n in differing if n in other and one[n].shape == other[n].shape]
+    if bad := [name for (_, name), value in (one | other).items() if not value.isfinite().all()]:
+        return wrong(f"{bad[0]} is not finite, so no run can be compared")
+    found = differing(one, other)
+    if not found:
+        return passed("bit-for-bit identical to an uninterrupted run")
+    both = [name for name in found if name in other and one[name].shape == other[name].shape]
     off = max((apart(one[name], other[name]) for name in both), default=math.inf)
-    text = f"{len(differing)} of {len(one)} tensors differ, by up to {off:.1e} of the largest value"
-    first = next(iter(steps_of(resumed)), None)
-    if first and not first.state and any(step.state for step in steps_of(plan.undisturbed)):
-        text += "; the optimizer starts again without its state"
-        return wrong(text, first.where, "resume_without_optimizer")
+    text = f"{len(found)} of {len(one)} tensors differ, first {found[0][1]}, by up to {off:.1e} of"
+    return why_apart(plan, resumed, f"{text} the largest value")
+
+
+def differing(one, other):
+    return [name for name in one if name not in other or not torch.equal(one[name], other[name])]
+
+
+def why_apart(plan, resumed, text):
+    """Return the verdict on a resumed run with other weights: what was not restored."""
+    whole, after = steps_of(plan.undisturbed), steps_of(resumed)
+    loads = lowest(resumed.of(events.Load, events.StateLoaded))
+    line = loads[-1].where if loads else ""
+    new = [rank for rank, of in resumed.of(events.Step).items() if of and not of[0].state]
+    if new and any(step.state for step in whole):
+        text += f"; on rank {new[0]}, the optimizer starts again without its state"
+        return wrong(text, line, FORGOTTEN)
+    pairs = list(zip(reversed(whole), reversed(after)))
+    rates = [(now.rates[0], old.rates[0]) for old, now in pairs if now.rates != old.rates]
+    if rates:
+        text += "; the learning rate is {:.3g} instead of {:.3g}".format(*rates[-1])
+        text += ": is the scheduler restored?"
     loaders = [lowest(epoch) for epoch in epochs(plan.undisturbed)]
     if draws(plan.undisturbed) or any(one.shuffle and not one.distributed for one in loaders):
-        numbers = f"the random numbers {not_restored(plan.undisturbed, resumed)} are not"
-        return unsure(f"{text}; the optimizer is restored, {numbers} (recipes/randomness.md)")
-    again = final_weights(plan.run("again")) or {}
-    if all(name in again and torch.equal(one[name], again[name]) for name in one):
-        return wrong(f"{text}; the first is {differing[0]}")
-    return unseen("two uninterrupted runs differ as well: seed the script")
-
-
-def not_restored(whole, resumed):
-    """Return which random numbers differ after a restart: if PyTorch's agree, the others."""
-    others = {one.source for one in whole.all(events.Drawn)} - {"torch"}
-    before, after = steps_of(whole), steps_of(resumed)
-    last = zip(reversed(before), reversed(after))
-    if not others or any(one.random != other.random for one, other in last):
-        return "(dropout, batches)"
-    return f"that {' and '.join(sorted(others))} draws"
-
-
-def is_finite(value):
-    return bool(value.isfinite().all())
+        others = {one.source for one in plan.undisturbed.all(events.Drawn)} - {"torch"}
+        which = f"that {' and '.join(sorted(others))} draws"
+        if not others or any(old.random != now.random for old, now in pairs):
+            which = "(dropout, batches)"
+        text += f"; the optimizer is restored, the random numbers {which} are not"
+        return unsure(text, line, "recipes/randomness")
+    if differing(final_weights(plan.undisturbed), final_weights(plan.run("again"))):
+        return unseen("two uninterrupted runs differ as well: seed the script")
+    if not rates and any(old.inputs != now.inputs for old, now in pairs):
+        return wrong(f"{text}; it goes on with other batches", line, "epoch_starts_again")
+    return wrong(text, line, FORGOTTEN if rates else "")
 
 
 def final_weights(run):
-    """Return the final weights of rank 0's models: {name: tensor}, or None if there are none."""
+    """Return the final weights of rank 0's models: {(number of the model, name): tensor}."""
     path = run.folder / "final"
-    if not path.exists():
-        return None
     return {
-        f"{name}{'' if number == 0 else f' of model {number}'}": value
-        for number, model in enumerate(torch.load(path, weights_only=True))
+        (number, name): value
+        for number, model in enumerate(torch.load(path, weights_only=True) if path.exists() else [])
         for name, value in model.items()
         if isinstance(value, torch.Tensor)
     }
@@ -137,33 +151,58 @@ def too_little(plan, interrupted):
     return ""
 
 
-def resumes(plan, interrupted, resumed):
-    """Return the verdict on a run that was resumed to its end, and the number of lost steps."""
-    before = [len(steps_of(run)) for run in interrupted]
-    after, total = len(steps_of(resumed)), len(steps_of(plan.undisturbed))
-    lost = sum(before) + after - total
-    text = f"{' and '.join(map(str, before))} steps, then {after}; uninterrupted, {total}"
-    loads = resumed.all(events.Load)
+def goes_on(plan, struck, resumed, lost, line):
+    """Yield the verdict on where an interrupted run has begun again."""
+    before, after, total = (len(steps_of(run)) for run in (struck, resumed, plan.undisturbed))
+    text = f"{before} steps, then {after}; uninterrupted, {total}"
     if resumed.returncode != 0:
         end = RULE["script_ends"](resumed)
-        text = f"when started again, it fails: {end.text}"
-        return wrong(text, end.where, "", end.details), lost
-    if after == total and not loads and plan.restart_arguments is None:
+        yield wrong(f"when started again, it fails: {end.text}", end.where, "", end.details)
+    if after == total and not line and plan.restart_args is None:
         if not re.search(LOADS, resumed.text):
-            return unsure("it loads nothing and begins again at step 0: it has no resume"), lost
+            yield unsure("it loads nothing and begins again at step 0: it has no resume")
         text = "with the same arguments, it loads nothing and begins again at step 0"
-        return unsure(f"{text}: does it need others to resume (--restart-args)?"), lost
-    if after == total and any(map(saved_steps, interrupted)):
-        text = f"when started again, it begins at step 0 of {total}"
-        return wrong(text, loads[0].where if loads else ""), lost
+        yield unsure(f"{text}: does it need others to resume (--restart-args)?")
+    if after == total and saved_steps(struck):
+        yield wrong(f"when started again, it begins at step 0 of {total}", line)
     if lost < 0:
-        return wrong(f"{-lost} steps are skipped: {text}"), lost
-    return passed(text), lost
+        yield wrong(f"{-lost} steps are skipped: {text}", line)
+    yield passed(text)
+
+
+def resumes(plan, struck, promise, may_lose):
+    """Resume a run that was interrupted; yield the verdicts."""
+    if reason := too_little(plan, struck):
+        yield GOES_ON, unseen(reason)
+        return
+    resumed = plan.again(struck)
+    before, after, total = (len(steps_of(run)) for run in (struck, resumed, plan.undisturbed))
+    unsaved, lost = before - saved_steps(struck), before + after - total
+    loads = resumed.all(events.Load)
+    line = loads[0].where if loads else ""
+    verdict = next(goes_on(plan, struck, resumed, lost, line))
+    yield GOES_ON, verdict
+    if verdict.status != PASS:
+        return
+    kept = passed(f"{lost} of the {unsaved} steps since the last save are repeated")
+    if lost > unsaved:
+        text = f"{lost} steps are repeated, although {lost - unsaved} of them were saved"
+        kept = wrong(text, line, "epoch_starts_again")
+    elif lost and not may_lose:
+        handler = struck.all(events.Handler)[0]
+        kept = wrong(f"{lost} steps are lost: they are not saved when it stops", handler.where)
+    yield promise, kept
+    told = [rule(resumed) for rule in RULES if rule(plan.undisturbed).status in QUIET]
+    told = [verdict for verdict in told if verdict.status in (WRONG, FRAGILE)]
+    yield from ((verdict.title, verdict) for verdict in told)
+    ended = compare(plan, resumed)
+    ended.follows = WRONG in {verdict.status for verdict in told}
+    yield "the final weights are the same", ended
 
 
 def kill(plan):
     """a killed rank costs no saved step"""
-    killed = []  # process IDs
+    moment = random.randrange(1 + len(steps_of(plan.undisturbed)) // 2)
 
     def strike(process, folder):
         time.sleep(random.uniform(0, 0.2))
@@ -172,33 +211,10 @@ def kill(plan):
             pid, _ = found[random.choice(list(found))]
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-                killed.append(pid)
 
-    def after(steps):
-        return once(lambda found: has_saved(found) and steps_in(found) >= steps, strike)
-
-    first = plan.run("interrupted", during=after(0))
-    if reason := too_little(plan, first):
-        yield GOES_ON, unseen(reason)
-        return
-    struck, left = [first], len(steps_of(plan.undisturbed)) - saved_steps(first)
-    killed.clear()
-    resumed = plan.again(first, during=after(random.randrange(left)))
-    if killed and resumed.returncode != 0:  # else it had ended, or failed by itself
-        struck.append(resumed)
-        resumed = plan.again(first)
-    verdict, lost = resumes(plan, struck, resumed)
-    yield GOES_ON, verdict
-    if verdict.status != PASS:
-        return
-    again = sum(len(steps_of(run)) - (saved_steps(run) or 0) for run in struck)
-    most = passed(f"{lost} of the {again} steps since the last save are repeated")
-    if lost > again:
-        text = f"{lost} steps are repeated, although {lost - again} of them were saved"
-        most = wrong(text, "", "epoch_starts_again")
-    yield "no saved step is repeated", most
-    yield SAME_END, compare(plan, resumed)
-    yield RULE["safe_loads"].title, RULE["safe_loads"](resumed)
+    ready = once(lambda found: complete(found) and steps_in(found) >= moment, strike)
+    struck = plan.run("interrupted", during=ready)
+    yield from resumes(plan, struck, "no saved step is repeated", True)
 
 
 def sigterm(plan):
@@ -208,56 +224,27 @@ def sigterm(plan):
         time.sleep(random.uniform(0, 0.2))
         signalled(folder, "terminate")
 
-    interrupted = plan.run("stopped", during=once(has_saved, stop_all))
+    interrupted = plan.run("stopped", during=once(complete, stop_all))
     if not interrupted.all(events.Handler):
         saved = saved_steps(interrupted)
         steps = "all" if saved is None else len(steps_of(interrupted)) - saved
         yield GOES_ON, not_applicable(f"nothing handles SIGTERM: {steps} steps are lost")
         return
-    if reason := too_little(plan, interrupted):
-        yield GOES_ON, unseen(reason)
-        return
-    resumed = plan.again(interrupted)
-    verdict, lost = resumes(plan, [interrupted], resumed)
-    yield GOES_ON, verdict
-    if verdict.status == PASS and lost:
-        yield "no step is lost", wrong(f"{lost} steps are lost")
-    elif verdict.status == PASS:
-        yield "no step is lost", passed("none is repeated or skipped")
-        yield SAME_END, compare(plan, resumed)
+    yield from resumes(plan, interrupted, "no step is lost", False)
 
 
 def world_size(plan):
     """N processes train like one with N times the batch"""
     after_some = once(lambda found: steps_in(found) > STEPS, kill_all, of_all=True)
     many = plan.run("many", scale=1, during=after_some)
-    if reason := not_kept(many):
-        yield SAME_SAMPLES, unseen(reason)
-        return
-    alone = {"nproc": 1, "scale": plan.nproc, "start": str(many.folder)}
-    one = plan.run("one", **alone, during=after_some)
-    reason = not_kept(one) and f"in one process: {not_kept(one)}"
-    if len(one.ranks) != 1 or len(many.ranks) != plan.nproc:
+    start, reason = str(many.folder), not_kept(many)
+    if not reason:
+        one = plan.run("one", nproc=1, scale=plan.nproc, start=start, during=after_some)
+        reason = not_kept(one) and f"in one process: {not_kept(one)}"
+    if not reason and (len(one.ranks), len(many.ranks)) != (1, plan.nproc):
         reason = f"asked for 1 and {plan.nproc} processes, the script starts"
         reason += f" {len(one.ranks)} and {len(many.ranks)}"
-    if reason:
-        yield SAME_SAMPLES, unseen(reason)
-        return
-    samples = same_samples(many, one)
-    yield SAME_SAMPLES, samples
-    yield "the learning rates agree", same_rates(many, one)
-    if samples.status != PASS:
-        return
-    results = [same_gradients(many, one), same_weights(many, one)]
-    if many.all(events.GradientLost):
-        reason = "both runs lack the gradient of what is gathered"
-    elif WRONG in {result.status for result in results}:
-        if draws(many):
-            reason = "the script draws random numbers, such as dropout's, while it trains"
-        elif any(wrap.buffers for wrap in many.all(events.Wrap)):
-            reason = "the model has buffers, such as BatchNorm's, which each process updates"
-    results = [unseen(reason)] * 2 if reason else results
-    yield from zip(("the gradients agree", "the weights agree"), results)
+    yield "the steps agree", unseen(reason) if reason else next(agree(many, one))
 
 
 def not_kept(run):
@@ -269,30 +256,56 @@ def not_kept(run):
     return f"in float64: {RULE['script_ends'](run).text}"
 
 
-def same_rates(many, one):
+def agree(many, one):
+    """Yield the verdict on the first steps of many processes and of one."""
     pairs = list(zip(steps_of(many), steps_of(one)))[:STEPS]
     for number, (ours, theirs) in enumerate(pairs, 1):
         if any(not abs(a - b) <= TOLERANCE * abs(b) for a, b in zip(ours.rates, theirs.rates)):
-            text = f"in step {number}, they are {ours.rates[0]:.3g} and {theirs.rates[0]:.3g}"
-            return wrong(f"{text}: does a schedule count the samples of one rank?", ours.where)
-    return passed(f"in the first {counted(len(pairs), 'step')}")
+            text = f"in step {number}, the learning rates are {ours.rates[0]:.3g} and "
+            text += f"{theirs.rates[0]:.3g}: does a schedule count the samples of one rank?"
+            yield wrong(text, ours.where)
+    yield from other_samples(many, one)
+    if many.all(events.GradientLost):
+        yield unseen("both runs lack the gradient of what is gathered")
+    gradient, last = first_apart(many, one, 1, 1), len(pairs)
+    weight = first_apart(many, one, last, 0)
+    if (gradient or weight) and draws(many):
+        yield unseen("the script draws random numbers, such as dropout's, while it trains")
+    if (gradient or weight) and any(wrap.buffers for wrap in many.all(events.Wrap)):
+        yield unseen("the model has buffers, such as BatchNorm's, which each process updates")
+    if gradient:
+        name, far, ours, theirs = gradient
+        factor, ranks = (ours.norm() / theirs.norm()).item(), len(many.ranks)
+        text = f"the gradient of {name} is off by {far:.1e}, its norm {factor:.2f} times as large"
+        if abs(factor / ranks - 1) < ABOUT:
+            text += ": DDP takes the mean over the ranks, and the script their sum"
+        if abs(factor * ranks - 1) < ABOUT:
+            text += ": DDP takes the mean over the ranks, and the script divides it again"
+        if not ours.isfinite().all():
+            text = f"the gradient of {name} is not finite"
+        told = RULE["gradients_are_averaged"](many)
+        yield wrong(text, told.where, told.page)
+    if weight:
+        text = f"after {last - 1} steps, {weight[0]} is off by {weight[1]:.1e}"
+        yield wrong(text, steps_of(many)[last - 1].where)
+    text = f"samples, learning rates, gradients and weights of {counted(last, 'step')}, in float64"
+    yield passed(f"{text}, to within {TOLERANCE:.0e}")
 
 
-def same_samples(many, one):
-    if not epochs(many) or not epochs(one):
-        return unseen("no DataLoader was used to train")
-    pair = [list(epochs(run)[0].values()) for run in (many, one)]
+def other_samples(many, one):
+    """Yield the verdict if the steps do not have the same samples, or that is not seen."""
+    pair = [list(of[0].values()) for of in map(epochs, (many, one)) if of]
+    if len(pair) < 2:
+        yield unseen("no DataLoader was used to train")
     if any(of.samples() is None for ranks in pair for of in ranks):
-        return unseen("the samples have no index")
+        yield unseen("the samples have no index")
     if pair[0][0].data != pair[1][0].data:
-        return unseen("the data differs from run to run: seed it")
-    steps = min(STEPS, *(len(of.batches) for ranks in pair for of in ranks))
-    for step in range(steps):
+        yield unseen("the data differs from run to run: seed it")
+    for step in range(min(STEPS, *(len(of.batches) for ranks in pair for of in ranks))):
         ours, theirs = (sorted(chain(*(of.batches[step].base for of in ranks))) for ranks in pair)
         if ours != theirs:
             text = f"step {step + 1} has different samples: the data is not split"
-            return unseen(f"{text} as DistributedSampler does")
-    return passed(f"in the first {steps} steps")
+            yield unseen(f"{text} as DistributedSampler does")
 
 
 def models(run, step):
@@ -322,23 +335,6 @@ def first_apart(many, one, step, of):
     least = max([1e-300, *(1e-6 * other.abs().max().item() for *_, other in pairs)])
     found = ((name, apart(*both, least), *both) for name, *both in pairs)
     return next((pair for pair in found if not pair[1] <= TOLERANCE), None)
-
-
-def same_gradients(many, one):
-    if found := first_apart(many, one, 1, 1):
-        name, far, ours, theirs = found
-        factor = (ours.norm() / theirs.norm()).item()
-        text = f"that of {name} is off by {far:.1e}; its norm is {factor:.2f} times as large"
-        text = text if is_finite(ours) else f"that of {name} is not finite"
-        return wrong(text, many.all(events.Step)[0].where)
-    return passed(f"in float64, to within {TOLERANCE:.0e}")
-
-
-def same_weights(many, one):
-    step = min(STEPS, len(steps_of(many)), len(steps_of(one)))
-    if found := first_apart(many, one, step, 0):
-        return wrong(f"after {step - 1} steps, {found[0]} is off by {found[1]:.1e}")
-    return passed(f"after {step - 1} steps, to within {TOLERANCE:.0e}")
 
 
 DRILLS = {"kill": kill, "sigterm": sigterm, "world-size": world_size}

@@ -79,22 +79,22 @@ class Run:
         end = next((at for at, row in enumerate(rows) if any(one.joined for one in row)), None)
         return rows[:end]
 
-    def first_difference(self, name):
-        """Return the number and the row of the first step in which ranks differ, or (None, ())."""
-        for number, row in enumerate(self.step_rows, 1):
-            values = [getattr(step, name) for step in row]
-            known = name != "weights" or None not in values  # a rank may report them more often
-            if known and any(value != values[0] for value in values):
-                return number, row
-        return None, ()
+    def first_difference(self, field):
+        """Return the number and the row of the first step in which ranks differ, and in what.
 
-    def name_of_first(self, row, name):
-        """Return the name of the first parameter for which the ranks differ in a row of steps."""
-        steps = next(iter(self.of(Step).values()))
-        until = [one for one in steps if one.time <= row[0].time and one.names]
-        columns = zip(*(getattr(step, name) for step in row))
-        differs = next((at for at, of in enumerate(columns) if len(set(of)) > 1), None)
-        return until[-1].names[differs] if until and differs is not None else "a parameter"
+        That is the name of a parameter or a buffer. Without a difference: None, (), "".
+        """
+        known, names = [{} for _ in self.ranks], []  # rank by rank, {name or position: value}
+        for number, row in enumerate(self.step_rows, 1):
+            names, values = row[0].names or names, [getattr(step, field) for step in row]
+            if None in values:  # a rank may report its weights more often
+                continue
+            for of, value in zip(known, values):
+                of.update(value if isinstance(value, dict) else enumerate(value))
+            for key, value in known[0].items():
+                if any(of.get(key) != value for of in known):
+                    return number, row, names[key] if isinstance(key, int) else key
+        return None, (), ""
 
     @property
     def first_infinite(self):

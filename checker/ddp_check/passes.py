@@ -12,11 +12,7 @@ class Pass:
     steps: list = field(default_factory=list)
     steps_beside: int = 0  # credited to another pass, which gave a later batch
     ended: bool = False
-    gathers: int = 0  # that follow one of its batches
-    added_up: bool = False  # numbers are added up over the ranks after its batches, before a gather
-    totals: set = field(default_factory=set)  # whole numbers that were added up over the ranks
-    cuts: list = field(default_factory=list)  # made after a gather
-    counted: list = field(default_factory=list)  # what is counted after a gather
+    after: list = field(default_factory=list)  # events that follow one of its batches
 
     def __getattr__(self, name):
         return getattr(self.begun, name)
@@ -25,6 +21,15 @@ class Pass:
     def is_training(self):
         """Whether its batches were trained on, perhaps together with those of another pass."""
         return bool(self.steps) or self.steps_beside > 1
+
+    def seen(self, kind):
+        """Return the events of a kind that follow one of its batches."""
+        return [event for event in self.after if isinstance(event, kind)]
+
+    @property
+    def sizes(self):
+        """How many samples its batches have, as far as is known."""
+        return [len(batch.indices or batch.samples or ()) for batch in self.batches]
 
     @property
     def is_whole(self):
@@ -54,20 +59,17 @@ def passes_of(found):
                 fed = [one for one in fed if one is not known] + [known]
             case events.PassEnded() if known:
                 known.ended = True
-            case events.Collective() if given and not event.inside:
-                given.added_up |= event.adds and not given.gathers
-                given.gathers += "gather" in event.name
-            case events.Totalled() if given:
-                given.totals.update(event.values)
-            case events.Cut() if given:
-                given.cuts.append(event)
-            case events.Counted() if given:
-                given.counted.append(event)
             case events.Evaluated():
                 looked.add(event.number)
             case events.Step():
                 credit(event, fed, list(passes.values()), looked)
                 fed = []
+            case _ if given:
+                given.after.append(event)
+    for one in passes.values():
+        looked = len(one.seen(events.Looked))
+        if looked and not (one.ended or one.is_training):  # it may have fetched one more
+            del one.batches[looked:]
     return list(passes.values())
 
 

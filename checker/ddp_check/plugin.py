@@ -16,6 +16,6 @@ def ddp_check():
             verdicts = report.check(plan, drills)
             if report.exit_code(plan, verdicts):
                 pytest.fail(report.text_of(plan, verdicts), pytrace=False)
-        return {title: verdict.status for title, verdict in verdicts}
+        return {verdict.title: verdict.status for verdict in verdicts}
 
     return check

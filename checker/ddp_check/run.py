@@ -102,7 +102,7 @@ class Plan:
     module: bool = False  # the script is a module, as after python -m
     translate: str = "auto"  # GPU calls: auto, yes or no
     env: dict = field(default_factory=dict)  # more variables
-    restart_arguments: list | None = None  # follow the arguments after an interruption
+    restart_args: list | None = None  # follow the arguments after an interruption
 
     def __post_init__(self):
         self.path = module_path(self.script) if self.module else Path(self.script)
@@ -177,7 +177,7 @@ class Plan:
         return run
 
     def again(self, run, **options):
-        arguments = [*self.arguments, *(self.restart_arguments or [])]
+        arguments = [*self.arguments, *(self.restart_args or [])]
         return self.run(run.place, arguments=arguments, **options)
 
     def command(self, nproc, cwd):

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 from ddp_check.report import planned
-from ddp_check.rules import RULES, judge
-from ddp_check.rules.base import BROKEN, NONE, PASS, UNSEEN, WRONG
+from ddp_check.rules import judge
+from ddp_check.rules.base import BROKEN, NONE, PASS, UNSEEN
 from ddp_check.run import LAUNCHERS, Plan
 from support import server
 from support.once import once
@@ -68,7 +68,7 @@ def plan_of(step, folder, nproc=2):
 
 def named(verdicts):
     """Return the verdicts of all rules by the names of the rules."""
-    found = {rule.name: verdict for rule, (_, verdict) in zip(RULES, verdicts)}
+    found = {verdict.rule: verdict for verdict in verdicts}
     assert [verdict for verdict in found.values() if verdict.status == BROKEN] == []
     return found
 
@@ -77,10 +77,6 @@ def judged(script, *arguments, **options):
     """Run a script; return the run, and the verdicts by the names of the rules."""
     with planned(script, arguments, **options) as plan:
         return plan.undisturbed, named(judge(plan.undisturbed))
-
-
-def failed(verdicts):
-    return [name for name, verdict in verdicts.items() if verdict.status == WRONG]
 
 
 def passed(verdicts):

@@ -23,8 +23,7 @@ def ranks_share_data(run):
         yield wrong(text, rows[0][0].where, "no_sampler")
     found = epochs(run)
     for number, epoch in enumerate(found, 1):
-        judge = shared_stream if lowest(epoch).iterable else shared_indices
-        for verdict in judge(epoch):
+        for verdict in shared(epoch):
             verdict.text, verdict.where = f"epoch {number}: {verdict.text}", lowest(epoch).where
             yield verdict
     if found:
@@ -34,27 +33,8 @@ def ranks_share_data(run):
         yield passed(text, lowest(found[0]).where)
     if not rows:
         yield unseen("no DataLoader was used to train, nor a wrapped model")
-    if any(alike):
-        text = f"in {sum(alike)} of {len(rows)} steps, all ranks train on the same batch"
-        yield unsure(text, rows[alike.index(True)][0].where, "no_sampler")
     text = f"in {counted(len(rows), 'step')}, the ranks train on different batches"
     yield passed(text, rows[0][0].where)
-
-
-def shared_stream(epoch):
-    seen = {rank: of.samples("samples") for rank, of in epoch.items()}
-    if None in seen.values():
-        yield unseen("the samples of an iterable data set have no index")
-    yield from all_the_same(seen)
-    twice = seen_twice(map(set, seen.values()))
-    if twice > sum(map(len, seen.values())) / 4:
-        yield unsure(f"{twice} samples are seen by several ranks", "", "no_sampler")
-
-
-def all_the_same(seen):
-    if len(seen) > 1 and differ({rank: set(of) for rank, of in seen.items()}) is None:
-        text = f"each rank trains on the same {counted(len(set(lowest(seen))), 'sample')}"
-        yield wrong(text, "", "no_sampler")
 
 
 def seen_twice(parts):
@@ -63,33 +43,49 @@ def seen_twice(parts):
     return counts.total() - len(counts)
 
 
-def shared_indices(epoch):
+def shared(epoch):
+    """Yield the verdict if several ranks train on the same samples in an epoch."""
     one, ranks = lowest(epoch), len(epoch)
-    seen = {rank: of.samples("base") for rank, of in epoch.items()}
-    if None in seen.values():
-        yield unseen("the sampler does not return integer indices")
-    if any(seen_twice([of]) for of in seen.values()):
-        yield unseen("a rank draws samples with replacement")
+    found = {rank: of.samples("samples" if one.iterable else "base") for rank, of in epoch.items()}
+    if None in found.values():
+        yield unseen("the samples have no index")
+    seen = {rank: set(of) for rank, of in found.items()}
+    twice, most = seen_twice(seen.values()), sum(map(len, found.values())) / 4
+    if not one.iterable:
+        if any(seen_twice([of]) for of in found.values()):
+            yield unseen("a rank draws samples with replacement")
+        yield from sets_differ(epoch)
+        largest = max((len(batch.indices) for batch in one.batches), default=1)
+        most = (ranks if one.distributed else ranks * largest) - 1  # of padding
+        if twice <= most:
+            return
+        if dealt_by_data_set(epoch):
+            yield passed("the ranks ask for the same indices, and get other samples")
+    if len(seen) > 1 and differ(seen) is None:
+        text = f"each rank trains on the same {counted(len(lowest(seen)), 'sample')}"
+        yield wrong(text, "", "no_sampler")
+    text = f"{twice} samples are seen by several ranks"
+    if twice > most and differ({rank: of.part for rank, of in epoch.items()}):
+        text += ": the split differs from rank to rank; give it a seed"
+        yield wrong(text, "", "split_differs_by_rank")
+    if twice > most and not one.iterable and all(of.is_whole for of in epoch.values()):
+        yield wrong(text, "", "rank_seeds_split_data")
+    if twice > most:
+        text += ": each draws from all of them in an order of its own"
+        yield unsure(text, "", "no_sampler")
+
+
+def sets_differ(epoch):
+    """Yield the verdict if the same index means another sample on each rank."""
+    one = lowest(epoch)
     if differ({rank: of.tensors for rank, of in epoch.items()}) and one.distributed:
         text = "the data sets of the ranks differ: the same index means different samples"
         yield wrong(text, "", "split_differs_by_rank")
     if differ({rank: of.data for rank, of in epoch.items()}):
+        text = "each rank has a data set of its own: "
         if one.distributed:
-            why = "DistributedSampler needs the same on all; is it random and unseeded?"
-            yield unsure(f"each rank has a data set of its own: {why}")
-        yield unseen("each rank has a data set of its own: are they parts of a larger one?")
-    twice = seen_twice(seen.values())
-    largest = max((len(batch.indices) for batch in one.batches), default=1)
-    if twice < (ranks if one.distributed else ranks * largest):  # no more than padding
-        return
-    if dealt_by_data_set(epoch):
-        yield passed("the ranks ask for the same indices, and get other samples")
-    yield from all_the_same(seen)
-    text = f"{twice} samples are seen by several ranks"
-    if all(of.is_whole for of in epoch.values()):
-        yield wrong(text, "", "rank_seeds_split_data")
-    text += ": each draws from all of them in an order of its own"
-    yield unsure(text, "", "no_sampler")
+            yield unsure(f"{text}DistributedSampler needs the same on all; is it random, unseeded?")
+        yield unseen(f"{text}are they parts of a larger one?")
 
 
 def dealt_by_data_set(epoch):
@@ -113,9 +109,9 @@ def order_changes(run):
         loops.setdefault(lowest(epoch).where, []).append(lowest(epoch))
     if not loops:
         yield unseen("no DataLoader was used to train")
-    yield from repeated(run)
     where, most = max(loops.items(), key=lambda item: len(item[1]))
     if len(most) < 2:
+        yield from repeated(most[0])
         yield unseen("fewer than two epochs: run more")
     for line, of in loops.items():
         if len(of) > 1:
@@ -123,18 +119,13 @@ def order_changes(run):
     yield passed(f"{len(most)} epochs", where)
 
 
-def repeated(run):
-    """Yield the verdict if the batches of the first pass come again after its end, as by cycle."""
-    for of in passes(run).values():
-        trained = [one for one in of if one.steps]
-        if len(trained) != 1 or not trained[0].ended:
-            return
-        one = trained[0]
-        inputs, count = [step.inputs for step in one.steps], len(one.batches)
-        known = len(inputs) > count > 1 and all(inputs)
-        if known and all(a == b for a, b in zip(inputs, inputs[count:])):
-            text = f"steps 1 to {count} are repeated in the same order: the loader is read once"
-            yield wrong(text, one.where, "no_set_epoch")
+def repeated(one):
+    """Yield the verdict if the batches of a pass come again after its end, as by cycle."""
+    inputs, count = [step.inputs for step in one.steps], len(one.batches)
+    known = one.ended and len(inputs) > count > 1 and all(inputs)
+    if known and all(before == after for before, after in zip(inputs, inputs[count:])):
+        text = f"steps 1 to {count} are repeated in the same order: the loader is read once"
+        yield wrong(text, one.where, "no_set_epoch")
 
 
 def same_order(run, line, of):
@@ -147,7 +138,7 @@ def same_order(run, line, of):
     text = f"epochs {same[0]} and {same[0] + 1} have the same order"
     if of[0].iterable and of[0].persistent and len({one.data for one in of}) > 1:
         text += ": the persistent workers do not see what changes in the data set"
-        yield wrong(text, line, "no_set_epoch")
+        yield wrong(text, line, "persistent_workers")
     if of[0].iterable:
         yield unsure(f"{text}: is that intended?", line)
     if not of[0].shuffle:
@@ -170,14 +161,15 @@ def random_numbers_differ(run):
     same = [key for key in common if len({of[key] for of in drawn.values()}) == 1]
     if same:
         sources = sorted({source for _, source in same})
-        seeds = [SEED[source] for source in sources]
         judge, text = wrong, "all ranks have the same augmentation"
         if len(same) < len(common):  # a size that all ranks draw for a batch, say, would be right
             judge, text = unsure, "do all ranks have the same augmentation"
-        if all(worker is not None for worker, _ in same):
-            text, seeds = f"{text} in DataLoader workers", [SEED["torch"]]
+        seeds = [SEED[source] for source in sources]
+        if all(worker is not None for worker, _ in same):  # each gets its seeds from torch's
+            text += " in DataLoader workers"
+            seeds = {SEED[source if source == "generator" else "torch"] for source in sources}
         text += f": equal seeds of {', '.join(sources)}; call "
-        text += ", ".join(f"{seed}(epoch + 1000 * rank)" for seed in seeds)
+        text += ", ".join(f"{seed}(epoch + 1000 * rank)" for seed in sorted(seeds))
         yield judge(text, lowest(found[0]).where, "same_augmentation")
     for epoch in found:
         numbers = {rank: [step.random for step in of.steps] for rank, of in epoch.items()}
@@ -193,7 +185,7 @@ def random_numbers_differ(run):
             yield wrong("all ranks have the same augmentation", where, "same_augmentation")
     if common:
         yield passed("augmentation differs from rank to rank", lowest(found[0]).where)
-    yield unseen("draws from no global generator; one that the data set owns is not seen")
+    yield unseen("nothing is drawn, or by a generator that the checker does not know")
 
 
 def evaluations(run):
@@ -203,10 +195,14 @@ def evaluations(run):
     without those that some ranks did not come to.
     """
     looked, found = {}, passes(run)
-    trained = {(one.data, one.part) for of in found.values() for one in of if one.is_training}
+    every = [one for of in found.values() for one in of]
+    trained = {(one.data, one.part) for one in every if one.is_training}
+    whole = {(one.data, one.part) for one in every if one.is_whole}
     for rank, of in found.items():
         for one in of:
-            if one.is_whole and one.length and (one.data, one.part) not in trained:
+            same = one.data, one.part
+            left = same not in whole and one.seen(events.Looked)  # an evaluation that ends early
+            if (one.is_whole or left) and one.length and same not in trained:
                 key = one.length, one.where
                 looked.setdefault(key, {}).setdefault(rank, []).append(one)
     least = 1 if run.returncode == 0 else len(run.ranks)
@@ -218,7 +214,6 @@ def each_sample_is_evaluated_once(run):
     looked = evaluations(run)
     if not looked:
         yield unseen("no DataLoader was used without training")
-    text = ""
     for (total, where), rows in looked.items():
         left = [  # where all ranks evaluate the same few samples, which this may leave out
             row
@@ -226,13 +221,11 @@ def each_sample_is_evaluated_once(run):
             if row[0].data == rows[0][0].data and row[0].length < total and alike(row, "base")
         ]
         for row in rows:
-            for verdict in missed([row, *left[:1]], total, len(run.ranks)):
+            for verdict in missed(row, left[:1], total, len(run.ranks)):
                 verdict.where, verdict.page = where, "padded_evaluation"
                 yield verdict
-            if padding(row) and not text:
-                text = f"; its padding of {padding(row)} is dropped after a gather"
     total, where = max(looked)
-    yield passed(f"{total} samples{text}", where)
+    yield passed(f"{total} samples", where)
 
 
 def alike(row, key="indices"):
@@ -241,27 +234,22 @@ def alike(row, key="indices"):
     return None not in seen and len({tuple(sorted(of)) for of in seen}) == 1
 
 
-def padding(row):
-    """Return how many samples an evaluation by all ranks loads more than once."""
-    seen = [one.samples() for one in row]
-    return 0 if None in seen or alike(row) else seen_twice(seen)
-
-
-def missed(rows, total, ranks):
-    row, *left = rows
+def missed(row, left, total, ranks):
     seen = [one.samples() for one in row]
     if None in seen or len({one.part for one in row}) > 1:
         yield unseen("the samples have no index, or each rank evaluates a part of its own")
     if all(sorted(of) == list(range(total)) for of in seen):
         return  # each of these ranks evaluates the whole set
-    if twice := padding(row):
+    if not alike(row) and (twice := seen_twice(seen)):
         yield from counted_twice(row, twice, total)
         return
     counts = {index for one in row for index in one.samples("base")}
-    whole = counts.union(*(other[0].samples("base") for other in left))
+    whole = counts.union(*(rest[0].samples("base") for rest in left))
     if len(counts) < total and len(whole) != total:
         lost = row[0].drop_last or (row[0].distributed and len(row) < ranks)
-        lost &= not any(total in one.totals for one in row)  # the rest is counted elsewhere
+        found = [event.values for one in row for event in one.seen(events.Totalled)]
+        lost &= not any(total in of for of in found)  # the rest is counted elsewhere
+        lost &= all(one.is_whole for one in row)
         text = f"it sees {len(counts)} of {total} samples"
         yield wrong(text) if lost else unsure(f"{text}: is that intended?")
     if row[0].distributed and not left:
@@ -273,45 +261,23 @@ def counted_twice(row, twice, total):
     """Yield what is wrong with a padded evaluation, unless the padding is cut off."""
     loaded = sum(len(one.samples()) for one in row)
     text = f"{loaded} samples, {loaded - twice} of them distinct, of {total}"
-    orders = {cut.order for one in row for cut in one.cuts if cut.dropped == twice}
-    counts = [count for one in row for count in one.counted]
+    orders = {cut.order for one in row for cut in one.seen(events.Cut) if cut.dropped == twice}
+    counts = [count for one in row for count in one.seen(events.Counted)]
+    calls = [[call for call in one.seen(events.Collective) if not call.inside] for one in row]
+    gathers = [sum("gather" in call.name for call in of) for of in calls]
     if row[0].distributed and "blocks" in orders:
-        lost = "what is gathered is in blocks, not in the data set's order, when its end is cut off"
-        alone = max(one.gathers for one in row) == 1
-        yield wrong(lost) if alone else unsure(f"{lost}: with more ranks, some are lost")
+        lost = "what is gathered is in blocks, not in the data set's order, when its end is cut"
+        yield (wrong if max(gathers) == 1 else unsure)(f"{lost} off: some are lost")
     if row[0].distributed and "another" in orders:
         yield unsure("what is gathered is sorted when its end is cut off: is that the padding?")
     if orders or any(count.length == loaded - twice for count in counts):
         return
-    if not any(one.gathers for one in row) or all(one.added_up for one in row):
-        totals = set().union(*(one.totals for one in row))
+    first = [[call.adds for call in of if call.adds or "gather" in call.name][:1] for of in calls]
+    if not any(gathers) or all(of == [True] for of in first):  # added up before it is gathered
+        totals = {n for one in row for event in one.seen(events.Totalled) for n in event.values}
         if loaded - twice in totals and loaded not in totals:
             yield unsure(f"it loads {text}: are the extra ones left out?")
         yield wrong(f"it counts {text}")
     if any(count.reduced and count.length == loaded for count in counts):
         yield wrong(f"it counts {text}: nothing is cut off after the gather")
     yield unsure(f"it loads {text}: are the extra ones dropped after the gather?")
-
-
-def held_out_is_not_trained_on(run):
-    """no sample is both trained on and evaluated"""
-    trained, parts = {}, {}  # checksum of a data set -> indices; and -> rank -> part of it
-    for epoch in epochs(run):
-        for rank, one in epoch.items():
-            trained.setdefault(one.data, set()).update(one.samples("base") or ())
-            parts.setdefault(one.data, {}).setdefault(rank, one.part)
-    apart = ""
-    for (_, where), rows in evaluations(run).items():
-        for one in (one for row in rows for one in row if one.data in trained):
-            seen = set(one.samples("base") or ())
-            apart, both = where, seen & trained[one.data]
-            text = f"{len(both)} of the {len(seen)} samples of an evaluation are also trained on"
-            if both and differ(parts[one.data]):
-                text += ": the split differs from rank to rank; give it a seed"
-                yield wrong(text, where, "split_differs_by_rank")
-            if both:
-                judge = wrong if both < seen else unsure
-                yield judge(f"{text}: is that intended?", where)
-    if apart:
-        yield passed("they are parts of one data set that do not overlap", apart)
-    yield unseen("training and evaluation do not use parts of one data set")

@@ -23,24 +23,22 @@ def script_ends(run):
     """the script ends"""
     text = f"after {run.seconds:.0f} s"
     needs = f"it needs {run.option}, which {{}} passes: read LOCAL_RANK from the environment"
+    rank, code = run.status
     if run.returncode == 0 and run.option == "--local-rank":
         yield fragile(needs.format("torch.distributed.launch, not torchrun,"), run.option_where)
     elif run.returncode == 0 and run.option:
         yield wrong(needs.format("no launcher of PyTorch 2"), run.option_where)
     elif run.returncode == 0:
         yield passed(text)
-    elif run.returncode is not None:
-        rank, code = run.status
-        if code == -signal.SIGABRT and run.of(events.Exit).get(rank):
-            text += f"; rank {rank} was aborted after its last line, a rare race"
-            if by_framework(run):
-                yield passed(f"{text} in PyTorch")
-            yield fragile(f"{text} of gloo's threads", "", "late_import")
-        yield failure(run)
     elif run.hangs:
         yield hang(run)
-    else:
+    elif run.returncode is None:
         yield unsure(f"still busy {text}: shorten the run, or raise --timeout")
+    elif code == -signal.SIGABRT and run.of(events.Exit).get(rank):
+        text += f"; rank {rank} was aborted after its last line, a rare race of gloo's threads"
+        yield passed(text) if by_framework(run) else fragile(text, "", "late_import")
+    else:
+        yield failure(run)
 
 
 def hang(run):
@@ -58,7 +56,7 @@ def hang(run):
     where = next((own[0] for stack in run.stacks.values() if (own := own_lines(stack))), "")
     syncs = [rank for rank, of in run.stacks.items() if "_sync_buffers" in [one[2] for one in of]]
     if early := left_early(run, syncs):
-        return wrong(f"{early}; {text}", where, "uneven_batches")
+        return wrong(f"{early}; {text}", where, "recipes/early_stopping")
     if syncs:
         text += ". Buffers wait for all ranks to call the DDP model: evaluate model.module"
         return wrong(text, where, "rank_0_evaluates_the_wrapper")
@@ -77,32 +75,30 @@ def left_early(run, syncs=()):
     pair = sorted(differ(begun) or (), key=begun.get) if begun else ()
     if not pair or not min(begun.values()) or pair[0] in syncs:  # it evaluates the DDP model
         return ""
-    first, last = pair
-    text = f"rank {first} left the loop over the epochs after {begun[first]}, in step "
-    text += f"{len(run.of(events.Step)[first])}, and rank {last} began the next"
+    text = f"rank {pair[0]} left the loop over the epochs after {begun[pair[0]]}, in step "
+    text += f"{len(run.of(events.Step)[pair[0]])}, and rank {pair[1]} began the next"
     return f"{text}: does each decide by its own loss?"
 
 
 def failure(run):
     """Return the verdict on a run that failed: the fault may not be the script's."""
-    text, where, details = run.ending, run.error_where, tuple(run.traceback)
-    if re.search(NETWORK, " ".join([*(one[1] for one in run.raised), text, *details])):
-        return unsure(f"{text}; it needs the network: download the data first", where, "", details)
-    if text.startswith("ModuleNotFoundError") or run.fails_in_an_import:
-        text += "; run the checker in the environment of the script"
-        return unsure(text, where, "", details)
+    judge, text, details = wrong, run.ending, tuple(run.traceback)
+    where = run.error_where
     # Without names of the script's files, and calls that the observer passes on:
     telling = [one for one in details[-6:] if not (own_frame(one) or one.endswith(PASSED_ON))]
     lacks = re.search(LACKS_GPUS, " ".join([text, *telling]))
-    if run.translate and lacks and "must not be negative" not in text:  # that fails on GPUs, too
-        text = f"the checker cannot translate this for the CPU: {text}"
-        return unsure(text, where, "", details)
-    if run.left_out:
+    if re.search(NETWORK, " ".join([*(one[1] for one in run.raised), text, *details])):
+        judge, text = unsure, f"{text}; it needs the network: download the data first"
+    elif text.startswith("ModuleNotFoundError") or run.fails_in_an_import:
+        judge, text = unsure, f"{text}; run the checker in the environment of the script"
+    elif run.translate and lacks and "must not be negative" not in text:  # that fails on GPUs, too
+        judge, text = unsure, f"the checker cannot translate this for the CPU: {text}"
+    elif early := left_early(run):
+        return wrong(f"{early}; {text}", where, "recipes/early_stopping", details)
+    elif run.left_out:
         names = ", ".join(run.left_out)
         text += f"; {names} could be a checkpoint and was left out: give its absolute path"
-    if early := left_early(run):
-        return wrong(f"{early}; {text}", where, "uneven_batches", details)
-    return wrong(text, where, "", details)
+    return judge(text, where, "", details)
 
 
 def one_group(run):
@@ -111,8 +107,8 @@ def one_group(run):
     if not ranks and run.returncode == 0 and run.all(events.Step):
         yield wrong(f"{none}: each trains on its own; diffs/README.md shows what to add")
     if not ranks and run.returncode == 0:
-        last = (run.printed.strip() or "nothing is printed").splitlines()[-1]
-        yield unsure(f"{none} or trained: {last}")
+        _, _, last = run.printed.strip().rpartition("\n")
+        yield unsure(f"{none} or trained: {last or 'nothing is printed'}")
     for event in run.all(events.OtherMachine):
         text = f"the ranks meet at {event.host}, not this machine (changed for this run)"
         yield fragile(f"{text}: let the launcher set MASTER_ADDR", event.where)
@@ -155,8 +151,8 @@ def no_thread_left(run):
         text = f"rank {rank} has some, and in rare cases aborts after its work is done"
         if event.nn and not ranks[rank].nn:
             cure = "import torch.distributed.nn at the top: DDP and optimizers import it too late"
-            yield fragile(f"{text}: {cure}", ranks[rank].where, "late_import")
-        yield fragile(f"{text}: {DROP_THE_MODEL}", "", "handler_holds_model")
+            yield fragile(f"{text}: {cure}", ranks[rank].where, "late_import", follows=True)
+        yield fragile(f"{text}: {DROP_THE_MODEL}", "", "handler_holds_model", follows=True)
     if not all(exits.values()):
         yield unseen("a rank did not finish")
     if any(event.open_group for event in run.all(events.Exit)):
@@ -189,11 +185,10 @@ def same_collectives(run):
     for number, row in enumerate(together, 1):
         found = dict(zip(calls, row))
         if pair := differ({rank: event and event.name for rank, event in found.items()}):
-            names = {
-                r: f"{e.name} ({short(e.where)})" if e else "nothing" for r, e in found.items()
-            }
-            said = " and ".join(f"rank {rank} calls {names[rank]}" for rank in pair)
-            where = next((found[rank].where for rank in pair if found[rank]), "")
+            ends = [found[rank] for rank in pair]
+            names = [f"{one.name} ({short(one.where)})" if one else "nothing" for one in ends]
+            said = f"rank {pair[0]} calls {names[0]} and rank {pair[1]} calls {names[1]}"
+            where = (ends[0] or ends[1]).where
             yield wrong(f"call {number}: {said}", where, "collective_on_one_rank")
     until = counted(min(map(len, calls.values())), "call")
     if run.returncode is None:

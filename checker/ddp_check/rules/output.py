@@ -5,10 +5,13 @@ from pathlib import Path
 
 from ddp_check import events
 from ddp_check.passes import passes
-from ddp_check.ranks import lowest
+from ddp_check.ranks import differ, lowest
 from ddp_check.rules.base import fragile, not_applicable, passed, unseen, unsure, wrong
 
 FRACTION = r"-?\d+\.(\d+)(?!\.?\d)(?:e[+-]?\d+)?"
+ACCURACY = r"(?i)(?<!train )\bacc[a-z]*\W*(\d+\.(\d+)) ?(%?)"
+WAITS = events.Step | events.Collective | events.Received
+WRITES = events.Opened | events.Save | events.Renamed
 
 
 def one_rank_prints(run):
@@ -21,39 +24,39 @@ def one_rank_prints(run):
     for where, texts in places.items():
         patterns = [{re.sub(r"[\d.,]+", "#", text) for text in of} for of in texts.values()]
         common = sorted(set.intersection(*patterns)) if len(texts) > 1 else []
-        if common and not names_its_rank(texts):
+        every = [(str(rank), text) for rank, of in texts.items() for text in of]
+        its_own = all(rank in re.findall(r"\d+", text) for rank, text in every)
+        labelled |= bool(common)
+        if common and not its_own:
             text = f'ranks {" and ".join(map(str, texts))} print "{common[0]}"'
             yield unsure(f"{text}: is that intended?", where, "prints_on_every_rank")
-        labelled |= bool(common)
     if labelled:
         yield unseen("every rank prints, with its own number: is that intended?")
     yield passed(f"{len(run.all(events.Print))} lines")
 
 
-def names_its_rank(texts):
-    """Return whether one number in each line is always the rank that prints it."""
-    rows = [
-        [number == str(rank) for number in re.findall(r"\d+", text)]
-        for rank, of in texts.items()
-        for text in of
-    ]
-    return any(all(column) for column in zip(*rows))
-
-
 def one_rank_writes(run):
     """one rank writes each file, whole or not at all"""
-    writers = {}  # file and how far the ranks are -> rank -> line of the script
+    writers, times = {}, {}  # file and how far its rank is -> rank -> line; file -> rank -> steps
     for rank, found in run.ranks.items():
-        at = 0  # how often the rank has waited for others
+        waited = steps = 0
         for event in found:
-            at += isinstance(event, events.Step | events.Collective | events.Received)
-            writes = isinstance(event, events.Opened | events.Save | events.Renamed)
-            if writes and event.path and not getattr(event, "append", False):
-                writers.setdefault((event.path, at), {})[rank] = event.where
+            steps, waited = (
+                steps + isinstance(event, events.Step),
+                waited + isinstance(event, WAITS),
+            )
+            if isinstance(event, WRITES) and event.path and not getattr(event, "append", False):
+                writers.setdefault((event.path, waited), {})[rank] = event.where
+                times.setdefault(event.path, {}).setdefault(rank, {})[steps] = event.where
     for (path, _), lines in writers.items():
         if len(lines) > 1:
             text = f"ranks {', '.join(map(str, lines))} write {Path(path).name}"
             yield wrong(text, lines[max(lines)], "every_rank_saves")
+    for path, of in times.items():
+        if run.returncode == 0 and differ({rank: set(lines) for rank, lines in of.items()}):
+            text = f"ranks {', '.join(map(str, of))} write {Path(path).name} after other steps"
+            where = next(iter(of[max(of)].values()))
+            yield unsure(f"{text}: is that intended?", where, "every_rank_saves")
     saved = {event.path: event.where for event in run.all(events.Save) if event.path}
     renamed = {event.source for event in run.all(events.Renamed)}
     for path, where in saved.items():
@@ -61,10 +64,9 @@ def one_rank_writes(run):
             name = Path(path).name
             text = f"{name} is written in place: a crash during the save leaves half a file"
             yield fragile(text, where, "written_in_place")
-    files = {path for path, _ in writers}
-    if not files:
+    if not times:
         yield unseen("no file of the script's folder is written, or only lines are appended to it")
-    yield passed(f"{len(files)} files", next(iter(saved.values()), ""))
+    yield passed(f"{len(times)} files", next(iter(saved.values()), ""))
 
 
 def plain_names(run):
@@ -139,27 +141,27 @@ def what_is_printed(match, windows):
     def near(other):
         return abs(value - other) <= 0.51 * 10**-digits + 1e-6 * abs(value)
 
-    known = [rows for rows in windows if all(step.losses for row in rows for step in row)]
-    found = [means(rows) for rows in known if rows and len(rows[0]) > 1]
-    if any(near(one["weighted"]) for one in found):
+    known = [rows for rows in windows if rows and len(rows[0]) > 1]
+    known = [rows for rows in known if all(step.losses for row in rows for step in row)]
+    if any(near(mean(weighed(rows))) for rows in known):
         return None
-    for one in found:
-        if near(one["own"]) or near(one["own weighted"]):
-            return f"{match[0]} is the loss of rank 0, that of all ranks is {one['all']:.4g}"
-        if near(one["sum"]):
-            return f"{match[0]} is the sum over the ranks, their mean is {one['all']:.4g}"
-        if near(one["all"]):
+    for rows in known:
+        of_all, own = mean(weighed(rows), 0), weighed([row[:1] for row in rows])
+        if near(mean(own)) or near(mean(own, 0)):
+            return f"{match[0]} is the loss of rank 0, that of all ranks is {of_all:.4g}"
+        if near(len(rows[0]) * of_all):
+            return f"{match[0]} is the sum over the ranks, their mean is {of_all:.4g}"
+        if near(of_all):
             text = f"{match[0]} is a mean over batches of unequal size"
-            return f"{text}, over samples it is {one['weighted']:.4g}"
+            return f"{text}, over samples it is {mean(weighed(rows)):.4g}"
     return None
 
 
-def means(rows):
-    counted = all(step.samples for row in rows for step in row)  # else some are fetched ahead
-    every = [[(step.losses[-1], step.samples if counted else 1) for step in row] for row in rows]
-    own, every = [row[0] for row in every], [pair for row in every for pair in row]
-    found = {"own": mean(own, 0), "own weighted": mean(own), "all": mean(every, 0)}
-    return {**found, "weighted": mean(every), "sum": len(rows[0]) * found["all"]}
+def weighed(rows):
+    """Return the loss of each step with the number of its samples, if that is known of all."""
+    every = [step for row in rows for step in row]
+    known = all(step.samples for step in every)  # else some are fetched ahead
+    return [(step.losses[-1], step.samples if known else 1) for step in every]
 
 
 def mean(pairs, power=1):
@@ -167,7 +169,30 @@ def mean(pairs, power=1):
     return sum(loss * n**power for loss, n in pairs) / sum(n**power for _, n in pairs)
 
 
-def to_be_checked_by_hand(_):
-    """what you must check yourself"""
-    text = "division of losses, waiting for files, scaling of the learning rate"
-    yield unseen(f"{text}, several nodes: see pitfalls/README.md")
+def accuracy_is_of_samples(run):
+    """a printed accuracy counts each sample once"""
+    found = {r: [one for one in of if not one.is_training] for r, of in passes(run).items()}
+    evaluated = {one.number: one for one in lowest(found)}
+    sizes = {rank: [one.sizes for one in of] for rank, of in found.items()}
+    if len({size for one in evaluated.values() for size in one.sizes}) < 2:
+        yield unseen("no batches of unequal size are evaluated")
+    totals = {size for of in sizes.values() for one in of for size in (*one, sum(one))}
+    totals |= {sum(map(sum, row)) for row in zip(*sizes.values())}
+    totals |= {one.length for one in evaluated.values() if one.length}
+    last = None  # the evaluation that has just ended
+    for event in lowest(run.ranks):
+        match event:
+            case events.PassEnded():
+                last = evaluated.get(event.number)
+            case events.Batch() | events.Step():
+                last = None
+            case events.Print() if last and last.length:
+                for shown, digits, percent in re.findall(ACCURACY, event.text):
+                    whole = 100 if percent or float(shown) > 1 else 1
+                    value, off = float(shown) / whole, 0.51 * 10 ** -len(digits) / whole
+                    if not any(abs(value - round(value * n) / n) <= off for n in totals if n):
+                        near = round(value * last.length) / last.length * whole
+                        text = f"{shown} is no share of {last.length} samples, {near:.4g} is"
+                        text += ": is it a mean over batches of unequal size, or over classes?"
+                        yield unsure(text, event.where, "mean_of_means")
+    yield passed("or none is printed after an evaluation")

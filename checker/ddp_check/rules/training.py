@@ -9,6 +9,7 @@ from ddp_check.rules.base import not_applicable, passed, slow, unseen, unsure, w
 
 NO_KERNEL = "an autograd kernel was not registered"  # PyTorch's warning
 NOT_FINITE = unseen("they are not finite: equal ones prove nothing")
+PLATEAU = "lookup/wrong_results"  # the page about learning rates that differ
 
 
 def values_are_finite(run):
@@ -35,20 +36,20 @@ def reduced_by_hand(run):
 
 def gradients_are_averaged(run):
     """each step takes the mean gradient of all ranks"""
-    steps, (end, _) = run.of(events.Step), run.first_infinite
+    steps = run.of(events.Step)
     if run.is_sharded:
         yield not_applicable("the gradients are sharded")
     if any(step.closure for step in run.all(events.Step)):
         yield unseen("a closure computes the gradients")
     if weights_are_averaged(run):
         yield not_applicable("the ranks average their weights instead")
-    for number, row in enumerate(run.step_rows[: end and end - 1], 1):
+    for number, row in enumerate(run.step_rows, 1):
         if all(step.zero for step in row):
             yield wrong(f"step {number}: all gradients are zero", row[0].where)
     yield from reduced_apart(run)
-    if end:
+    if run.first_infinite[0]:
         yield NOT_FINITE
-    yield from reduced_before(run)
+    yield from reduced_twice(run)
     for number, step in enumerate(lowest(steps), 1):
         if step.reductions > 1:
             text = f"step {number}: {step.reductions} backward passes all-reduce their gradients"
@@ -66,11 +67,10 @@ def gradients_are_averaged(run):
 
 
 def reduced_apart(run):
-    number, row = run.first_difference("gradients")
+    number, row, name = run.first_difference("gradients")
     if not number:
         return
-    text = f"step {number}: the gradients differ from rank to rank, first that of "
-    text += run.name_of_first(row, "gradients")
+    text = f"step {number}: the gradients differ from rank to rank, first that of {name}"
     ways = {event.model: event.where for event in run.all(events.Bypass)}
     for model in row[0].bypassed:
         where = ways.get(model, row[0].where)
@@ -82,15 +82,22 @@ def reduced_apart(run):
     yield wrong(text, row[0].where, follows=not (run.all(events.Wrap) or row[0].by_hand[0]))
 
 
-def reduced_before(run):
+def reduced_twice(run):
     """Yield the verdict if all ranks reduce the same gradients by hand in each step."""
     rows = [row for row in run.step_rows if all(step.by_hand[1] for step in row)]
-    if run.all(events.Wrap) or len(rows) < 2 or len(rows[0]) < 2 or rows[0][0].zero:
+    same = [row for row in rows if all(step.by_hand[0] == row[0].by_hand[0] for step in row)]
+    calls = [one for one in run.all(events.Collective) if one.adds and one.elements > 1]
+    often = len(same) > max(1, len(rows) / 2)  # with some, more is reduced, such as losses
+    if not calls or not often or len(run.ranks) < 2 or same[0][0].zero:
         return
-    alike = all(step.by_hand[0] == row[0].by_hand[0] for row in rows for step in row)
-    if alike and any(row[0].by_hand[0] for row in rows):
-        text = "before they are all-reduced, all ranks have the same: the same data everywhere?"
-        yield wrong(text, rows[0][0].where, "no_sampler")
+    text = "before they are all-reduced, all ranks have the same"
+    if run.all(events.Wrap) and len(same[0][0].by_hand[0]) < len(same[0][0].gradients):
+        return  # they are no gradients of parameters
+    if run.all(events.Wrap):
+        (where, _), *_ = Counter(one.where for one in calls).most_common()
+        text += f": DDP has averaged them, and their sum is {len(run.ranks)} times as large"
+        yield unsure(f"{text}. Is it divided?", where)
+    yield wrong(f"{text}: the same data everywhere?", same[0][0].where, "no_sampler")
 
 
 def gradients_pass_collectives(run):
@@ -123,13 +130,13 @@ def clipping_sees_gradients(run):
 
 def rates_are_equal(run):
     """all ranks have the same learning rate"""
-    number, row = run.first_difference("rates")
+    number, row, _ = run.first_difference("rates")
     if number:
         rates = " and ".join(f"{step.rates[0]:.3g}" for step in row[:2])
         text = f"from step {number} on, they differ from rank to rank: {rates}"
         before = [one for one in run.all(events.Scheduled) if one.time < row[0].time]
         where = max([row[0], *before], key=lambda one: (one in before, one.time)).where
-        yield wrong(f"{text}; does each rank's scheduler see its own loss?", where)
+        yield wrong(f"{text}; does each rank's scheduler see its own loss?", where, PLATEAU)
     steps, taken = lowest(run.of(events.Step)), lowest(run.of(events.Scheduled))
     if len(run.ranks) > 1 and len(taken) >= len(run.ranks) * len(steps) > 0:
         text = f"the scheduler takes {len(taken)} steps, the optimizer {len(steps)}: is it meant"
@@ -139,7 +146,7 @@ def rates_are_equal(run):
 
 def weights_are_averaged(run):
     """Return whether ranks without DDP take steps of their own, and then agree again."""
-    first, _ = run.first_difference("gradients")
+    first, *_ = run.first_difference("gradients")
     if run.all(events.Wrap) or not first or not run.all(events.Collective):
         return False
     rows, final = run.step_rows[first:], run.final_weights
@@ -149,8 +156,7 @@ def weights_are_averaged(run):
 
 def weights_agree(run):
     """all ranks wrap the same model, and end with the same weights"""
-    wraps, steps = run.of(events.Wrap), run.all(events.Step)
-    wrapped = any(wraps.values())
+    wrapped, steps = run.all(events.Wrap), run.all(events.Step)
     if run.is_sharded:
         yield not_applicable("the parameters are sharded")
     if not steps and not wrapped:
@@ -161,76 +167,54 @@ def weights_agree(run):
         partly, text = bool(steps[0].by_hand[0]), "no model is wrapped in DistributedDataParallel"
         text += ", and not all gradients are reduced" if partly else ": each rank trains its own"
         yield wrong(text, steps[0].where, follows=partly)
-    yield from wrapped_apart(run)
     if wrapped and (foreign := next((step for step in steps if step.foreign), None)):
         text = f"the optimizer changes {foreign.foreign} parameters that are in no wrapped model"
         yield wrong(text, foreign.where, "optimizer_of_other_parameters")
-    yield from trained_apart(run)
-    number, name, row = first_buffer(run)
-    if row and run.returncode == 0 and not differ(run.final_weights or {0: 0}):
+    yield from ended_apart(run)
+    number, row, name = run.first_difference("buffers")
+    if number:
         text = f"before step {number}, the buffer {name} differs from rank to rank"
         text += ", and DDP replaces it by that of rank 0" if row[0].broadcasts else ""
         yield unsure(f"{text}: should it hold what all ranks have seen?", row[0].where)
-    yield from ended_apart(run)
     if run.first_infinite[0]:
         yield NOT_FINITE
     if wrapped:
-        yield passed("bit for bit", lowest(wraps)[0].where)
+        yield passed("bit for bit", wrapped[0].where)
     yield passed("gradients reduced by hand, bit for bit", steps[0].where)
 
 
-def wrapped_apart(run):
-    wraps = run.of(events.Wrap)
-    if pair := differ({rank: len(of) for rank, of in wraps.items()}):
-        counts = " and ".join(f"rank {rank} wraps {len(wraps[rank])}" for rank in pair)
-        yield wrong(f"{counts} models") if run.returncode == 0 else unseen(f"{counts} models")
-    for what, key in (("parameters", "shapes"), ("weights", "weights")):
-        if pair := differ({rank: [getattr(one, key) for one in of] for rank, of in wraps.items()}):
-            text = f"after DDP(...), the {what} of ranks {pair[0]} and {pair[1]} differ"
-            yield wrong(text, wraps[pair[0]][0].where)
-
-
-def trained_apart(run):
-    number, row = run.first_difference("weights")
-    if not number:
+def ended_apart(run):
+    """Yield the verdict if the weights of the ranks differ, in a step or at the end."""
+    number, row, name = run.first_difference("weights")
+    judge, where, final = wrong, "", run.final_weights
+    if number:
+        text, where = f"before step {number}, the weights differ from rank to rank", row[0].where
+        text += f", first {name}"
+    elif run.returncode != 0 or not final:
+        yield unseen("the run did not finish")
+    elif pair := differ(final):
+        text, judge = f"at the end, the weights of ranks {pair[0]} and {pair[1]} differ", unsure
+    else:
         return
-    text = f"before step {number}, the weights differ from rank to rank, first "
-    text += run.name_of_first(row, "weights")
-    if cause := cause_of(run, number):
-        yield wrong(f"{text}; {cause}", row[0].where, "edit_on_one_rank", follows=True)
-    for where in loaded_apart(run):
-        yield wrong(f"{text}; not all ranks load a state after DDP(...)", where, "edit_on_one_rank")
-    seeded = "broadcast them at the start, or seed all ranks alike"
-    text += "; were they edited?" if number > 1 or run.all(events.Wrap) else f"; {seeded}"
-    yield wrong(text, row[0].where, "edit_on_one_rank")
+    if run.in_join and not number:
+        yield wrong(f"{text}: join() should have made them equal", "", "uneven_batches")
+    if cause := cause_of(run, number or len(run.step_rows) + 1):
+        yield wrong(f"{text}; {cause}", where, follows=True)
+    for line in loaded_apart(run):
+        yield judge(f"{text}: not all ranks load a state here", line, "edit_on_one_rank")
+    if number == 1 and not run.all(events.Wrap):
+        text += "; broadcast them at the start, or seed all ranks alike"
+    yield judge(f"{text}; were they edited?", where, "edit_on_one_rank")
 
 
 def cause_of(run, number):
     """Return what made the weights differ before this step, in words, or an empty string."""
-    buffer, name, _ = first_buffer(run)
-    for before, cause in (
-        (run.first_difference("rates")[0], "learning rates"),
-        (run.first_difference("gradients")[0], "gradients"),
-        (buffer, f"buffer {name}"),
-    ):
+    for field in ("rates", "gradients", "buffers"):
+        before, *_ = run.first_difference(field)
         if before and before < number:
+            cause = field.replace("rates", "learning rates")
             return f"it follows from the {cause} in step {before}"
     return ""
-
-
-def first_buffer(run):
-    """Return the step in which a buffer first differs from rank to rank, its name, and the row.
-
-    A step reports the buffers that have changed since the one before.
-    """
-    known = [{} for _ in run.ranks]
-    for number, row in enumerate(run.step_rows, 1):
-        for of, step in zip(known, row):
-            of.update(step.buffers)
-        for name, value in known[0].items():
-            if any(of.get(name) != value for of in known[1:]):
-                return number, name, row
-    return None, "", ()
 
 
 def loaded_apart(run):
@@ -238,21 +222,6 @@ def loaded_apart(run):
     loads = [(rank, one) for rank, of in run.of(events.StateLoaded).items() for one in of]
     times = Counter((one.where, rank) for rank, one in loads if one.wraps)
     return [line for line, rank in times if len({times[line, other] for other in run.ranks}) > 1]
-
-
-def ended_apart(run):
-    final = run.final_weights
-    if run.returncode != 0 or not final:
-        yield unseen("the run did not finish")
-    if pair := differ(final):
-        text = f"at the end, the weights of ranks {pair[0]} and {pair[1]} differ"
-        if run.in_join:
-            yield wrong(f"{text}: join() should have made them equal", "", "uneven_batches")
-        if cause := cause_of(run, len(run.step_rows) + 1):
-            yield wrong(f"{text}; {cause}", follows=True)
-        lines = loaded_apart(run)
-        text += ": not all ranks load a state here" if lines else ": were they edited on one rank?"
-        yield unsure(text, lines[0] if lines else "", "edit_on_one_rank")
 
 
 def evaluated_models_agree(run):
