@@ -229,7 +229,7 @@
     const here = present(state, sets);
     part(body, "batch", "samples", ranks, "", (rank) =>
       here.includes(rank) ? (state.taken[rank] || batch(state, sets, rank)).join(", ") : undefined);
-    part(body, sets.module ? "model.module(x)" : "model(x)", "loss", ranks, "", (rank) =>
+    part(body, sets.module ? "model.\u200bmodule(x)" : "model(x)", "loss", ranks, "", (rank) =>
       state.losses[rank] === undefined ? undefined : shown(state.losses[rank]));
     part(body, "backward()", "own gradients", ranks, "own", (rank) => state.own[rank]);
     const [kind, text] = met(state, sets);
