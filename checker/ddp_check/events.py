@@ -70,8 +70,8 @@ Cut = kind("Cut", "dropped order")
 Counted = kind("Counted", "length reduced")
 Totalled = kind("Totalled", "values")  # whole numbers that were added up over all ranks
 
-# shapes: [name, shape] of each parameter; weights: checksums; buffers: how many each rank updates
-Wrap = kind("Wrap", "shapes weights buffers")
+# shapes: [name, shape] of each parameter; buffers: how many each rank updates
+Wrap = kind("Wrap", "shapes buffers")
 # An optimizer is about to take a step. All that is counted is counted since the step before.
 Step = kind(
     "Step",

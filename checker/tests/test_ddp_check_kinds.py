@@ -47,6 +47,19 @@ ALONE = [  # rank 0 evaluates
     ("DataLoader(data, 8", "DataLoader(data, 10"),
     UNEVALUATED,
 ]
+LATE = [
+    UNEVALUATED,
+    NORMALIZED,
+    (
+        "    dist.barrier()\n",
+        """    if rank == 0:
+        time.sleep(1)
+        net.eval()
+        with torch.no_grad():
+            [net(inputs) for inputs, _ in DataLoader(test, 8)]
+""",
+    ),
+]
 SAME_SEED = ("manual_seed(rank)", "manual_seed(7)")
 SAME_ORDER = ("sampler=sampler", "sampler=torch.randperm(96).tolist()")
 NOT_FINITE = [before(DATA, '    x[data.indices[5]] = float("nan")\n')]
@@ -243,6 +256,17 @@ LOGGED = [
     before("    torch.manual_seed(0)\n", '    logging.basicConfig(filename="log", level="INFO")\n'),
     ("print(f", "logging.info(f"),
 ]
+WRITES = [before(SHOW, '        if rank == 0 <= epoch:\n            open("best", "w").close()\n')]
+USES = "            mine.append(model(inputs).argmax(dim=1))\n"
+LEAVES = "            if len(mine) == 2:\n                break\n"
+BREAKS = [
+    before("    with torch.no_grad", "    mine = []\n"),
+    (
+        "        mine = torch.cat([model(inputs).argmax(dim=1) for inputs, _ in part])\n",
+        f"        for inputs, _ in part:\n{USES}{LEAVES}    mine = torch.cat(mine)\n",
+    ),
+]
+FEWER = ("y[test.indices]", "y[test.indices][: len(guesses)]")
 OWN = [
     ("self.x, self.y = x,", "self.own, self.x, self.y = torch.Generator(), x,"),
     (ITEM, "return self.x[index] + torch.rand(4, generator=self.own), self.y[index]"),
@@ -560,6 +584,18 @@ KINDS = {
     ),
     "a generator of the data set": Kind(
         RANDOM, [("_seed(dist.get_rank())", "_seed(7)")], rf"call generator.+ {LOADS}", OWN
+    ),
+    "at times of its own": Kind(
+        {"one_rank_writes": UNSURE}, [("if rank == 0 <=", "if rank ==")], r"\(open", WRITES
+    ),
+    "left by break": Kind(
+        {"each_sample_is_evaluated_once": UNSURE},
+        [(USES + LEAVES, LEAVES + USES), ("mine) == 2:", "mine) == 1:"), FEWER],
+        r"it sees 16 of 21 samples.+ \(for inputs, _ in part",
+        BREAKS,
+    ),
+    "rank 0 evaluates when the others have ended": Kind(
+        ENDS, [("[net(inputs)", "[model(inputs)")], r"Buffers wait for all .+ \(\[model", LATE
     ),
     # ------------------------------------------------------------ GPUs
     "a GPU that is not there": Kind(

@@ -51,7 +51,6 @@ def wrap(do, self, module, *args, **kwargs):
     say(
         events.Wrap,
         shapes=[[name, list(value.shape)] for name, value in module.named_parameters()],
-        weights=checksums(module.parameters()),
         buffers=sum(len([*part.buffers(recurse=False)]) for part in alone),
     )
 

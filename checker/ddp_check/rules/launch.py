@@ -16,6 +16,7 @@ NETWORK = (
 )
 DROP_THE_MODEL = "drop every reference to the DDP model (del model) before destroy_process_group"
 PASSED_ON = "in __torch_function__"
+BUFFERS = "Buffers wait for all ranks to call the DDP model: evaluate model.module"
 LACKS_GPUS = r"(?i)cuda|nccl|nvidia|\bgpu|accelerator|ddp_check/observer|Tensor-likes"
 
 
@@ -58,8 +59,7 @@ def hang(run):
     if early := left_early(run, syncs):
         return wrong(f"{early}; {text}", where, "recipes/early_stopping")
     if syncs:
-        text += ". Buffers wait for all ranks to call the DDP model: evaluate model.module"
-        return wrong(text, where, "rank_0_evaluates_the_wrapper")
+        return wrong(f"{text}. {BUFFERS}", where, "rank_0_evaluates_the_wrapper")
     return wrong(text, where, "collective_on_one_rank" if run.joins else "")
 
 
@@ -95,6 +95,8 @@ def failure(run):
         judge, text = unsure, f"the checker cannot translate this for the CPU: {text}"
     elif early := left_early(run):
         return wrong(f"{early}; {text}", where, "recipes/early_stopping", details)
+    elif "_sync_buffers" in str(details):
+        return wrong(f"{BUFFERS}; {text}", where, "rank_0_evaluates_the_wrapper", details)
     elif run.left_out:
         names = ", ".join(run.left_out)
         text += f"; {names} could be a checkpoint and was left out: give its absolute path"
