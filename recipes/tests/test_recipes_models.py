@@ -83,9 +83,8 @@ def test_a_crash_in_a_save_leaves_the_last_checkpoint(tmp_path, trained, name):
     job = recipe.ran(*slow, args=LONG)
     assert resumed(job) == [2]
     assert saved(job)["FOLDER"] == "checkpoint.pt.4-0"
-    folder = tmp_path / "checkpoint.pt.4-0"
-    assert {"__0_0.distcp", "__1_0.distcp"} <= {path.name for path in folder.iterdir()}
-    dcp_to_torch_save(folder, tmp_path / "converted.pt")
+    assert {"__0_0.distcp", "__1_0.distcp"} <= {path.name for path in tmp_path.glob("*.4-0/*")}
+    dcp_to_torch_save(tmp_path / "checkpoint.pt.4-0", tmp_path / "converted.pt")
     whole = saved(job, "converted.pt")["model_state_dict"]
     assert same(whole, weights(trained("05", *LONG)))
 
