@@ -70,6 +70,8 @@ def named(verdicts):
     """Return the verdicts of all rules by the names of the rules."""
     found = {verdict.rule: verdict for verdict in verdicts}
     assert [verdict for verdict in found.values() if verdict.status == BROKEN] == []
+    pages = [one.page if "/" in one.page else f"pitfalls/{one.page}" for one in verdicts]
+    assert all((ROOT / f"{page}.md").exists() for page in pages if page != "pitfalls/")
     return found
 
 

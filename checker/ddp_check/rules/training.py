@@ -105,7 +105,7 @@ def gradients_pass_collectives(run):
     lost = run.all(events.GradientLost)
     if own := next((event for event in lost if event.own), None):
         text = "the backward pass ends at what all_gather returned: torch.distributed.nn.functional"
-        yield wrong(f"{text}.all_gather would pass the gradients on", own.where)
+        yield wrong(f"{text}.all_gather would pass them on", own.where, "recipes/contrastive")
     if lost:
         text = "this rank's own part keeps its gradient, those of others lose it: is that intended?"
         yield unsure(text, lost[0].where)
@@ -124,7 +124,7 @@ def clipping_sees_gradients(run):
     for event in run.all(events.Clipped):
         if event.scaled:
             text = "the GradScaler's factor is still in them: call scaler.unscale_(optimizer) first"
-            yield wrong(text, event.where)
+            yield wrong(text, event.where, "recipes/fp16_scaler")
     yield passed(counted(len(lowest(run.of(events.Clipped))), "call"))
 
 
@@ -239,8 +239,8 @@ def evaluated_models_agree(run):
         if bad and any(run.first_difference(key)[0] for key in ("weights", "rates", "gradients")):
             yield unseen("what the ranks train differs already")
         if bad:
-            text = f"{bad[0]} of {model} differs from rank to rank"
-            yield wrong(text, where, "batchnorm_of_rank_0")
+            page = "batchnorm_of_rank_0" if "running_" in bad[0] else "recipes/ema"
+            yield wrong(f"{bad[0]} of {model} differs from rank to rank", where, page)
     if not shared:
         yield not_applicable("no model is evaluated by several ranks")
     yield passed(counted(len(shared), "evaluation"), next(iter(shared))[1])
