@@ -7,9 +7,7 @@ sends nothing, so rank 0 calls what it would call among them, with the same shap
 tensors over the 8 ranks of a node, and shards what is left across nodes.
 """
 
-import argparse
 import ast
-import json
 import warnings
 from pathlib import Path
 
@@ -24,7 +22,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from which import table
+from which import ring, table
 
 GPT = Path(__file__).resolve().parent.parent / "exercise" / "solution.py"
 WORLDS = (8, 64, 512, 4096)
@@ -163,41 +161,21 @@ def summed(calls, what):
     return "; ".join(found)
 
 
-def sent(calls, groups):
-    """Return how many bytes a rank sends around rings: {of what: bytes}."""
-    found = dict.fromkeys(groups, 0)
-    for what, kind, size in calls:
-        share = (groups[what] - 1) / groups[what]
-        found[what] += (2 if kind == "all-reduce" else 1) * size * share
-    return found
-
-
-def groups(way, ranks):
-    """Return among how many ranks the parameters and the activations are sent."""
-    return {"parameters": ranks // NODE if way == "2-D" else ranks, "activations": NODE}
+def sent(way, ranks, calls):
+    """Return how many bytes a rank sends around rings."""
+    among = {"parameters": ranks // NODE if way == "2-D" else ranks, "activations": NODE}
+    times = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
+    return sum(times[kind] * size * ring(among[what]) for what, kind, size in calls)
 
 
 def rows(found):
     yield "method", "ranks", "parameters and gradients", "activations", "a rank sends"
     for way, by_ranks in found.items():
         for ranks, calls in by_ranks.items():
-            total = sum(sent(calls, groups(way, ranks)).values())
             each = (summed(calls, what) for what in ("parameters", "activations"))
-            yield way, f"{ranks:,}", *each, f"{total / 1e6:.1f} MB"
-
-
-def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print every call instead of a table")
-    return parser.parse_args()
-
-
-def main():
-    args = parse_args()
-    warnings.simplefilter("ignore")
-    found = counted()
-    print(json.dumps(found) if args.json else table(*rows(found)))
+            yield way, f"{ranks:,}", *each, f"{sent(way, ranks, calls) / 1e6:.1f} MB"
 
 
 if __name__ == "__main__":
-    main()
+    warnings.simplefilter("ignore")
+    print(table(*rows(counted())))

@@ -1,3 +1,8 @@
-"""The page in a browser."""
+"""The page in a browser, and the two programs of this room as modules."""
+
+import sys
 
 from browser import browser, visit  # noqa: F401
+from support.scripts import ROOT
+
+sys.path.append(str(ROOT / "lookup"))

@@ -43,8 +43,6 @@ def test_the_padding_is_the_first_samples_again():
 def test_a_flipped_byte_is_found_by_testzip_and_not_by_torch_load(tmp_path):
     path, tensor = tmp_path / "tensor.pt", torch.arange(100.0)
     torch.save({"tensor": tensor}, path)
-    with zipfile.ZipFile(path) as archive:
-        assert archive.testzip() is None
     whole = bytearray(path.read_bytes())
     whole[whole.index(tensor.numpy().tobytes())] ^= 1
     path.write_bytes(whole)
@@ -60,22 +58,20 @@ import time
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
-BEFORE
+EARLY
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-AFTER
+DDP(torch.nn.Linear(1, 1))
 dist.destroy_process_group()
 time.sleep(1)  # Linux lists a thread for a moment after it has ended
 tasks = [f"/proc/self/task/{task}/comm" for task in os.listdir("/proc/self/task")]
 print(sum("gloo" in open(task).read() for task in tasks) > 0)
 """
-IMPORT = "import torch.distributed.nn"
-WRAP = "DDP(torch.nn.Linear(1, 1))"
 
 
-@pytest.mark.parametrize(("before", "after", "alive"), [("", WRAP, True), (IMPORT, WRAP, False)])
-def test_a_late_import_keeps_the_process_group_alive(tmp_path, before, after, alive):
+@pytest.mark.parametrize(("early", "alive"), [("", True), ("import torch.distributed.nn", False)])
+def test_a_late_import_keeps_the_process_group_alive(tmp_path, early, alive):
     """torch.distributed.nn has the group as a default argument, and the first DDP() imports it."""
     if alive and torch.__version__ < "2.9":
         pytest.skip("PyTorch 2.8 does not name the threads of gloo")
-    program = LEFT.replace("BEFORE", before).replace("AFTER", after)
-    assert finished([sys.executable, "-c", program], tmp_path).stdout == f"{alive}\n"
+    program = [sys.executable, "-c", LEFT.replace("EARLY", early)]
+    assert finished(program, tmp_path).stdout == f"{alive}\n"

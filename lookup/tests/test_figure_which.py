@@ -1,25 +1,16 @@
 """The calculator on the page computes what lookup/which.py does."""
 
-import importlib
 import random
 
 import pytest
+import which
 from browser import NEEDS_BROWSER, check_figure
 from patching import page
 from playwright.sync_api import expect
-from support.scripts import ROOT
 
 FIGURE = "#fig-which-one"
-COMPUTED = (
-    """every => every.map(({ limit, ...job }) => figures["which-one"].computed(job, limit))"""
-)
+COMPUTED = 'every => every.map(({limit, ...job}) => figures["which-one"].computed(job, limit))'
 pytestmark = NEEDS_BROWSER
-
-
-@pytest.fixture
-def which(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "lookup")
-    return importlib.import_module("which")
 
 
 @pytest.fixture
@@ -27,7 +18,7 @@ def figure(visit):
     return visit("#recipes").locator(FIGURE)
 
 
-def test_it_computes_what_python_does(figure, which):
+def test_it_computes_what_python_does(figure):
     draw = random.Random(0)
     choices = {
         "nodes": [1, 2, 3, 16, 500],

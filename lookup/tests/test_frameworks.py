@@ -12,7 +12,6 @@ from support.results import said, same_bits
 from support.scripts import ROOT, SMALL, edited, forked, load, write
 
 PAGE = (ROOT / "lookup" / "frameworks.md").read_text(encoding="utf-8")
-FRAMEWORKS = ("accelerate", "lightning_fabric", "transformers")
 ONE = ("1", *SMALL)
 BARRIER = "dist.barrier()\n"
 SAY = """\
@@ -23,12 +22,10 @@ def say(*what):
 
 """
 
+MISSING = not importlib.util.find_spec("accelerate")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        not all(importlib.util.find_spec(name) for name in FRAMEWORKS),
-        reason="needs: pip install -r lookup/requirements.txt",
-    ),
+    pytest.mark.skipif(MISSING, reason="needs: pip install -r lookup/requirements.txt"),
 ]
 
 
@@ -46,9 +43,10 @@ def program(folder, imported, line, more, *changes):
     return write(folder / "program.py", SAY + text, [(line, more + line), *changes])
 
 
-def both_said(job):
-    """Return what ranks 0 and 1 said, as two lists of lines."""
-    return said(job, 0), said(job, 1)
+def run(path, *args, env=None):
+    """Run a program on two ranks; return the Result, and what ranks 0 and 1 said, as lists."""
+    job = finished(forked(path, *args), path.parent, env)
+    return job, said(job, 0), said(job, 1)
 
 
 def score(job):
@@ -57,7 +55,14 @@ def score(job):
     return tuple(map(int, found))
 
 
-# ---------------------------------------------------------------- Accelerate
+def evaluated(model):
+    """Return how many digits a model reads here, and their mean loss."""
+    images, labels = load("05").load_datasets()[1].tensors
+    with torch.inference_mode():
+        logits = model(images)
+    loss = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1)
+    return int((logits.argmax(dim=1) == labels).sum()), loss.item()
+
 
 ACCELERATE = """
 from accelerate import skip_first_batches
@@ -93,8 +98,7 @@ say("own", torch.rand(()).item())
 
 def test_accelerate(tmp_path, trained):
     path = program(tmp_path, "accelerate", "model, optimizer = accelerator.free", ACCELERATE)
-    job = finished(forked(path, *ONE), tmp_path)
-    one, two = both_said(job)
+    job, one, two = run(path, *ONE)
     assert one[:3] == two[:3] == ["ranks 2 DistributedDataParallel", "gathered 384", "kept 359"]
     assert one[3] == "dealt [[0, 1], [4, 5]] [[4, 5]]"
     assert two[3] == "dealt [[2, 3], [6, 7]] [[6, 7]]"
@@ -114,15 +118,11 @@ def test_accelerate(tmp_path, trained):
 
 def test_accelerate_without_a_gpu(tmp_path):
     """Both ranks believe that they are alone, and do not notice it."""
-    path = tmp_path / "alone.py"
-    lines = ["from accelerate import Accelerator", "a = Accelerator()"]
-    end = "say(a.process_index, a.num_processes, a.is_main_process, a.distributed_type.value)"
-    path.write_text(SAY + "\n".join([*lines, end, ""]), encoding="utf-8")
-    one, two = both_said(finished(forked(path), tmp_path))
+    lines = "from accelerate import Accelerator\na = Accelerator()\n"
+    lines += "say(a.process_index, a.num_processes, a.is_main_process, a.distributed_type.value)\n"
+    _, one, two = run(write(tmp_path / "alone.py", SAY + lines))
     assert one == two == ["0 1 True NO"]
 
-
-# ---------------------------------------------------------------- Fabric
 
 FABRIC = """
 test_loader = fabric.setup_dataloaders(DataLoader(test_set, args.batch_size))
@@ -145,16 +145,13 @@ def test_fabric(tmp_path, trained):
     two_epochs = ("2", *SMALL)
     path = program(tmp_path, "lightning_fabric", BARRIER, FABRIC)
     by_torchrun = {"TORCHELASTIC_RUN_ID": "none"}  # by which Fabric recognizes it
-    job = finished(forked(path, *two_epochs), tmp_path, by_torchrun)
-    one, two = both_said(job)
+    job, one, two = run(path, *two_epochs, env=by_torchrun)
     assert one[:3] == two[:3] == ["evaluated 360", "epoch 0", "loaded 2"]
     assert one[3] == two[3]
     step_5 = trained("05", *two_epochs)
     assert same_bits(job, step_5)
     assert score(job) == score(step_5)
 
-
-# ---------------------------------------------------------------- the Trainer
 
 TRAINER = """
 say("wrapped", type(trainer.model_wrapped).__name__, type(trainer.model).__name__)
@@ -175,8 +172,7 @@ del again
 def test_trainer(tmp_path):
     half = ('save_strategy="epoch"', 'save_strategy="steps", save_steps=51, logging_steps=60')
     path = program(tmp_path, "transformers", BARRIER, TRAINER, half)
-    job = finished(forked(path, *ONE), tmp_path)
-    one, two = both_said(job)
+    job, one, two = run(path, *ONE)
     assert one[-2] != two[-2]  # the summary has each rank's own loss since the last log
     assert [line for line in one if line != one[-2]] == [line for line in two if line != two[-2]]
     assert one[:2] == ["wrapped DistributedDataParallel Digits", "defaults 1.0 linear 1800"]
@@ -186,40 +182,23 @@ def test_trainer(tmp_path):
     names = {path.name for path in saved.iterdir()}
     assert {"model.safetensors", "optimizer.pt", "scheduler.pt"} < names
     assert {"rng_state_0.pth", "rng_state_1.pth", "trainer_state.json"} < names
-    correct, loss = evaluated(saved / "model.safetensors")
+    model = load("05").build_model(width=4)
+    weights = load_file(saved / "model.safetensors")
+    model.load_state_dict({key.removeprefix("layers."): t for key, t in weights.items()})
+    correct, loss = evaluated(model)
     assert score(job) == (correct, 359)
-    assert (
-        abs(float(one[2].split()[1]) - loss) > 1e-5
-    )  # a mean over batches, of which one is padded
+    printed = float(one[2].removeprefix("loss "))
+    assert abs(printed - loss) > 1e-5  # it is a mean over batches, of which one is padded
     state = torch.load(saved / "scheduler.pt", weights_only=True)
     assert set(state["_last_lr"]) == {0}  # the learning rate has fallen to zero
 
 
-def evaluated(path):
-    """Return how many digits a saved model reads, and their mean loss, of one process."""
-    module = load("05")
-    model = module.build_model(width=4)
-    model.load_state_dict({key.removeprefix("layers."): t for key, t in load_file(path).items()})
-    images, labels = module.load_datasets()[1].tensors
-    with torch.inference_mode():
-        logits = model(images)
-    loss = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1)
-    return int((logits.argmax(dim=1) == labels).sum()), loss.item()
-
-
-# ---------------------------------------------------------------- the recipe
-
-
 def test_huggingface(tmp_path):
     """What `save_pretrained` wrote is loaded without DDP, and reads as many digits."""
-    job = finished(forked(patched(tmp_path, "recipes/huggingface"), *ONE), tmp_path)
-    transformers = importlib.import_module("transformers")  # slow, and not always there
-    model = transformers.AutoModelForImageClassification.from_pretrained(
-        tmp_path / "checkpoint.pt.hf"
-    )
+    from transformers import AutoModelForImageClassification  # slow, and not always there
+
+    job, _, _ = run(patched(tmp_path, "recipes/huggingface"), *ONE)
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "checkpoint.pt.hf").eval()
     torch.save({"MODEL_STATE": model.state_dict()}, tmp_path / "loaded.pt")
     assert same_bits(tmp_path / "loaded.pt", job)
-    images, labels = load("05").load_datasets()[1].tensors
-    with torch.inference_mode():
-        predictions = model.eval()(images).logits.argmax(dim=1)
-    assert score(job) == (int((predictions == labels).sum()), 359)
+    assert score(job) == (evaluated(lambda images: model(images).logits)[0], 359)

@@ -1,23 +1,18 @@
 """What lookup/which.md says is computed, and close to what is counted."""
 
-import importlib
-import json
 import re
 import statistics
-import sys
 from itertools import accumulate
 
+import collectives
 import pytest
 import torch
+import which
 from patching import page
-from support.jobs import finished
-from support.scripts import ROOT
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import profile
 
-LOOKUP = ROOT / "lookup"
-SLOW = pytest.mark.slow
 PARAMETERS = 117_479  # of the exercise's GPT
 TOKENS = 32 * 64  # per rank and step: samples and characters
 LAYOUTS = {  # of the recipes' four ranks: (nodes, GPUs per node)
@@ -30,22 +25,7 @@ LAYOUTS = {  # of the recipes' four ranks: (nodes, GPUs per node)
 }
 
 
-@pytest.fixture
-def which(monkeypatch):
-    monkeypatch.syspath_prepend(LOOKUP)
-    return importlib.import_module("which")
-
-
-@pytest.fixture
-def collectives(monkeypatch):
-    monkeypatch.syspath_prepend(LOOKUP)
-    return importlib.import_module("collectives")
-
-
-# ---------------------------------------------------------------- the page
-
-
-def test_the_tables_are_computed(which):
+def test_the_tables_are_computed():
     text = page("lookup/which")
     example = which.Job(3e9, *which.shape(3e9), 2, 4, 4096)
     assert which.table(which.HEADING, *which.rows(example, 40e9)) in text
@@ -63,8 +43,8 @@ def test_the_tables_are_computed(which):
         assert tuple(word.strip() for word in said.split("|")) == shown
 
 
-@pytest.mark.parametrize("name", [n for n in LAYOUTS if (ROOT / f"recipes/{n}.md").exists()])
-def test_the_formulae_are_close_to_what_the_recipe_counts(which, name):
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_formulae_are_close_to_what_the_recipe_counts(name):
     """The numbers on the page are those that its test counts. Rows do not divide evenly."""
     text = page(f"recipes/{name}")
     counted = int(re.search(r"\(([\d,]+) parameters\)", text)[1].replace(",", ""))
@@ -80,9 +60,6 @@ def test_the_formulae_are_close_to_what_the_recipe_counts(which, name):
     assert 0.74 * found < sum(which.sent(name, job)) < 1.08 * found
 
 
-# ---------------------------------------------------------------- the formulae
-
-
 def test_the_loss_takes_12_bytes_per_token_and_word():
     tokens, words = 256, 5000
     source, weight = torch.rand(tokens, 8), torch.rand(words, 8, requires_grad=True)
@@ -95,7 +72,7 @@ def test_the_loss_takes_12_bytes_per_token_and_word():
 
 
 @pytest.mark.parametrize(("mixed", "size"), [(False, 16 * 4), (True, 14 * 2 + 2 * 4)])
-def test_a_block_keeps_16_values(collectives, mixed, size):
+def test_a_block_keeps_16_values(mixed, size):
     """And the statistics of two norms, and a number per head. x lives until all is counted.
 
     Under autocast, the two that pass the block by stay in float32.
@@ -120,45 +97,20 @@ def test_a_block_keeps_16_values(collectives, mixed, size):
     assert sum(kept.values()) / x[..., 0].numel() == pytest.approx(size * names["width"], rel=0.01)
 
 
-# ---------------------------------------------------------------- collectives
-
-
-@pytest.fixture(scope="module")
-def counted(tmp_path_factory):
-    """What collectives.py counts: {way: {ranks: [[of what, collective, bytes], ...]}}."""
-    words = [sys.executable, LOOKUP / "collectives.py", "--json"]
-    found = json.loads(finished(words, tmp_path_factory.mktemp("counted")).stdout)
-    return {way: {int(n): calls for n, calls in by.items()} for way, by in found.items()}
-
-
-@SLOW
-def test_the_collectives_on_the_page_are_counted(which, collectives, counted):
+@pytest.mark.slow
+def test_what_is_sent_is_on_the_page_and_is_what_the_formulae_say():
+    """For the GPT of collectives.py, in float32."""
+    counted = collectives.counted()
     assert which.table(*collectives.rows(counted)) in page("benchmarks/README")
-
-
-@SLOW
-@pytest.mark.parametrize(
-    ("way", "name", "most_ranks", "least", "most"),
-    [
+    model, names = collectives.gpt()
+    size = sum(p.numel() for p in model.parameters()), names["layers"], names["width"]
+    for way, name, most_ranks, least, most in (
         ("DDP", "ddp", 4096, 1, 1),
         ("FSDP2", "fsdp2_gpt", 64, 0.97, 1),  # gathers the embeddings and the head once
         ("2-D", "two_dimensional", 512, 1, 1.15),  # which are not split here
-    ],
-)
-def test_what_is_sent_is_what_the_formulae_say(
-    collectives, counted, which, way, name, most_ranks, least, most
-):
-    for ranks, calls in counted[way].items():
-        if ranks <= most_ranks:
-            sent = sum(collectives.sent(calls, collectives.groups(way, ranks)).values())
-            assert least <= round(sent / formula(which, name, ranks), 9) <= most
-
-
-def formula(which, way, ranks):
-    """Return what the formulae say that a rank sends for the GPT of collectives.py, in float32."""
-    collectives = importlib.import_module("collectives")
-    model, names = collectives.gpt()
-    parameters = sum(p.numel() for p in model.parameters())
-    shape = names["layers"], names["width"]
-    job = which.Job(parameters, *shape, ranks // 8, 8, collectives.TOKENS // 8, mixed=False)
-    return sum(which.sent(way, job))
+    ):
+        for ranks in filter(lambda ranks: ranks <= most_ranks, collectives.WORLDS):
+            job = which.Job(*size, ranks // 8, 8, collectives.TOKENS // 8, mixed=False)
+            sent = collectives.sent(way, ranks, counted[way][ranks])
+            share = sent / sum(which.sent(name, job))
+            assert least <= round(share, 9) <= most, (way, ranks)
