@@ -71,16 +71,17 @@ def accumulation(code):
 
 
 def skip(code):
-    """The loss of rank 1 is NaN in one step."""
-    torch.manual_seed(0)
-    net, batches = nn.Linear(4, 1), torch.rand(6, 3, 4)
-    batches[3] *= torch.nan if rank == 1 else 1
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    body = f"loss = model(x).square().mean()\n{code[0]}loss.backward()\noptimizer.step()\n"
-    loop = "for x in batches:\n" + textwrap.indent(body, "    ")
-    run(loop, batches=batches, model=DDP(net), optimizer=optimizer)
-    assert net.weight.isfinite().all()
-    assert same_on_both(net.weight)
+    """The loss of rank 1 is NaN in one step, and then, without the answer, all weights are."""
+    for decide in code[0], "":
+        torch.manual_seed(0)
+        net, batches = nn.Linear(4, 1), torch.rand(6, 3, 4)
+        batches[3] *= torch.nan if rank == 1 else 1
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        body = f"loss = model(x).square().mean()\n{decide}loss.backward()\noptimizer.step()\n"
+        loop = "for x in batches:\n" + textwrap.indent(body, "    ")
+        run(loop, batches=batches, model=DDP(net), optimizer=optimizer)
+        assert net.weight.isfinite().all() == bool(decide)
+        assert same_on_both(net.weight) == bool(decide)  # NaN is not equal to itself
 
 
 def tokens(code):
