@@ -13,12 +13,7 @@ COMPUTED = 'every => every.map(({limit, ...job}) => figures["which-one"].compute
 pytestmark = NEEDS_BROWSER
 
 
-@pytest.fixture
-def figure(visit):
-    return visit("#recipes").locator(FIGURE)
-
-
-def test_it_computes_what_python_does(figure):
+def test_it_computes_what_python_does(visit):
     draw = random.Random(0)
     choices = {
         "nodes": [1, 2, 3, 16, 500],
@@ -34,7 +29,7 @@ def test_it_computes_what_python_does(figure):
         for _ in range(300)
     ]
     chosen = set()
-    for settings, found in zip(every, figure.page.evaluate(COMPUTED, every), strict=True):
+    for settings, found in zip(every, visit("#recipes").evaluate(COMPUTED, every), strict=True):
         limit = settings.pop("limit")
         layers, width = which.shape(settings["parameters"])
         job = which.Job(layers=layers, width=width, **settings)
@@ -48,7 +43,8 @@ def test_it_computes_what_python_does(figure):
     assert len(chosen) > 5
 
 
-def test_it_opens_with_the_worked_example_and_obeys_the_keyboard(figure):
+def test_it_opens_with_the_worked_example_and_obeys_the_keyboard(visit):
+    figure = visit("#recipes").locator(FIGURE)
     for row in figure.locator("tbody tr").all():
         cells = row.locator("th, td").all_text_contents()
         assert f"| {' | '.join(cells)} |" in page("lookup/which")
