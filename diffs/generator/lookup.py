@@ -18,9 +18,9 @@ ASKED = (  # pages whose sections the search finds
     "checker/README.md",
 )
 STRETCH = re.compile(
-    r"(?P<begin><!-- Written by diffs/generate.py, from the tables of: (?P<names>[\w\s]+) -->\n)"
-    r"(?s:.*?)(?P<end><!-- Written until here. -->\n)"
+    r"(?P<begin><!-- Written by diffs/generate.py -->\n)(?P<list>(?s:.*?))(?P<end><!-- end -->\n)"
 )
+LINKED = re.compile(r"\]\(\.\./\w+/(\w+)\.md\)")
 FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<code>(?s:.*?))^```$", re.M)
 ROLES = {  # a table that is shown as a list of cards is one only by its roles
     "table_open": "table",
@@ -36,15 +36,14 @@ ROLES = {  # a table that is shown as a list of cards is one only by its roles
 
 
 def weave(root, collections):
-    """Return the pages of messages, in the order of the index, with links to the recipes and
-    pitfalls that have some."""
+    """Return the pages of messages, in the index's order, with links to recipes and pitfalls."""
     pages = with_rows(collections)
     index = (root / "lookup" / "README.md").read_text(encoding="utf-8")
     names = re.findall(r"^\|[^|]*\| \[[^]]+\]\((\w+\.md)\)", index, re.M)
     paths = [root / "lookup" / name for name in names if f"lookup/{name}" not in ASKED]
     texts = {path: path.read_text(encoding="utf-8") for path in paths}
     stretches = STRETCH.finditer("".join(texts.values()))
-    named = Counter(name for stretch in stretches for name in stretch["names"].split())
+    named = Counter(name for stretch in stretches for name in {*LINKED.findall(stretch["list"])})
     if wrong := sorted(named - Counter(pages.keys()) + (Counter(pages.keys()) - named)):
         raise Problem(f"lookup/: {wrong[0]}: not in exactly one group, or has no rows")
 
@@ -60,12 +59,13 @@ def with_rows(collections):
 
 
 def rows_of(stretch, pages):
-    return [(pages[name], *row) for name in stretch["names"].split() for row in pages[name].rows]
+    names = dict.fromkeys(LINKED.findall(stretch["list"]))
+    return [(pages[name], *row) for name in names for row in pages[name].rows]
 
 
 def line_of(row):
     page, seen, _, _ = row
-    return f"- {seen} → [{page.name}](../{page.path})\n"
+    return f"- [{seen.removeprefix('No error. ')}](../{page.path})\n"
 
 
 def parts(text):
