@@ -61,19 +61,16 @@ def test_old_store(pitfall):
         assert (job.cwd / "checkpoint.pt.killed").exists()
         if job.returncode:
             break
-    (error,) = pitfall.on_screen()
-    assert error in job.stderr
+    assert pitfall.on_screen()[0] in job.stderr
 
 
 @ON_A_CLUSTER
 def test_without_srun(pitfall, clone, submit):
     meet = "--rdzv-backend=c10d"
     patched(clone, "pitfalls/without_srun", (meet, f"{meet} --rdzv-conf=join_timeout=5"))
-    job = submit("04_multinode.sbatch", *ONE, options=TWO_BY_TWO)
-    assert job.wait() == "FAILED"
-    (error,) = pitfall.on_screen()
-    assert error in job.output
-    assert job.epochs() == []
+    job = submit("04_multinode.sbatch", *ONE, options=TWO_BY_TWO).becomes("FAILED")
+    assert pitfall.on_screen()[0] in job.stdout
+    assert epochs(job) == []
 
 
 @ON_A_CLUSTER
@@ -85,9 +82,9 @@ def test_standalone_on_each_node(clone, submit):
     edit(clone / "04_multinode.py", path, own)
     say = "    print(f'of {dist.get_world_size()} ranks\\n', end='', flush=True)\n"
     edit(clone / "04_multinode.py", TRAIN, f"{say}{TRAIN}")
-    job = submit("04_multinode.sbatch", *ONE, options=TWO_BY_TWO).completed()
-    assert re.findall(r"^of (\d) ranks$", job.output, re.MULTILINE) == ["2"] * 4
-    assert job.epochs() == [1, 1]
+    job = submit("04_multinode.sbatch", *ONE, options=TWO_BY_TWO).becomes("COMPLETED")
+    assert re.findall(r"^of (\d) ranks$", job.stdout, re.MULTILINE) == ["2"] * 4
+    assert epochs(job) == [1, 1]
 
 
 def test_localhost_fallback(pitfall):
@@ -117,8 +114,7 @@ def test_sigterm_with_workers(pitfall):
         job.process.send_signal(signal.SIGTERM)
         job.wait().wait_until_gone()
     assert not (job.cwd / "checkpoint.pt").exists()
-    (error,) = pitfall.on_screen()
-    assert error in job.stderr
+    assert pitfall.on_screen()[0] in job.stderr
 
 
 def test_os_exit(pitfall):
