@@ -6,7 +6,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but if DDP imports it first, a run may abort at exit
+import torch.distributed.nn  # unused; if DDP(model) imports it first, a run may abort at exit
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn

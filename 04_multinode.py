@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but if DDP imports it first, a run may abort at exit
+import torch.distributed.nn  # unused; if DDP(model) imports it first, a run may abort at exit
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
@@ -132,7 +132,7 @@ class Trainer:
             os.fsync(file.fileno())
         os.replace(f"{self.path}.new", self.path)
         if self.interrupted:
-            open(f"{self.path}.interrupted", "w").close()  # the Slurm batch file requeues the job
+            open(f"{self.path}.interrupted", "w").close()  # asks the Slurm batch file to requeue
 
     def _load_checkpoint(self):
         try:

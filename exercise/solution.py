@@ -10,7 +10,7 @@ from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but if DDP imports it first, a run may abort at exit
+import torch.distributed.nn  # unused; if DDP(model) imports it first, a run may abort at exit
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -150,7 +150,7 @@ def save(epochs_run, samples_run=0, interrupted=False):
         os.fsync(file.fileno())
     os.replace(f"{path}.new", path)
     if interrupted:
-        open(f"{path}.interrupted", "w").close()  # the Slurm batch file requeues the job
+        open(f"{path}.interrupted", "w").close()  # asks the Slurm batch file to requeue
 
 
 @torch.inference_mode()

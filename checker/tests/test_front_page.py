@@ -45,7 +45,7 @@ if os.path.exists(path):
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     first = saved["epochs"]
-# the model, once it is on its device and its checkpoint is loaded
+# the model, on its device and with its checkpoint loaded; before or after the optimizer
 
 
 def log(loss):
@@ -78,8 +78,8 @@ for epoch in range(first, 4):
         optimizer.step()
         losses.append(loss.detach())
     loss = torch.stack(losses).mean()
-    # the loss to print: a tensor, on the device
-    # what one rank does for all: print, save, evaluate
+    # the loss to print, a tensor on the device: of a float, torch.tensor(loss, device=device)
+    # what one rank does for all: print, save, evaluate; a scheduler takes its step on all ranks
     log(loss)
     save(model.state_dict())
     evaluate(model)
@@ -90,7 +90,8 @@ for epoch in range(first, 4):
 def applied(diff, text):
     """Return a script to which a diff is applied whose context is comments of the script."""
     for comment, lines in re.findall(r"^ (# .*)\n((?:[+-].*\n)+)", diff, re.MULTILINE):
-        indent, after = re.search(rf"^( *){comment}\n((?:.*\n)*)", text, re.MULTILINE).groups()
+        place = rf"^( *){re.escape(comment)}\n((?:.*\n)*)"
+        indent, after = re.search(place, text, re.MULTILINE).groups()
         before = text[: len(text) - len(after)]
         removed, added = ("".join(re.findall(rf"^\{mark}(.*\n)", lines, re.M)) for mark in "-+")
         removed, added = textwrap.indent(removed, indent), textwrap.indent(added, indent)
