@@ -184,7 +184,7 @@ def resumes(plan, struck, promise, may_lose):
     yield GOES_ON, verdict
     if verdict.status != PASS:
         return
-    kept = passed(f"{lost} of the {unsaved} steps since the last save are repeated")
+    kept = passed(f"{counted(lost, 'step')} repeated, all since the last save")
     if lost > unsaved:
         text = f"{lost} steps are repeated, although {lost - unsaved} of them were saved"
         kept = wrong(text, line, "epoch_starts_again")

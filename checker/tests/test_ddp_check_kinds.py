@@ -473,8 +473,17 @@ KINDS = {
     "a schedule of one rank": Kind(
         {**RATES, **WEIGHTS},
         [(SCHEDULED, SCHEDULED.replace("sch", "rank or sch"))],
-        r"from step 2 on.+\(rank or schedule.step",
+        r"from step 2 on.+takes 18 steps on rank 0 and 0 steps on rank 1.+\(rank or schedule.step",
         SCHEDULE,
+    ),
+    "a plateau of one rank": Kind(
+        {"rates_are_equal": UNSURE},
+        [
+            ("        schedule.step(", "        rank or schedule.step("),
+            ("patience=0", "patience=9"),
+        ],
+        r"takes 3 steps on rank 0 and 0 steps on rank 1.+\(rank or schedule.step",
+        PLATEAU[1],
     ),
     "learning rates": Kind(
         {**RATES, **WEIGHTS}, [("step(total[0].", "step(-epoch * rank * total[0].")], *PLATEAU

@@ -18,10 +18,10 @@ MISSING = {  # kind of event: what is said if a run has none
     events.Collective: "the script calls no collective itself",
     events.Clipped: "no gradient is clipped",
     events.Evaluated: "no model was called without gradients",
-    events.Gpu: "the script names no GPU, or its calls were not translated",
+    events.Gpu: "no GPU is named, or GPU calls were not translated (--translate yes)",
     events.Print: "nothing is printed",
     events.Save: "nothing is saved with torch.save",
-    events.Load: "nothing is loaded: run it again with a checkpoint (--drill kill)",
+    events.Load: "an uninterrupted run loads nothing (--drill kill starts it again)",
 }
 TABLE = {  # rule: what it needs to have seen
     launch.script_ends: [],

@@ -195,4 +195,4 @@ def accuracy_is_of_samples(run):
                         text = f"{shown} is no share of {last.length} samples, {near:.4g} is"
                         text += ": is it a mean over batches of unequal size, or over classes?"
                         yield unsure(text, event.where, "mean_of_means")
-    yield passed("or none is printed after an evaluation")
+    yield passed("as far as one is printed right after an evaluation")

@@ -131,12 +131,20 @@ def clipping_sees_gradients(run):
 def rates_are_equal(run):
     """all ranks have the same learning rate"""
     number, row, _ = run.first_difference("rates")
+    counts = {rank: len(of) for rank, of in run.of(events.Scheduled).items()}
+    some = ""
+    if run.returncode == 0 and not run.in_join and (pair := differ(counts)):
+        some = " and ".join(f"{counted(counts[rank], 'step')} on rank {rank}" for rank in pair)
+        some = f"the scheduler takes {some}"
     if number:
         rates = " and ".join(f"{step.rates[0]:.3g}" for step in row[:2])
         text = f"from step {number} on, they differ from rank to rank: {rates}"
         before = [one for one in run.all(events.Scheduled) if one.time < row[0].time]
         where = max([row[0], *before], key=lambda one: (one in before, one.time)).where
-        yield wrong(f"{text}; does each rank's scheduler see its own loss?", where, PLATEAU)
+        why = some or "does each rank's scheduler see its own loss?"
+        yield wrong(f"{text}; {why}", where, PLATEAU)
+    if some:
+        yield unsure(f"{some}: should all ranks step it?", run.all(events.Scheduled)[0].where)
     steps, taken = lowest(run.of(events.Step)), lowest(run.of(events.Scheduled))
     if len(run.ranks) > 1 and len(taken) >= len(run.ranks) * len(steps) > 0:
         text = f"the scheduler takes {len(taken)} steps, the optimizer {len(steps)}: is it meant"
@@ -273,7 +281,8 @@ def evaluation_mode(run):
                 yield wrong(text, event.where)
     if not looked:
         yield unseen("no wrapped model was evaluated with a DataLoader")
-    yield passed("or its layers do the same in both")
+    text = counted(len({number for _, number in looked}), "evaluation")
+    yield passed(f"{text}; in none does a layer act as in training")
 
 
 def unused_search_is_needed(run):
