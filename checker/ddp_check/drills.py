@@ -60,6 +60,11 @@ def steps_in(found):
     return sum(isinstance(event, events.Step) for event in found)
 
 
+def trains_on(found):
+    """Return whether steps have followed a complete save."""
+    return steps_in(found) > min(complete(found), default=math.inf)
+
+
 def once(ready, act, of_all=False):
     """Return a function that acts once this is true of the events of any rank, or of all ranks."""
 
@@ -212,7 +217,7 @@ def kill(plan):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    ready = once(lambda found: complete(found) and steps_in(found) >= moment, strike)
+    ready = once(lambda found: trains_on(found) and steps_in(found) >= moment, strike)
     struck = plan.run("interrupted", during=ready)
     yield from resumes(plan, struck, "no saved step is repeated", True)
 
@@ -224,7 +229,7 @@ def sigterm(plan):
         time.sleep(random.uniform(0, 0.2))
         signalled(folder, "terminate")
 
-    interrupted = plan.run("stopped", during=once(complete, stop_all))
+    interrupted = plan.run("stopped", during=once(trains_on, stop_all))
     if not interrupted.all(events.Handler):
         saved = saved_steps(interrupted)
         steps = "all" if saved is None else len(steps_of(interrupted)) - saved
