@@ -191,7 +191,7 @@ def train_and_evaluate(device, args):
     trainer.train(args.total_epochs, args.save_every)
     if dist.get_rank() == 0 and not trainer.interrupted:
         evaluate(model, test_set, device, args)  # the plain model: DDP may wait for other ranks
-    return 75 if trainer.interrupted else 0  # 75 is EX_TEMPFAIL: try again later
+    return 75 if trainer.interrupted else 0  # EX_TEMPFAIL, try again later; torchrun exits with 1
 
 
 def parse_args():

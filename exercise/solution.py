@@ -234,4 +234,4 @@ if not interrupted:
         print(write(model, 300))
 dist.barrier()  # wait until every rank has finished with the group
 dist.destroy_process_group()
-raise SystemExit(75 if interrupted else 0)  # 75 is EX_TEMPFAIL: try again later
+raise SystemExit(75 if interrupted else 0)  # EX_TEMPFAIL, try again later; torchrun exits with 1
