@@ -2,16 +2,13 @@
 
 import re
 from collections import Counter
+from itertools import dropwhile
 
 from hunks import Problem, anchor
 from markdown_it import MarkdownIt
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
-ASKED = (  # pages whose sections the search finds
-    "lookup/questions.md",
-    "lookup/data_and_models.md",
-    "lookup/which.md",
-    "lookup/frameworks.md",
+ASKED = (  # pages outside, whose sections the search finds
     "without_slurm/README.md",
     "slurm/README.md",
     "benchmarks/README.md",
@@ -21,6 +18,7 @@ STRETCH = re.compile(
     r"(?P<begin><!-- Written by diffs/generate.py -->\n)(?P<list>(?s:.*?))(?P<end><!-- end -->\n)"
 )
 LINKED = re.compile(r"\]\(\.\./\w+/(\w+)\.md\)")
+BLOCK = re.compile(r"^```(?s:.*?)^```$|(?:^.+\n)+(?:\n+(?: .*\n)+)*", re.M)
 FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<code>(?s:.*?))^```$", re.M)
 ROLES = {  # a table that is shown as a list of cards is one only by its roles
     "table_open": "table",
@@ -36,11 +34,10 @@ ROLES = {  # a table that is shown as a list of cards is one only by its roles
 
 
 def weave(root, collections):
-    """Return the pages of messages, in the index's order, with links to recipes and pitfalls."""
+    """Return the index's pages, in its order, with links to recipes and pitfalls."""
     pages = with_rows(collections)
     index = (root / "lookup" / "README.md").read_text(encoding="utf-8")
-    names = re.findall(r"^\|[^|]*\| \[[^]]+\]\((\w+\.md)\)", index, re.M)
-    paths = [root / "lookup" / name for name in names if f"lookup/{name}" not in ASKED]
+    paths = [root / "lookup" / name for name in re.findall(r"\]\((\w+\.md)\)", index)]
     texts = {path: path.read_text(encoding="utf-8") for path in paths}
     stretches = STRETCH.finditer("".join(texts.values()))
     named = Counter(name for stretch in stretches for name in {*LINKED.findall(stretch["list"])})
@@ -80,7 +77,7 @@ def parts(text):
 
 
 def entries(messages, collections, anchors):
-    """Return the pages of messages as HTML: each entry is a division that can be linked to.
+    """Return the pages in lookup/ as HTML: each entry is a division that can be linked to.
 
     The anchors are those of pages that are part of this page: {link in Markdown: id}.
     """
@@ -92,6 +89,7 @@ def entries(messages, collections, anchors):
             ids[f"{path.name}#{anchor(title)}" if level > 1 else path.name] = name
             found.append((level, title, re.sub(r"\]\(#", f"]({path.name}#", body), name))
     parser = MarkdownIt("commonmark", {"html": True}).enable("table")
+    parser.add_render_rule("image", lambda *_: "")  # the recipes show theirs
     return Markup("").join(
         shown(parser, part, following, ids, pages)
         for part, following in zip(found, [*found[1:], (1,)])
@@ -117,22 +115,28 @@ def item(parser, row, ids):
     """Return a message that has a page of its own, with what the search shows of it."""
     page, seen, why, remedy = row
     link = ids.get(f"{page.path}", "")
-    data = f'data-why="{plain(why)}" data-type="{plain(remedy)}"'
-    return f'<li {data}><a href="#{link}">{parser.renderInline(seen)}</a></li>\n'
+    why, remedy = (unlinked(parser.renderInline(text)) for text in (why, remedy))
+    command = re.fullmatch(r"<code>[^<]*</code>", remedy)
+    remedy = f"<pre>{remedy}</pre>" if command else f"<p>{remedy}</p>"
+    shown = f"<div hidden><p>{why}</p>\n{remedy}</div>"
+    return f'<li><a href="#{link}">{parser.renderInline(seen)}</a>{shown}</li>\n'
 
 
-def plain(text):
-    """Return Markdown as text for an attribute."""
-    return escape(re.sub(r"\]\([^)]*\)|\[(?=[^\]]*\]\()|`", "", text))
+def unlinked(html):
+    return re.sub(r"</?a\b[^>]*>", "", html)
 
 
 def html(parser, body, ids):
-    tokens = parser.parse(body)
-    for token in tokens:
+    tokens, heads, column = parser.parse(body), [], 0
+    for token, behind in zip(tokens, [*tokens[1:], None]):
         if token.type in ROLES:
             token.attrSet("role", ROLES[token.type])
         if token.type == "th_open":
             token.attrSet("scope", "col")
+            heads.append(behind.content.replace("`", ""))
+        if token.type == "td_open":  # a card says what each line of it is
+            token.attrSet("data-head", heads[column % len(heads)])
+            column += 1
         if token.type == "fence":
             token.info = ""
         for child in token.children or []:
@@ -145,9 +149,9 @@ def moved(link, ids):
     """Return where a link of a page in lookup/ leads from the page."""
     if link.startswith("http"):
         return link
-    name = link.removeprefix("../")
-    if name in ids:
-        return f"#{ids[name]}"
+    name = link.removeprefix("../").removeprefix("diffs/index.html")
+    if name in ids or name.startswith("#"):
+        return f"#{ids.get(name, name[1:])}"
     return f"../{name}" if name != link else f"../lookup/{link}"
 
 
@@ -169,10 +173,15 @@ def words(body):
 
 
 def section(path, title, body, often):
-    """Return the title, the address, the first sentence, what to type, and the rarer words."""
-    prose = re.sub(r"\s+", " ", plain(FENCE.sub("", body)))
-    first = re.match(r".{0,160}?[.:?!](?= |$)|.{0,120}", prose.strip())[0]
-    codes = [fence["code"].rstrip() for fence in FENCE.finditer(body) if fence["language"]]
-    typed = codes[0] if codes and codes[0].count("\n") < 6 else ""
-    rare = " ".join(sorted(words(body) - often - words(title) - words(first) - words(typed)))
-    return title, f"../{path}#{anchor(title)}", first, typed, rare
+    """Return the title, the address, the opening as HTML, and the rarer words."""
+    blocks = BLOCK.findall(body)
+    also = [block for block in blocks if block.startswith("Also: ")]
+    other = [block for block in blocks if block not in also]
+    prose = dropwhile(lambda block: block.startswith(("|", "<", "!", "```")), other)
+    first, *behind = [*prose] or [""]
+    short = [block for block in behind if re.match(r"```\w", block) and block.count("\n") < 8]
+    colon = behind[:1] if first.rstrip().endswith(":") else []
+    shown = "\n\n".join(dict.fromkeys([first, *colon, *short[:1], *also]))
+    parser = MarkdownIt("commonmark").enable("table")
+    rare = " ".join(sorted(words(body) - often - words(title) - words(shown)))
+    return title, f"../{path}#{anchor(title)}", Markup(unlinked(parser.render(shown))), rare

@@ -11,7 +11,7 @@ const PARTICULAR = [ // what differs from run to run, or stands above every erro
 ];
 const CODE = /\b(exit ?code|status|signal|err(?:or|no)?|code|failure)\b\s*[:=]?\s*-?(\d{1,3})\b/gi;
 // What is printed after every failure, whatever its cause, or before its cause is named.
-const ANNOUNCED = /ChildFailedError|CalledProcessError|exited unexpectedly|exitcode : [12]\b|Details are lost|ProcessRaisedException|nccl(?:Internal|System|UnhandledCuda)Error|watchdog thread terminated|SIGABRT|SIGTERM/;
+const ANNOUNCED = /ChildFailedError|CalledProcessError|exited unexpectedly|exitcode : [12]\b|Details are lost|ProcessRaisedException|nccl(?:Internal|System|UnhandledCuda)Error|watchdog thread terminated|SIGABRT|SIGTERM|Some NCCL operations/;
 const CLASS = /^(?:(?:runtime|value|type|key|attribute|assertion|import|os|user|future|module|not)_?(?:notfound|implemented)?(?:error|warn)|error|warn|exception|traceback|rank|assert|python|help|pleas)$/; // says little, alone
 
 // The words of a text, without what is particular, each with its parts: find_unused, TCPStore.
@@ -63,42 +63,56 @@ function found(link, title, why, messages, text, more = {}) {
   return { link, title, why, messages: sets, weights, worth: 1, typed: [], ...more };
 }
 
+// What a hit shows of an answer: why, and what to type or what stands behind the colon.
+function gist(all) {
+  const parts = all.filter((part) => !/^\s*(?:(?:Also|In full): |→|source$|$)/.test(part.textContent));
+  const why = parts.find((part) => part.matches("p"));
+  const said = why ? why.textContent.trim() : "";
+  const list = parts.find((part) => part.matches("ul, ol"));
+  const commands = parts.filter((part) => part.matches("pre"));
+  const behind = said.endsWith(":") ? parts[parts.indexOf(why) + 1] : said && commands.length ? null : list;
+  const typed = new Set([behind, ...commands].filter(Boolean));
+  return { why: said, typed: [...typed].slice(0, 2) };
+}
+
+// What may be pasted or typed for an answer: its title, and what it names as the same.
+function titles(title, parts) {
+  const also = parts.filter((part) => /^(Also|In full): /.test(part.textContent));
+  return [title, ...also.flatMap((part) => [...part.querySelectorAll("code")].map((code) => code.textContent))];
+}
+
 function entry(element) {
   const title = element.firstElementChild.textContent;
   const rest = [...element.children].slice(1);
-  const also = rest.filter((part) => /^(Also|In full): /.test(part.textContent));
-  const why = rest.find((part) => part.matches("p, ul") && !also.includes(part));
-  const list = rest.find((part) => part.matches("ul"));
-  const typed = rest.filter((part) => part.matches("pre")).slice(0, 2);
-  const messages = [title, ...also.flatMap((part) => [...part.querySelectorAll("code")].map((code) => code.textContent))];
-  return found(`#${element.id}`, title, why ? why.textContent : "", messages, rest.map((part) => part.textContent).join(" "), {
-    typed: typed.length ? typed : list ? [list] : [],
-    harmless: element.id.startsWith("see-") && Boolean(element.matches("#see-harmless_warnings ~ *")),
-    announced: ANNOUNCED.test(title),
-  });
+  const { why, typed } = gist(rest);
+  const question = element.matches("#see-questions ~ *");
+  const kind = question ? { worth: 0.8 }
+    : { harmless: element.matches("#see-harmless_warnings ~ *"), announced: ANNOUNCED.test(title) };
+  return found(`#${element.id}`, title, why, titles(title, rest), rest.map((part) => part.textContent).join(" "), { typed, ...kind });
 }
 
 function row(element) {
-  const link = element.querySelector("a");
-  const { why, type } = element.dataset;
-  return found(link.hash, link.textContent, why, [link.textContent], `${why} ${type}`, { typed: [code(type)], harmless: false });
+  const [link, box] = element.children;
+  const [why, ...typed] = box.children;
+  return found(link.hash, link.textContent, why.textContent, [link.textContent], box.textContent, { typed, harmless: false });
 }
 
 function article(element) {
   const heading = element.querySelector("h3").textContent.replace(/^\s*\d+|#\s*$/g, "").trim();
   const note = element.querySelector(".note");
-  const row = document.querySelector(`#troubleshooting .pages a[href="#${element.id}"]`)?.parentElement.dataset;
+  const row = document.querySelector(`#troubleshooting .pages a[href="#${element.id}"]`)?.nextElementSibling.children;
   const command = element.matches("#recipes *") && note.querySelector(".command code").textContent;
-  const why = row?.why ?? (command ? note.querySelector("p") : element.closest(".step").querySelector("h2")).textContent;
-  const typed = row?.type || command;
-  return found(`#${element.id}`, heading, why, [heading], note.textContent, { typed: typed ? [code(typed)] : [] });
+  const why = row?.[0] ?? (command ? note.querySelector("p") : element.closest(".step").querySelector("h2"));
+  const typed = row ? [row[1]] : command ? [code(command)] : [];
+  return found(`#${element.id}`, heading, why.textContent, [heading], note.textContent, { typed });
 }
 
 function section(element) {
-  const link = element.querySelector("a");
-  const { words, why, type } = element.dataset;
-  const typed = type ? [code(type)] : [];
-  return found(link.getAttribute("href"), link.textContent, why, [link.textContent], `${words} ${why} ${type || ""}`, { typed, worth: 0.8 });
+  const [link, box] = element.children;
+  const parts = [...box.children];
+  const { why, typed } = gist(parts);
+  const text = `${element.dataset.words} ${box.textContent}`;
+  return found(link.getAttribute("href"), link.textContent, why, titles(link.textContent, parts), text, { typed, worth: 0.8 });
 }
 
 function code(text) {
@@ -180,11 +194,12 @@ function hit({ link, title, why, typed }, number) {
   const box = document.createElement("div");
   const anchor = add(box, "a", { href: link, "data-hit": "" });
   add(anchor, "b", {}, title.trim());
-  add(anchor, "span", {}, why.trim());
+  if (why) add(anchor, "span", {}, why.trim());
   if (number === 0) box.append(...typed.map((part) => part.cloneNode(true)));
   else if (typed.length) {
-    const [line] = typed[0].querySelector("code, li").textContent.trim().split("\n");
-    add(anchor, "code", {}, line);
+    const pre = typed[0].matches("pre");
+    const lines = (typed[0].querySelector(pre ? "code" : "li") ?? typed[0]).textContent.trim().split("\n");
+    add(anchor, pre ? "code" : "span", {}, lines.find((line) => !line.startsWith("# ")) ?? lines[0]);
   }
   for (const pre of box.querySelectorAll("pre")) copied(pre);
   return box;
