@@ -127,16 +127,12 @@ def unlinked(html):
 
 
 def html(parser, body, ids):
-    tokens, heads, column = parser.parse(body), [], 0
-    for token, behind in zip(tokens, [*tokens[1:], None]):
+    tokens = parser.parse(body)
+    for token in tokens:
         if token.type in ROLES:
             token.attrSet("role", ROLES[token.type])
         if token.type == "th_open":
             token.attrSet("scope", "col")
-            heads.append(behind.content.replace("`", ""))
-        if token.type == "td_open":  # a card says what each line of it is
-            token.attrSet("data-head", heads[column % len(heads)])
-            column += 1
         if token.type == "fence":
             token.info = ""
         for child in token.children or []:
@@ -161,27 +157,23 @@ def moved(link, ids):
 def sections(root):
     """Return the sections of the other pages: [(title of the page, [Section])]."""
     found = [(path, [*parts((root / path).read_text(encoding="utf-8"))]) for path in ASKED]
-    spoken = Counter(word for _, page in found for *_, body in page for word in words(body))
-    often = {word for word, count in spoken.items() if count > 40}
-    return [
-        (page[0][1], [section(path, *part[1:], often) for part in page[1:]]) for path, page in found
-    ]
+    return [(page[0][1], [section(path, *part[1:]) for part in page[1:]]) for path, page in found]
 
 
 def words(body):
     return {word.lower() for word in re.findall(r"[^\W\d]\w{2,}", body)}
 
 
-def section(path, title, body, often):
-    """Return the title, the address, the opening as HTML, and the rarer words."""
+def section(path, title, body):
+    """Return the title, the address, the opening as HTML, and the other words."""
     blocks = BLOCK.findall(body)
     also = [block for block in blocks if block.startswith("Also: ")]
-    other = [block for block in blocks if block not in also]
-    prose = dropwhile(lambda block: block.startswith(("|", "<", "!", "```")), other)
+    rest = [block for block in blocks if block not in also]
+    prose = dropwhile(lambda block: block.startswith(("|", "<", "!", "```")), rest)
     first, *behind = [*prose] or [""]
     short = [block for block in behind if re.match(r"```\w", block) and block.count("\n") < 8]
     colon = behind[:1] if first.rstrip().endswith(":") else []
     shown = "\n\n".join(dict.fromkeys([first, *colon, *short[:1], *also]))
     parser = MarkdownIt("commonmark").enable("table")
-    rare = " ".join(sorted(words(body) - often - words(title) - words(shown)))
-    return title, f"../{path}#{anchor(title)}", Markup(unlinked(parser.render(shown))), rare
+    other = " ".join(sorted(words(body) - words(title) - words(shown)))
+    return title, f"../{path}#{anchor(title)}", Markup(unlinked(parser.render(shown))), other

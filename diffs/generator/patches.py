@@ -194,6 +194,8 @@ def problems_of(patch):
     for name in ("tests", "links", "purpose" if patch.kind == "recipes" else "rows"):
         if not getattr(patch, name):
             yield f"has no {name}"
+    if any(re.match("The same(,|$)", cell) for row in patch.rows for cell in row):
+        yield "a row says 'The same', and the search shows it alone"
     if not patch.command.endswith(patch.written_and_run):
         yield f"its command does not end with {patch.written_and_run!r}"
 

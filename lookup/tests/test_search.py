@@ -30,6 +30,7 @@ KINDS = [  # what is searched, and where its hits lead
     ("activation checkpointing less memory for more computation", "#recipe-"),
     ("weights changed on one rank only", "#pitfall-"),
     ("join the process group", "#01-to-02-"),
+    ("how do I accumulate gradients", "#see-how-do-i-accumulate"),
     ("practise on your own machine", "../slurm/README.md#"),
 ]
 pytestmark = NEEDS_BROWSER
@@ -106,6 +107,7 @@ def test_the_first_hit_says_what_to_type(page):
     expect(first).to_contain_text("srun python train.py")  # a list, where it depends
     search.fill("set_epoch dataset persistent workers")  # the remedy of a page that is a patch
     expect(first).to_contain_text("Leave out persistent_workers=True if")
+    expect(first.get_by_role("button")).to_have_count(0)  # nobody types prose
     search.fill("environment variable RANK expected, but not set")
     first.get_by_role("button", name="Copy").press("Enter")
     expect(first.get_by_role("button")).to_have_text("Copied")
@@ -113,4 +115,6 @@ def test_the_first_hit_says_what_to_type(page):
     search.press("Control+V")
     assert search.input_value().startswith("torchrun --standalone")
     assert page.evaluate("document.documentElement.scrollWidth") == 390
+    cut = "collect().entries.filter(({ why, typed }) => why.trim().endsWith(':') && !typed.length)"
+    assert page.evaluate(cut) == []
     check(page, ".search")  # at the end: it removes what is hidden
