@@ -67,9 +67,11 @@ function found(link, title, why, messages, text, more = {}) {
 function gist(all) {
   const parts = all.filter((part) => !/^\s*(?:(?:Also|In full): |→|source$|$)/.test(part.textContent));
   const why = parts.find((part) => part.matches("p"));
-  const said = why ? why.textContent.trim() : "";
   const list = parts.find((part) => part.matches("ul, ol"));
   const commands = parts.filter((part) => part.matches("pre"));
+  const spoken = why ? why.textContent.trim() : "";
+  const led = commands.length && parts.indexOf(commands[0]) < parts.indexOf(why); // then a colon leads to another
+  const said = led ? spoken.replace(/(?<=[.?!)] )[^.?!]*:$/, "") : spoken;
   const behind = said.endsWith(":") ? parts[parts.indexOf(why) + 1] : said && commands.length ? null : list;
   const typed = new Set([behind, ...commands].filter(Boolean));
   return { why: said, typed: [...typed].slice(0, 2) };
