@@ -305,7 +305,7 @@ def other_samples(many, one):
     if any(of.samples() is None for ranks in pair for of in ranks):
         yield unseen("the samples have no index")
     if pair[0][0].data != pair[1][0].data:
-        yield unseen("the data differs from run to run: seed it")
+        yield unseen("the data differs from run to run, or with the number of ranks: seed it")
     for step in range(min(STEPS, *(len(of.batches) for ranks in pair for of in ranks))):
         ours, theirs = (sorted(chain(*(of.batches[step].base for of in ranks))) for ranks in pair)
         if ours != theirs:

@@ -85,7 +85,7 @@ def collective(do, *args, **kwargs):
         line, arguments = where(), [*args, *kwargs.values()]
         groups = [value for value in arguments if isinstance(value, dist.ProcessGroup)]
         # By the script, or by a library on its behalf, on all ranks:
-        called = line and all(group is dist.group.WORLD for group in groups)
+        called = line and all(group.size() == dist.get_world_size() for group in groups)
         lost = called and report_collective(do.__name__, arguments)
         result = do(*args, **kwargs)
     finally:

@@ -143,7 +143,7 @@ def no_thread_left(run):
     """no gloo thread is left at exit"""
     ranks = run.joins
     if run.for_nccl or "get_default_backend_for_device" in run.text:
-        yield not_applicable("the script is for NCCL")
+        yield not_applicable("with NCCL, for which the script is written, there are none")
     if by_framework(run):
         yield not_applicable("a library joined the process group")
     if run.is_sharded:

@@ -63,7 +63,12 @@ def gradients_are_averaged(run):
         yield wrong(f"{text} steps", where, "uneven_batches")
     if not run.all(events.Wrap) and not reduced_by_hand(run):
         yield unseen("nothing reduces them: they are equal by chance")
-    yield passed(counted(min(counts.values()), "step"), where)
+    text = (
+        ""
+        if run.all(events.Wrap)
+        else ", equal on all ranks: whether the mean or the sum, is not seen"
+    )
+    yield passed(counted(min(counts.values()), "step") + text, where)
 
 
 def reduced_apart(run):
