@@ -20,7 +20,7 @@ import shared
 LOADER = "data, args.batch_size, "
 FORWARD = "loss = nn.functional.cross_entropy(self.model(source), targets, label_smoothing=0.1)"
 BUILD = "build_model(args.width)"
-DDP = "DDP(model"
+DDP = "= DDP(model"
 ASK = "step % 10 == 0 and self._stop_agreed()"
 CHANGES = {  # what to replace in step 5: [(old, new)]
     "one loader worker": [(LOADER, f"{LOADER}num_workers=1, persistent_workers=True, ")],

@@ -124,9 +124,11 @@ class Plan:
         run = self.run("undisturbed")
         idle = self.uses_gpus and run.returncode is not None and not run.all(events.Step)
         if self.translate == "auto" and not self.translated and (run.lacks_gpus or idle):
-            self.translated = True
+            before, self.translated = run, True
             self.lacking = run.ending if run.returncode else "no training"
             run = self.run("translated")
+            if run.returncode and run.ending == before.ending and not before.lacks_gpus:
+                run, self.translated, self.lacking = before, False, ""  # it is not about GPUs
         steps, _, _, gpus, _ = progress(run)
         early = run.returncode != 0 and not steps
         if self.may_need and (early or gpus == 1 < self.nproc):

@@ -14,9 +14,8 @@ from support.scripts import LONG
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 UNSHOWN = {"clipping_sees_gradients", "safe_loads", "random_numbers_differ", "own_gpu"}
-OF_ONE_RANK = {  # where rank 0 evaluates; 02 and 03 have no gloo on GPUs
-    *("each_sample_is_evaluated_once", "evaluated_models_agree", "no_thread_left")
-}
+# Where rank 0 evaluates; and 02 and 03 have no gloo on GPUs.
+OF_ONE_RANK = {"each_sample_is_evaluated_once", "evaluated_models_agree", "no_thread_left"}
 WEEKLY = pytest.mark.weekly("step 5 has all the lines that the steps share")
 
 
