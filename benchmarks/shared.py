@@ -47,7 +47,8 @@ def changed(name, changes=()):
     if name in STEPS:
         return replaced(STEPS[name].read_text(encoding="utf-8"), changes, name)
     words = ["patch", "--quiet", "--output=-", STEPS["05"], ROOT / "recipes" / f"{name}.md"]
-    text = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
+    place = tempfile.gettempdir()  # patch writes a file of its own there, for a moment
+    text = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True, cwd=place).stdout
     return replaced(text, changes, name)
 
 

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from itertools import dropwhile
 
@@ -203,7 +204,8 @@ def problems_of(patch):
 def patched(script, page):
     """Return the text of a script to which this page is applied as a patch."""
     words = ["patch", "--fuzz=0", "--force", "--reject-file=-", "--output=-", script, page]
-    result = subprocess.run(words, capture_output=True, text=True, check=False)
+    place = tempfile.gettempdir()  # patch writes a file of its own there, for a moment
+    result = subprocess.run(words, capture_output=True, text=True, check=False, cwd=place)
     if result.returncode:
         said = " ".join(result.stderr.split())
         raise Problem(f"{page.parent.name}/{page.name}: no longer applies to {script.name}: {said}")

@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,9 @@ def text_of(name):
     if not shutil.which("patch"):
         pytest.skip("needs the program: apt-get install patch")
     words = ["patch", "--quiet", "--output=-", ROOT / step_of(name)]
+    place = tempfile.gettempdir()  # patch writes a file of its own there, for a moment
     return subprocess.run(
-        words, input=page(name), check=True, stdout=subprocess.PIPE, text=True
+        words, input=page(name), check=True, stdout=subprocess.PIPE, text=True, cwd=place
     ).stdout
 
 
