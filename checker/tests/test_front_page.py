@@ -45,7 +45,7 @@ if os.path.exists(path):
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     first = saved["epochs"]
-# the model, on its device and with its checkpoint loaded; before or after the optimizer
+# the model, on its device and with its checkpoint loaded; the optimizer may be made before
 
 
 def log(loss):
@@ -78,7 +78,7 @@ for epoch in range(first, 4):
         optimizer.step()
         losses.append(loss.detach())
     loss = torch.stack(losses).mean()
-    # the loss to print, a tensor on the device: of a float, torch.tensor(loss, device=device)
+    # the loss to print, a tensor on the device; if it is a float, torch.tensor(loss, device=device)
     # what one rank does for all: print, save, evaluate; a scheduler takes its step on all ranks
     log(loss)
     save(model.state_dict())

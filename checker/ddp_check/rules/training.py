@@ -137,19 +137,19 @@ def rates_are_equal(run):
     """all ranks have the same learning rate"""
     number, row, _ = run.first_difference("rates")
     counts = {rank: len(of) for rank, of in run.of(events.Scheduled).items()}
-    some = ""
+    uneven = ""
     if run.returncode == 0 and not run.in_join and (pair := differ(counts)):
-        some = " and ".join(f"{counted(counts[rank], 'step')} on rank {rank}" for rank in pair)
-        some = f"the scheduler takes {some}"
+        uneven = " and ".join(f"{counted(counts[rank], 'step')} on rank {rank}" for rank in pair)
+        uneven = f"the scheduler takes {uneven}"
     if number:
         rates = " and ".join(f"{step.rates[0]:.3g}" for step in row[:2])
         text = f"from step {number} on, they differ from rank to rank: {rates}"
         before = [one for one in run.all(events.Scheduled) if one.time < row[0].time]
         where = max([row[0], *before], key=lambda one: (one in before, one.time)).where
-        why = some or "does each rank's scheduler see its own loss?"
+        why = uneven or "does each rank's scheduler see its own loss?"
         yield wrong(f"{text}; {why}", where, PLATEAU)
-    if some:
-        yield unsure(f"{some}: should all ranks step it?", run.all(events.Scheduled)[0].where)
+    if uneven:
+        yield unsure(f"{uneven}: should all ranks step it?", run.all(events.Scheduled)[0].where)
     steps, taken = lowest(run.of(events.Step)), lowest(run.of(events.Scheduled))
     if len(run.ranks) > 1 and len(taken) >= len(run.ranks) * len(steps) > 0:
         text = f"the scheduler takes {len(taken)} steps, the optimizer {len(steps)}: is it meant"
