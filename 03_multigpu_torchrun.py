@@ -74,7 +74,7 @@ class Trainer:
 
     def _run_epoch(self):
         epoch_seed = self.config["seed"] + self.epochs_run  # so a resume between epochs is exact
-        torch.manual_seed(epoch_seed + 1000 * dist.get_rank())  # own dropout, if any, on each rank
+        torch.manual_seed(epoch_seed + 1000 * dist.get_rank())  # own random numbers on each rank
         self.train_loader.sampler.set_epoch(self.epochs_run)  # or every epoch has the same order
         self.model.train()
         start = time.perf_counter()
