@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-stop_signals = []  # each SIGTERM is noted here, until the ranks agree to stop
+stop_signals = []  # each SIGTERM is noted here, and counted in _stop_agreed
 
 
 def ddp_setup():
@@ -56,7 +56,7 @@ def log(message):
 
 
 class ResumableSampler(DistributedSampler):
-    """A DistributedSampler that starts after the epoch's first `samples_run` samples."""
+    """A DistributedSampler that skips an epoch's first `samples_run` samples, of all ranks."""
 
     samples_run = 0
 
@@ -93,7 +93,7 @@ class Trainer:
 
     def _stop_agreed(self):
         """Return whether any rank was told to stop. All ask at the same step and get one answer."""
-        votes = torch.tensor(len(stop_signals))
+        votes = torch.tensor(len(stop_signals))  # on the CPU: reading it waits for no GPU
         dist.all_reduce(votes)  # now the sum over all ranks
         return votes.item() > 0
 
@@ -101,7 +101,7 @@ class Trainer:
         epoch_seed = self.config["seed"] + self.epochs_run  # so a resume between epochs is exact
         torch.manual_seed(epoch_seed + 1000 * dist.get_rank())  # own random numbers on each rank
         self.train_loader.sampler.set_epoch(self.epochs_run)  # or every epoch has the same order
-        self.train_loader.sampler.samples_run = self.samples_run  # skip these; the loss omits them
+        self.train_loader.sampler.samples_run = self.samples_run  # skipped: not in the printed loss
         self.model.train()
         start = time.perf_counter()
         total = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss and samples
@@ -168,7 +168,7 @@ def outlive_sigterm(worker_id):
 
 def prepare_dataloader(data, args):
     pin = torch.cuda.is_available()
-    sampler = ResumableSampler(data, seed=args.seed)  # deals each rank an equal share
+    sampler = ResumableSampler(data, seed=args.seed)  # shuffles, and deals equal shares
     return DataLoader(
         data, args.batch_size, sampler=sampler, pin_memory=pin, worker_init_fn=outlive_sigterm
     )
@@ -177,7 +177,7 @@ def prepare_dataloader(data, args):
 @torch.inference_mode()
 def evaluate(model, test_set, device, args):
     model.eval()
-    for buffer in model.buffers():  # this model has none; BatchNorm's would differ between ranks
+    for buffer in model.buffers():  # none here; BatchNorm's differ by each rank's last batch
         dist.broadcast(buffer, 0)
     shard = range(dist.get_rank(), len(test_set), dist.get_world_size())  # each sample once
     correct = torch.tensor(0)
@@ -213,7 +213,7 @@ def parse_args():
     parser.add_argument("save_every", nargs="?", type=int, default=1, help="in epochs")
     parser.add_argument("--batch-size", type=int, default=128, help="per process")
     parser.add_argument("--lr", type=float, default=4e-3)
-    parser.add_argument("--width", type=int, default=32, help="256 keeps a GPU busy")
+    parser.add_argument("--width", type=int, default=32, help="channels; 256 keeps a GPU busy")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint-path", default="checkpoint.pt")
     args = parser.parse_args()

@@ -27,7 +27,7 @@ lr = 5e-3
 warm_up = 50  # steps
 path = "gpt.pt"
 
-stop_signals = []  # each SIGTERM is noted here, until the ranks agree to stop
+stop_signals = []  # each SIGTERM is noted here, and counted in _stop_agreed
 
 
 def ddp_setup():
@@ -65,7 +65,7 @@ def windows(numbers):
 
 
 class ResumableSampler(DistributedSampler):
-    """A DistributedSampler that starts after the epoch's first `samples_run` samples."""
+    """A DistributedSampler that skips an epoch's first `samples_run` samples, of all ranks."""
 
     samples_run = 0
 
@@ -130,7 +130,7 @@ def schedule(step):
 
 def stop_agreed():
     """Return whether any rank was told to stop. All ask at the same step and get one answer."""
-    votes = torch.tensor(len(stop_signals))
+    votes = torch.tensor(len(stop_signals))  # on the CPU: reading it waits for no GPU
     dist.all_reduce(votes)
     return votes.item() > 0
 
