@@ -13,7 +13,7 @@ sys.path.insert(0, str(HERE / "generator"))
 
 try:
     from holds import pictures
-    from hunks import Problem, compare, explained
+    from hunks import Diff, Problem, explained
     from notebook import run, write_book
     from page import render
     from patches import KINDS, collect, index, readme
@@ -30,7 +30,7 @@ HUNK = re.compile(r"^@@ .+(?:\n[-+ ].*)+", re.MULTILINE)
 def exercise(folder):
     """Return the exercise's README.md with the hunks of its solution brought up to date."""
     text = (folder / "README.md").read_text(encoding="utf-8")
-    hunks = compare(folder / "train.py", folder / "solution.py", context=1).hunks  # short ones
+    hunks = Diff(folder / "train.py", folder / "solution.py", context=1).hunks  # short ones
     count = len(re.findall(HUNK, text))
     if count != len(hunks):
         raise Problem(f"exercise/README.md: {count} hunks; its solution has {len(hunks)}")
@@ -45,7 +45,7 @@ def generate(root=HERE.parent):
     for diff in diffs:
         yield folder / f"{diff.slug.replace('-', '_')}.diff", f"{WRITTEN}\n{diff.text}"
     yield folder / "README.md", ENV.get_template("README.md.j2").render(diffs=diffs)
-    yield from pictures(folder / "pictures").items()
+    yield from pictures(folder / "pictures")
     book = folder / "walkthrough.ipynb"
     yield book, write_book(book, diffs)
     yield root / "exercise" / "README.md", exercise(root / "exercise")

@@ -4,17 +4,14 @@ import difflib
 import re
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
+
+from markdown_it import MarkdownIt
+from templates import ENV
 
 COUNTS = {3: "three", 4: "four", 5: "five", 6: "six"}  # how many lines may carry a lesson
 # The parts of a note, and of what stands before the notes of a step: what stands behind each.
 NOTE = {"diff": "```diff\n", "anchor": "\n```\n", "why": "Read more: ", "links": ""}
 LESSON = {"count": " lines**\n\n", "list": "\n\n", "story": ""}
-
-
-def anchor(title):
-    """Return the anchor that GitHub gives to a heading."""
-    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
 
 
 class Problem(Exception):
@@ -51,7 +48,6 @@ class Note:
 
     title: str
     why: str
-    anchor: str = ""  # a changed line of the hunk
     tests: list = field(default_factory=list)
     links: list = field(default_factory=list)  # [(title, address)]
     hunk: Hunk | None = None
@@ -63,31 +59,27 @@ class Note:
     @property
     def markdown(self):
         """The note with its hunk, under a heading."""
-        parts = [f"### {self.title}", self.why]
-        if self.hunk:
-            links = ", ".join(f"[{title}]({address})" for title, address in self.links)
-            parts = [parts[0], f"```diff\n{self.hunk.text}\n```", self.why, f"Read more: {links}"]
-        if self.tests:
-            tests = ", ".join(f"`{test}`" for test in self.tests)
-            parts += [
-                "<details>\n<summary>Tests that fail without it</summary>",
-                tests,
-                "</details>",
-            ]
-        return "\n\n".join(parts)
+        return ENV.get_template("note.md.j2").render(note=self).strip()
 
 
-@dataclass
 class Diff:
-    old: Path
-    new: Path
-    old_lines: list
-    new_lines: list
-    hunks: list
-    title: str = ""
-    story: str = ""
-    lesson: list = field(default_factory=list)  # [(line, why, note)], in the order to read them
-    notes: list = field(default_factory=list)  # in the order to read them
+    """The difference between two files, as `diff -u` writes it, and what the notes say about it."""
+
+    def __init__(self, old, new, text=None, context=3):
+        """Compare two files. If the new one is not on the disk, `text` is what it contains."""
+        self.old, self.new = old, new
+        self.old_lines = old.read_text(encoding="utf-8").splitlines()
+        self.new_lines = (text or new.read_text(encoding="utf-8")).splitlines()
+        self.hunks = []
+        self.title = self.story = ""
+        self.lesson = []  # [(line, why, note)], in the order to read them
+        self.notes = []  # in the order to read them
+        _, _, *lines = difflib.unified_diff(self.old_lines, self.new_lines, n=context, lineterm="")
+        for line in lines:
+            if line.startswith("@@"):
+                self.hunks.append(Hunk(line, []))
+            else:
+                self.hunks[-1].lines.append(line)
 
     @property
     def name(self):
@@ -106,70 +98,22 @@ class Diff:
     def opening(self):
         return f"The step in {COUNTS[len(self.lesson)]} lines"
 
-    def short(self, anchor=anchor):
-        """Return the lesson in Markdown; `anchor` turns the heading above a note into an anchor."""
-        items = [
-            f"{number}. [`{code}`](#{anchor(note.title)}): {why}"
-            for number, (code, why, note) in enumerate(self.lesson, 1)
-        ]
-        return "\n".join([f"**{self.opening}**", "", *items])
+
+# ---------------------------------------------------------------- pages in Markdown
 
 
-# ---------------------------------------------------------------- diffs
+def anchor(title):
+    """Return the anchor that GitHub gives to a heading."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
 
 
-def ladder(root):
-    """Return the paths of the steps' scripts, in order."""
-    return sorted(root.glob("0[1-9]_*.py"))
-
-
-def compare(old, new, text=None, context=3):
-    """Return the diff between two files, as `diff -u` writes it but without dates.
-
-    If the new file is not on the disk, `text` is what it contains.
-    """
-    old_lines = old.read_text(encoding="utf-8").splitlines()
-    new_lines = (text or new.read_text(encoding="utf-8")).splitlines()
-    hunks = []
-    _, _, *lines = difflib.unified_diff(old_lines, new_lines, n=context, lineterm="")
-    for line in lines:
-        if line.startswith("@@"):
-            hunks.append(Hunk(line, []))
-        else:
-            hunks[-1].lines.append(line)
-    return Diff(old, new, old_lines, new_lines, hunks)
-
-
-# ---------------------------------------------------------------- notes
-
-
-def explained(root):
-    """Return the diffs from each step to the next, with the note of each hunk."""
-    diffs = [compare(old, new) for old, new in pairwise(ladder(root))]
-    sections = parse((root / "diffs" / "notes.md").read_text(encoding="utf-8"))
-    if (names := [diff.name for diff in diffs]) != [*sections]:
-        raise Problem(f"notes.md: its sections are {', '.join(sections)}, not {', '.join(names)}")
-    for diff in diffs:
-        diff.title, story, notes = sections[diff.name]
-        tie(diff, notes)
-        diff.lesson, diff.story = read_lesson(diff, story)
-    return diffs
-
-
-def parse(text):
-    """Return {name of the diff: (title, story, notes)} from the text of notes.md."""
-    sections = {}
-    for heading, body in cut(text, "## "):
-        name, _, title = heading.partition(": ")
-        story, *_ = re.split(r"^### ", body, maxsplit=1, flags=re.MULTILINE)
-        sections[name] = title, story.strip(), [read_note(*part) for part in cut(body, "### ")]
-    return sections
-
-
-def cut(text, mark):
-    """Cut a text at the headings that begin with this mark: [(heading, body)]."""
-    parts = re.split(rf"^{mark}", text, flags=re.MULTILINE)[1:]
-    return [(part.partition("\n")[0].strip(), part.partition("\n")[2]) for part in parts]
+def sections(text):
+    """Yield the sections of a page: (level of the heading, heading, what stands below it)."""
+    lines = text.splitlines(keepends=True)
+    tokens = MarkdownIt().parse(text)
+    heads = [(*each.map, int(each.tag[1])) for each in tokens if each.type == "heading_open"]
+    for (start, end, level), (until, *_) in pairwise([*heads, (len(lines),)]):
+        yield level, lines[start].lstrip("#").strip(), "".join(lines[end:until])
 
 
 def cut_at(text, marks, where):
@@ -183,47 +127,57 @@ def cut_at(text, marks, where):
     return {**parts, last: text}
 
 
-def read_note(title, body):
-    """Return a note from its heading and the text below it."""
+# ---------------------------------------------------------------- notes
+
+
+def explained(root):
+    """Return the diffs from each step to the next, with the note of each hunk."""
+    diffs = [Diff(old, new) for old, new in pairwise(sorted(root.glob("0[1-9]_*.py")))]
+    named = {diff.name: diff for diff in diffs}
+    for level, heading, body in sections((root / "diffs" / "notes.md").read_text("utf-8")):
+        if level == 2:
+            name, _, title = heading.partition(": ")
+            diff = named[name]
+            diff.title, diff.story = title, body
+        elif level == 3:
+            diff.notes.append(read_note(diff, heading, body))
+    for diff in diffs:
+        for hunk in diff.hunks:
+            if not hunk.note:
+                line = hunk.changed[0]
+                raise Problem(f"notes.md: no note on the hunk {hunk.header} of {diff.name}: {line}")
+        read_lesson(diff)
+    return diffs
+
+
+def read_note(diff, title, body):
+    """Return a note from its heading and the text below it, tied to its hunk if it has one."""
     if "```diff" not in body:
         return Note(title, body.strip())
     where = f'notes.md: the note "{title}"'
     parts = cut_at(body, NOTE, where)
+    line = parts["anchor"]
+    hunk = single([hunk for hunk in diff.hunks if line in hunk.changed], line, diff)
     why, _, tests = parts["why"].partition("Fails without it: ")
-    found = re.findall(r"`(test_[^`]+)`", tests)
     links = re.findall(r"\[([^]]+)\]\(((?:https://|\.\./)[^)]+)\)", parts["links"])
-    if not links or (tests and not found):
-        raise Problem(f"{where} names no {'tests' if links else 'links'}")
-    return Note(title, why.strip(), parts["anchor"], found, links)
+    if not links:
+        raise Problem(f"{where} names no links")
+    hunk.note = Note(title, why.strip(), re.findall(r"`(test_[^`]+)`", tests), links, hunk)
+    return hunk.note
 
 
-def read_lesson(diff, text):
-    """Return the lines that carry the lesson, each with the note on its hunk, and the story."""
-    parts = cut_at(text, LESSON, f"notes.md: {diff.name}")
-    lesson = []
+def read_lesson(diff):
+    """Find the lines that carry the lesson, each with the note on its hunk, before the story."""
+    parts = cut_at(diff.story, LESSON, f"notes.md: {diff.name}")
+    diff.story = parts["story"].strip()
     for item in re.split(r"^- ", parts["list"], flags=re.MULTILINE)[1:]:
         code, _, why = item.removeprefix("`").partition("`: ")
-        hunk = single([hunk for hunk in diff.hunks if hunk.adds(code)], f"`{code}`", diff)
-        lesson.append((code, " ".join(why.split()), hunk.note))
-    return lesson, parts["story"].strip()
+        hunk = single([hunk for hunk in diff.hunks if hunk.adds(code)], code, diff)
+        diff.lesson.append((code, " ".join(why.split()), hunk.note))
 
 
 def single(found, line, diff):
     """Return the only hunk that was found with this line."""
     if len(found) != 1:
-        raise Problem(f"notes.md: {line} is in {len(found)} hunks of {diff.name}")
+        raise Problem(f"notes.md: `{line}` is in {len(found)} hunks of {diff.name}")
     return found[0]
-
-
-def tie(diff, notes):
-    """Attach the notes to the hunks: one to each."""
-    diff.notes = notes
-    for note in notes:
-        if note.anchor:
-            found = [hunk for hunk in diff.hunks if note.anchor in hunk.changed and not hunk.note]
-            note.hunk = single(found, f'the line of "{note.title}"', diff)
-            note.hunk.note = note
-    for hunk in diff.hunks:
-        if not hunk.note:
-            line = hunk.changed[0]
-            raise Problem(f"notes.md: no note on the hunk {hunk.header} of {diff.name}: {line}")

@@ -4,7 +4,6 @@ import re
 from difflib import SequenceMatcher
 from itertools import groupby, pairwise, takewhile
 
-from holds import pictures
 from markdown_it import MarkdownIt
 from markupsafe import Markup, escape
 from patches import readme
@@ -33,23 +32,21 @@ ALIKE = 0.5  # of lines less similar than this, no words are marked
 
 
 def highlight(lines):
-    """Return the characters of each line with their CSS classes: [[(CSS class, character)]]."""
-    result = [[]]
+    """Return the CSS class of each character of each line."""
+    found = []
     for kind, text in PythonLexer(stripnl=False).get_tokens("\n".join(lines)):
         css = next((STYLES[each] for each in reversed(kind.split()) if each in STYLES), "")
-        for character in text:
-            if character == "\n":
-                result.append([])
-            else:
-                result[-1].append((css, character))
-    return result
+        found += [css] * len(text)
+    rest = iter(found)
+    return [[css for _, css in zip(f"{line}\n", rest)] for line in lines]
 
 
-def paint(line, marked):
+def paint(line, styles, marked):
     """Return a line as HTML, with this range of characters marked as changed."""
     html = []
-    for (css, inside), run in groupby(enumerate(line), lambda at: (at[1][0], at[0] in marked)):
-        text = escape("".join(character for _, (_, character) in run))
+    kinds = iter((css, number in marked) for number, css in enumerate(styles))
+    for (css, inside), run in groupby(line, lambda _: next(kinds)):
+        text = escape("".join(run))
         shown = Markup("<b class={}>{}</b>").format(css, text) if css else text
         html.append(Markup("<mark>{}</mark>").format(shown) if inside else shown)
     return Markup().join(html).replace(Markup("</mark><mark>"), Markup())
@@ -83,10 +80,10 @@ class Code:
     marked."""
 
     def __init__(self, diff):
-        self.lines = highlight(diff.old_lines), highlight(diff.new_lines)
+        self.lines = diff.old_lines, diff.new_lines
+        self.styles = [highlight(lines) for lines in self.lines]
         self.marks = {}, {}  # {number of the line: range of its characters}
-        matcher = SequenceMatcher(None, diff.old_lines, diff.new_lines)
-        for tag, i1, i2, j1, j2 in matcher.get_opcodes():
+        for tag, i1, i2, j1, j2 in SequenceMatcher(None, *self.lines).get_opcodes():
             old, new = diff.old_lines[i1:i2], diff.new_lines[j1:j2]
             for i, j in alike(old, new) if tag == "replace" else ():
                 self.marks[0][i1 + i], self.marks[1][j1 + j] = differing(old[i], new[j])
@@ -94,7 +91,8 @@ class Code:
     def line(self, tag, number):
         """Return a line of the old file, if the tag is "del", or of the new one."""
         side = tag != "del"
-        html = paint(self.lines[side][number], self.marks[side].get(number, ()))
+        line, styles = self.lines[side][number], self.styles[side][number]
+        html = paint(line, styles, self.marks[side].get(number, ()))
         return Markup("<{0}>{1}</{0}>\n").format(tag, html)
 
     def hunk(self, hunk):
@@ -143,11 +141,9 @@ def markdown(root, collections):
     """Return a function that turns Markdown into HTML, with its pictures inlined."""
     parser = MarkdownIt("commonmark", {"html": False})
     slugs = {patch.name: patch.slug for members in collections.values() for patch in members}
-    drawn = {path.name: text for path, text in pictures(root).items()}  # perhaps not written yet
 
     def picture(_, tokens, index, *__):
-        path = root / "diffs" / tokens[index].attrs["src"]
-        svg = drawn.get(path.name) or path.read_text(encoding="utf-8")
+        svg = (root / "diffs" / tokens[index].attrs["src"]).read_text(encoding="utf-8")
         return Markup('<span class="picture">{}</span>').format(Markup(svg[svg.index("<svg") :]))
 
     def on_page(link):  # pages that are no patches stay files

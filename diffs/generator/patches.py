@@ -3,20 +3,16 @@
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
-from itertools import dropwhile
+from itertools import takewhile
 
-from hunks import Diff, Problem, compare, cut_at
+from hunks import Diff, Problem, cut_at
 
 KINDS = ("recipes", "pitfalls")
 NOT_PATCHES = ("README",)
-LIMITS = {"recipes": 40, "pitfalls": 14}  # how many lines may change
 GPT = "exercise/solution.py"
-GPT_LIMIT = 95  # a model in parts is also fed, evaluated, saved and sampled otherwise
-STANDALONE = "torchrun --standalone --nproc-per-node={}"
-ONE_GPU = "With one GPU, train on the CPU: put `CUDA_VISIBLE_DEVICES=` before `{}`."
-TOO_FEW_GPUS = ONE_GPU.replace("one GPU", "fewer than four GPUs")
-BROKEN = "This writes the *broken* script, not the remedy."
+LIMITS = {"recipes": 40, "pitfalls": 14, GPT: 95}  # how many lines may change
+WIDTH = 95  # of a forge's column
+# What a page says below its command: what that writes, and what to type with fewer GPUs than ranks.
 BELOW = ("With one GPU", "With fewer than four GPUs", "This writes the *broken*")
 BREAKS = "\n\nThe patch that breaks it:"
 ROW = r"\]\((\w+)\.md\)"  # in a table of the README.md of a kind
@@ -32,31 +28,34 @@ PARTS = {  # of a page, in their order: what stands behind each
 }
 
 
-@dataclass
 class Patch:
-    kind: str
-    name: str
-    title: str
-    purpose: str  # of a recipe, in one sentence
-    rows: list  # of the table of symptoms: [(symptom, cause, remedy)]
-    command: str  # that writes the patched script and runs it, at the top of the repository
-    why: str
-    advice: str  # when not to use it, or how to notice it
-    tests: list
-    links: list  # [(title, address)]
-    old: str  # the script it applies to, and the name of the patched one
-    new: str
-    diff: Diff
-    text: str = ""  # the page, with what is generated in it brought up to date
+    """A page, and the script that it makes."""
 
-    @property
-    def slug(self):
-        return f"{self.kind[:-1]}-{self.name.replace('_', '-')}"
-
-    @property
-    def path(self):
-        """Of the page, from the top of the repository."""
-        return f"{self.kind}/{self.name}.md"
+    def __init__(self, root, path):
+        self.kind, self.name = path.parent.name, path.stem
+        self.path = f"{self.kind}/{path.name}"  # from the top of the repository
+        self.slug = f"{self.kind[:-1]}-{self.name.replace('_', '-')}"
+        text = path.read_text(encoding="utf-8")
+        parts = cut_at(text, PARTS, self.path)
+        self.title = parts["title"].removeprefix("# ")
+        self.purpose = "" if parts["opening"].startswith("|") else parts["opening"]
+        self.command = parts["command"]  # writes the patched script, and runs it
+        paragraphs = parts["explanation"].removesuffix(BREAKS).split("\n\n")
+        self.below = [*takewhile(lambda each: each.startswith(BELOW), paragraphs)]
+        self.why = "\n\n".join(paragraphs[len(self.below) :])
+        table, _, self.advice = parts["advice"].rpartition("|\n\n")
+        self.rows = [*cells(parts["opening"]), *cells(table)]  # [(symptom, cause, remedy)]
+        self.tests = re.findall(r"`(test_[^`]+)`", parts["tests"])
+        self.links = re.findall(r"\[([^]]+)\]\((https://[^)]+)\)", parts["links"])
+        # The script that it applies to, and the name of the patched one, behind --- and +++.
+        self.old, self.new, *_ = (line[4:] for line in parts["patch"].splitlines())
+        self.result = patched(root / self.old, path)
+        self.diff = Diff(root / self.old, root / self.new, self.result, context=1)
+        for problem in self.problems():
+            raise Problem(f"{self.path}: {problem}")
+        hunks = [hunk.text for hunk in self.diff.hunks]
+        patch = "\n".join([f"--- {self.old}", f"+++ {self.new}", *hunks])
+        self.text = text.replace(parts["patch"], patch)  # with its hunks brought up to date
 
     @property
     def index_rows(self):
@@ -66,47 +65,25 @@ class Patch:
             return f"| {link} | {' '.join(self.purpose.split())} |\n"
         return "".join(f"| {seen} | {link} | {remedy} |\n" for seen, _, remedy in self.rows)
 
-    @property
-    def result(self):
-        """The patched script."""
-        return "\n".join([*self.diff.new_lines, ""])
-
-    @property
-    def launcher(self):
-        """What runs the patched script."""
-        if self.new.endswith(".sbatch"):
-            return "sbatch"
-        if self.old == GPT:
-            return STANDALONE.format(4)
-        return "python" if self.old[:2] in ("01", "02") else STANDALONE.format(2)
-
-    @property
-    def written_and_run(self):
-        """The end of the command, which is the same on each page."""
-        start = f"{self.launcher} {self.new}"
-        if self.old == GPT:
-            start += " 2"  # epochs
-        elif self.launcher != "sbatch":
-            start += f" --checkpoint-path {self.name}.pt"  # not to resume another run
-        patch = folded(f"patch -o {self.new} {self.old} {self.path} &&", f" {self.path}", "    ")
-        return f"{patch}\n{folded(f'    {start}', ' --checkpoint-path', '        ')}"
-
-    @property
-    def below(self):
-        """What the page says below its command: what it writes, and what to type with fewer GPUs
-        than the command's ranks."""
-        name, *_ = self.launcher.split()
-        said = TOO_FEW_GPUS if self.old == GPT else ONE_GPU
-        lines = [BROKEN if self.kind == "pitfalls" else ""]
-        lines += ["" if name == "sbatch" else said.format(name)]
-        return [line for line in lines if line]
-
-
-def folded(command, before, indent):
-    """Return a command in two lines if it is wider than a forge's column."""
-    if len(command) <= 95:
-        return command
-    return command.replace(before, f" \\\n{indent}{before.strip()}")
+    def problems(self):
+        """Yield what is missing, or too much."""
+        limit = LIMITS.get(self.old, LIMITS[self.kind])
+        changed = sum(len(hunk.changed) for hunk in self.diff.hunks)
+        if changed > limit:
+            yield f"changes {changed} lines, {limit} are allowed"
+        for name in ("tests", "links", "purpose" if self.kind == "recipes" else "rows"):
+            if not getattr(self, name):
+                yield f"has no {name}"
+        if any(re.match("The same(,|$)", cell) for row in self.rows for cell in row):
+            yield "a row says 'The same', and the search shows it alone"
+        if self.kind == "pitfalls" and "*broken*" not in "".join(self.below):
+            yield "does not say below its command that this writes the *broken* script"
+        if max(map(len, self.command.splitlines())) > WIDTH:
+            yield f"a line of its command has more than {WIDTH} characters"
+        typed = " ".join(self.command.replace("\\\n", "").split())
+        written = f"patch -o {self.new} {self.old} {self.path} && "
+        if not re.search(rf"{written}.*\b{self.new}", typed):
+            yield f"its command does not end with {written!r} and what runs it"
 
 
 # ---------------------------------------------------------------- the pages
@@ -129,76 +106,16 @@ def index(text, pages):
 def collect(root, kind):
     """Return all pages of this kind, in the order of their README.md."""
     names = dict.fromkeys(re.findall(ROW, readme(root, kind)))
-    pages, problems = [], []
-    for path in sorted((root / kind).glob("*.md")):
-        if path.stem not in [*names, *NOT_PATCHES]:
-            problems.append(f"{kind}/{path.name}: in no table of {kind}/README.md")
-    for name in names:
-        try:
-            pages.append(read(root, root / kind / f"{name}.md"))
-        except Problem as problem:
-            problems.append(str(problem))
-    if problems:
-        raise Problem("\n".join(problems))
-    return pages
-
-
-def read(root, path):
-    """Return the patch on this page."""
-    where = f"{path.parent.name}/{path.name}"
-    if not path.exists():
-        raise Problem(f"{where}: there is no such page")
-    parts = cut_at(path.read_text(encoding="utf-8"), PARTS, where)
-    old, new, *_ = (line[4:] for line in parts["patch"].splitlines())  # behind --- and +++
-    if not (root / old).exists():
-        raise Problem(f"{where}: there is no {old} to patch")
-    result = patched(root / old, path)
-    paragraphs = parts["explanation"].removesuffix(BREAKS).split("\n\n")
-    table, _, advice = parts["advice"].rpartition("|\n\n")
-    patch = Patch(
-        kind=path.parent.name,
-        name=path.stem,
-        title=parts["title"].removeprefix("# "),
-        purpose="" if parts["opening"].startswith("|") else parts["opening"],
-        rows=[*cells(parts["opening"]), *cells(table)],
-        command=parts["command"],
-        why="\n\n".join(dropwhile(lambda each: each.startswith(BELOW), paragraphs)),
-        advice=advice,
-        tests=re.findall(r"`(test_[^`]+)`", parts["tests"]),
-        links=re.findall(r"\[([^]]+)\]\((https://[^)]+)\)", parts["links"]),
-        old=old,
-        new=new,
-        diff=compare(root / old, root / new, result, context=1),  # in short hunks
-    )
-    for problem in problems_of(patch):
-        raise Problem(f"{where}: {problem}")
-    breaks = BREAKS if parts["explanation"].endswith(BREAKS) else ""
-    parts["explanation"] = "\n\n".join([*patch.below, patch.why]) + breaks
-    hunks = [hunk.text for hunk in patch.diff.hunks]
-    parts["patch"] = "\n".join([f"--- {old}", f"+++ {new}", *hunks])
-    patch.text = "".join(parts[name] + mark for name, mark in PARTS.items())
-    return patch
+    pages = {path.stem: path for path in (root / kind).glob("*.md")}
+    for name in sorted({*names} ^ ({*pages} - {*NOT_PATCHES})):
+        raise Problem(f"{kind}/{name}.md: not there, or in no table of {kind}/README.md")
+    return [Patch(root, pages[name]) for name in names]
 
 
 def cells(text):
     """Return the cells of the rows of a table in Markdown, without its heading."""
     rows = [line for line in text.splitlines() if line.startswith("|")]
     return [tuple(row.strip("| ").split(" | ")) for row in rows[2:]]
-
-
-def problems_of(patch):
-    """Yield what is missing, or too much."""
-    limit = GPT_LIMIT if patch.old == GPT else LIMITS[patch.kind]
-    changed = sum(len(hunk.changed) for hunk in patch.diff.hunks)
-    if changed > limit:
-        yield f"changes {changed} lines, {limit} are allowed"
-    for name in ("tests", "links", "purpose" if patch.kind == "recipes" else "rows"):
-        if not getattr(patch, name):
-            yield f"has no {name}"
-    if any(re.match("The same(,|$)", cell) for row in patch.rows for cell in row):
-        yield "a row says 'The same', and the search shows it alone"
-    if not patch.command.endswith(patch.written_and_run):
-        yield f"its command does not end with {patch.written_and_run!r}"
 
 
 def patched(script, page):

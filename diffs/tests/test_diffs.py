@@ -65,6 +65,7 @@ PATCH = "pitfalls/no_set_epoch.md"
         (NOTES, "+import signal\n", "+import gone\n", "is in 0 hunks of 03 → 04"),
         (PATCH, ".sampler.set_epoch(", ".set_epoch(", "no longer applies to 05_gather_eval.py: "),
         (PATCH, "`test_pitfall[no_set_epoch]`", "test", "has no tests"),
+        (PATCH, "This writes the *broken* script", "It does", "does not say below its command"),
         (PATCH, "patch -o no_set_epoch.py", "patch", "its command does not end with 'patch -o no_"),
     ],
 )
