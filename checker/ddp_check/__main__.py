@@ -1,12 +1,7 @@
 """Check a distributed training script by running it under observation on this machine's CPUs.
 
-The script runs unchanged, over gloo, in a temporary folder with the files of the current one. Each
-rule says pass, FAIL (wrong), WARN (fragile or slow), unsure or not seen. A drill runs the script
-several times, interrupts it, and compares the weights.
-
   ddp-check train.py
-  ddp-check --nproc 3 train.py --epochs 2
-  ddp-check --drill kill --drill sigterm --drill world-size train.py
+  ddp-check --nproc 3 --drill kill --drill world-size train.py --epochs 2
   ddp-check -m package.train --epochs 2
 
 exit code: 0: nothing is wrong; 1: something is; 2: the script could not be run here

@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import time
+from functools import partial
 from itertools import chain
 
 import torch
@@ -16,24 +17,13 @@ from ddp_check.keeper import signalled
 from ddp_check.passes import epochs
 from ddp_check.protocol import STEPS
 from ddp_check.ranks import counted, lowest
-from ddp_check.rules import RULES
-from ddp_check.rules.base import (
-    FRAGILE,
-    PASS,
-    QUIET,
-    WRONG,
-    not_applicable,
-    passed,
-    unseen,
-    unsure,
-    wrong,
-)
+from ddp_check.rules import base, judge, judged, launch, training
+from ddp_check.rules.base import not_applicable, passed, unseen, unsure, wrong
 from ddp_check.run import kill_all, reports
 
 TOLERANCE, ABOUT = 1e-6, 1e-2  # of equal values, and of a factor
 DOING = (events.Step, events.Batch, events.PassBegun, events.Collective, events.Final)
 LOADS = r"\.load\b|load_|resume|from_pretrained"  # what a script that resumes does
-RULE = {rule.name: rule for rule in RULES}
 GOES_ON = "it resumes"  # a title
 FORGOTTEN = "resume_without_optimizer"  # the page about what a resume has to restore
 
@@ -65,18 +55,14 @@ def trains_on(found):
     return steps_in(found) > min(complete(found), default=math.inf)
 
 
-def once(ready, act, of_all=False):
-    """Return a function that acts once this is true of the events of any rank, or of all ranks."""
-
-    def during(process, folder, end):
-        while time.monotonic() < end and process.poll() is None:
-            ranks = [ready(found) for _, found in reports(folder).values()]
-            if ranks and (all(ranks) if of_all else any(ranks)):
-                act(process, folder)
-                return
-            time.sleep(0.05)
-
-    return during
+def once(ready, act, process, folder, end):
+    """Act soon after this is true of the events of any rank."""
+    while time.monotonic() < end and process.poll() is None:
+        if any(ready(found) for _, found in reports(folder).values()):
+            time.sleep(random.uniform(0, 0.2))
+            act(process, folder)
+            return
+        time.sleep(0.05)
 
 
 def draws(run):
@@ -92,8 +78,7 @@ def compare(plan, resumed):
         return unseen("no full model to compare: it is sharded, or nothing was trained")
     if bad := [name for (_, name), value in (one | other).items() if not value.isfinite().all()]:
         return wrong(f"{bad[0]} is not finite, so no run can be compared")
-    found = differing(one, other)
-    if not found:
+    if not (found := differing(one, other)):
         return passed("bit-for-bit identical to an uninterrupted run")
     both = [name for name in found if name in other and one[name].shape == other[name].shape]
     off = max((apart(one[name], other[name]) for name in both), default=math.inf)
@@ -108,16 +93,15 @@ def differing(one, other):
 def why_apart(plan, resumed, text):
     """Return the verdict on a resumed run with other weights: what was not restored."""
     whole, after = steps_of(plan.undisturbed), steps_of(resumed)
-    loads = lowest(resumed.of(events.Load, events.StateLoaded))
-    line = loads[-1].where if loads else ""
+    line = "".join(one.where for one in lowest(resumed.of(events.Load, events.StateLoaded))[-1:])
     new = [rank for rank, of in resumed.of(events.Step).items() if of and not of[0].state]
     if new and any(step.state for step in whole):
         text += f"; on rank {new[0]}, the optimizer starts again without its state"
         return wrong(text, line, FORGOTTEN)
-    pairs = list(zip(reversed(whole), reversed(after)))
+    pairs = list(zip(whole[-len(after) :], after[-len(whole) :]))
     rates = [(now.rates[0], old.rates[0]) for old, now in pairs if now.rates != old.rates]
     if rates:
-        text += "; the learning rate is {:.3g} instead of {:.3g}".format(*rates[-1])
+        text += "; the learning rate is {:.3g} instead of {:.3g}".format(*rates[0])
         text += ": is the scheduler restored?"
     loaders = [lowest(epoch) for epoch in epochs(plan.undisturbed)]
     if draws(plan.undisturbed) or any(one.shuffle and not one.distributed for one in loaders):
@@ -137,71 +121,63 @@ def why_apart(plan, resumed, text):
 def final_weights(run):
     """Return the final weights of rank 0's models: {(number of the model, name): tensor}."""
     path = run.folder / "final"
-    return {
-        (number, name): value
-        for number, model in enumerate(torch.load(path, weights_only=True) if path.exists() else [])
-        for name, value in model.items()
-        if isinstance(value, torch.Tensor)
-    }
+    models = torch.load(path, weights_only=True) if path.exists() else []
+    found = {(at, name): value for at, model in enumerate(models) for name, value in model.items()}
+    return {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
 
 
-def too_little(plan, interrupted):
-    """Return why nothing can be learned from the interrupted run, or an empty string."""
-    if plan.undisturbed.returncode != 0:
-        return "the script fails even when it is not interrupted"
-    if saved_steps(interrupted) is None:
-        return "no rank called torch.save before the interruption"
-    if len(steps_of(interrupted)) >= len(steps_of(plan.undisturbed)):
-        return "all steps were taken before the interruption: run more epochs"
-    return ""
-
-
-def goes_on(plan, struck, resumed, lost, line):
+def goes_on(plan, struck, resumed, line):
     """Yield the verdict on where an interrupted run has begun again."""
     before, after, total = (len(steps_of(run)) for run in (struck, resumed, plan.undisturbed))
-    text = f"{before} steps, then {after}; uninterrupted, {total}"
     if resumed.returncode != 0:
-        end = RULE["script_ends"](resumed)
+        end = next(launch.script_ends(resumed))
         yield wrong(f"when started again, it fails: {end.text}", end.where, "", end.details)
+    begins = f"when started again, it begins at step 0 of {total}"
     if after == total and not line and plan.restart_args is None:
         if not re.search(LOADS, resumed.text):
-            yield unsure("it loads nothing and begins again at step 0: it has no resume")
-        text = "with the same arguments, it loads nothing and begins again at step 0"
-        yield unsure(f"{text}: does it need others to resume (--restart-args)?")
+            yield unsure(f"{begins}: it has no resume")
+        yield unsure(f"{begins}: does it need others to resume (--restart-args)?")
     if after == total and saved_steps(struck):
-        yield wrong(f"when started again, it begins at step 0 of {total}", line)
-    if lost < 0:
-        yield wrong(f"{-lost} steps are skipped: {text}", line)
+        yield wrong(begins, line)
+    text = f"{before} steps, then {after}; uninterrupted, {total}"
+    if before + after < total:
+        yield wrong(f"{total - before - after} steps are skipped: {text}", line)
     yield passed(text)
 
 
 def resumes(plan, struck, promise, may_lose):
     """Resume a run that was interrupted; yield the verdicts."""
-    if reason := too_little(plan, struck):
-        yield GOES_ON, unseen(reason)
+    before, total = len(steps_of(struck)), len(steps_of(plan.undisturbed))
+    saved = saved_steps(struck)
+    reasons = {
+        "the script fails even when it is not interrupted": plan.undisturbed.returncode != 0,
+        "no rank called torch.save before the interruption": saved is None,
+        "all steps were taken before the interruption: run more epochs": before >= total,
+    }
+    if told := [reason for reason, holds in reasons.items() if holds]:
+        yield GOES_ON, unseen(told[0])
         return
-    resumed = plan.again(struck)
-    before, after, total = (len(steps_of(run)) for run in (struck, resumed, plan.undisturbed))
-    unsaved, lost = before - saved_steps(struck), before + after - total
-    loads = resumed.all(events.Load)
-    line = loads[0].where if loads else ""
-    verdict = next(goes_on(plan, struck, resumed, lost, line))
+    resumed = plan.run(struck.place, arguments=[*plan.arguments, *(plan.restart_args or [])])
+    line = "".join(one.where for one in resumed.all(events.Load)[:1])
+    verdict = next(goes_on(plan, struck, resumed, line))
     yield GOES_ON, verdict
-    if verdict.status != PASS:
+    if verdict.status != base.PASS:
         return
+    lost = before + len(steps_of(resumed)) - total
     kept = passed(f"{counted(lost, 'step')} repeated, all since the last save")
-    if lost > unsaved:
-        text = f"{lost} steps are repeated, although {lost - unsaved} of them were saved"
+    if lost > before - saved:
+        text = f"{lost} steps are repeated, although {lost - before + saved} of them were saved"
         kept = wrong(text, line, "epoch_starts_again")
     elif lost and not may_lose:
-        handler = struck.all(events.Handler)[0]
-        kept = wrong(f"{lost} steps are lost: they are not saved when it stops", handler.where)
+        where = struck.all(events.Handler)[0].where
+        kept = wrong(f"{lost} steps are lost: they are not saved when it stops", where)
     yield promise, kept
-    told = [rule(resumed) for rule in RULES if rule(plan.undisturbed).status in QUIET]
-    told = [verdict for verdict in told if verdict.status in (WRONG, FRAGILE)]
+    pairs = zip(judge(plan.undisturbed), judge(resumed))
+    told = [now for old, now in pairs if old.status not in base.LEVELS]
+    told = [now for now in told if now.status in (base.WRONG, base.FRAGILE)]
     yield from ((verdict.title, verdict) for verdict in told)
     ended = compare(plan, resumed)
-    ended.follows = WRONG in {verdict.status for verdict in told}
+    ended.follows = base.WRONG in {verdict.status for verdict in told}
     yield "the final weights are the same", ended
 
 
@@ -210,59 +186,42 @@ def kill(plan):
     moment = random.randrange(1 + len(steps_of(plan.undisturbed)) // 2)
 
     def strike(process, folder):
-        time.sleep(random.uniform(0, 0.2))
-        found = reports(folder)
-        if found and process.poll() is None:
-            pid, _ = found[random.choice(list(found))]
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        pid, _ = random.choice([*reports(folder).values()])
+        with contextlib.suppress(ProcessLookupError):  # it may have ended
+            os.kill(pid, signal.SIGKILL)
 
-    ready = once(lambda found: trains_on(found) and steps_in(found) >= moment, strike)
+    ready = partial(once, lambda found: trains_on(found) and steps_in(found) >= moment, strike)
     struck = plan.run("interrupted", during=ready)
     yield from resumes(plan, struck, "no saved step is repeated", True)
 
 
 def sigterm(plan):
     """when the scheduler stops the job, no step is lost"""
-
-    def stop_all(process, folder):  # as Slurm does
-        time.sleep(random.uniform(0, 0.2))
-        signalled(folder, "terminate")
-
-    interrupted = plan.run("stopped", during=once(trains_on, stop_all))
+    stop_all = partial(once, trains_on, lambda _, folder: signalled(folder, "terminate"))
+    interrupted = plan.run("stopped", during=stop_all)  # as Slurm does
     if not interrupted.all(events.Handler):
-        saved = saved_steps(interrupted)
-        steps = "all" if saved is None else len(steps_of(interrupted)) - saved
-        yield GOES_ON, not_applicable(f"nothing handles SIGTERM: {steps} steps are lost")
+        lost = len(steps_of(interrupted)) - (saved_steps(interrupted) or 0)
+        yield GOES_ON, not_applicable(f"nothing handles SIGTERM: {lost} steps are lost")
         return
     yield from resumes(plan, interrupted, "no step is lost", False)
 
 
 def world_size(plan):
     """N processes train like one with N times the batch"""
-    after_some = once(lambda found: steps_in(found) > STEPS, kill_all, of_all=True)
-    many = plan.run("many", scale=1, during=after_some)
-    start, reason = str(many.folder), not_kept(many)
-    if not reason:
-        one = plan.run("one", nproc=1, scale=plan.nproc, start=start, during=after_some)
-        reason = not_kept(one) and f"in one process: {not_kept(one)}"
-    if not reason and (len(one.ranks), len(many.ranks)) != (1, plan.nproc):
-        reason = f"asked for 1 and {plan.nproc} processes, the script starts"
-        reason += f" {len(one.ranks)} and {len(many.ranks)}"
-    yield "the steps agree", unseen(reason) if reason else next(agree(many, one))
+    yield "the steps agree", next(agree(plan))
 
 
-def not_kept(run):
-    """Return why the run kept no model to compare, or an empty string."""
-    if (run.folder / "step1").exists():
-        return ""
-    if run.returncode == 0 or len(steps_of(run)) > STEPS:
-        return "no model is wrapped in DistributedDataParallel and trained"
-    return f"in float64: {RULE['script_ends'](run).text}"
-
-
-def agree(many, one):
+def agree(plan):
     """Yield the verdict on the first steps of many processes and of one."""
+    after_some = partial(once, lambda found: steps_in(found) > STEPS, kill_all)
+    many = plan.run("many", scale=1, during=after_some)
+    yield from not_kept(many)
+    start = str(many.folder)
+    one = plan.run("one", nproc=1, scale=plan.nproc, start=start, during=after_some)
+    yield from not_kept(one)
+    if (len(one.ranks), len(many.ranks)) != (1, plan.nproc):
+        text = f"asked for 1 and {plan.nproc} processes, the script starts"
+        yield unseen(f"{text} {len(one.ranks)} and {len(many.ranks)}")
     pairs = list(zip(steps_of(many), steps_of(one)))[:STEPS]
     for number, (ours, theirs) in enumerate(pairs, 1):
         if any(not abs(a - b) <= TOLERANCE * abs(b) for a, b in zip(ours.rates, theirs.rates)):
@@ -272,38 +231,40 @@ def agree(many, one):
     yield from other_samples(many, one)
     if many.all(events.GradientLost):
         yield unseen("both runs lack the gradient of what is gathered")
-    gradient, last = first_apart(many, one, 1, 1), len(pairs)
-    weight = first_apart(many, one, last, 0)
-    if (gradient or weight) and draws(many):
+    found = first_apart(many, one, 1) or first_apart(many, one, len(pairs))
+    if found and draws(many):
         yield unseen("the script draws random numbers, such as dropout's, while it trains")
-    if (gradient or weight) and any(wrap.buffers for wrap in many.all(events.Wrap)):
+    if found and any(wrap.buffers for wrap in many.all(events.Wrap)):
         yield unseen("the model has buffers, such as BatchNorm's, which each process updates")
-    if gradient:
-        name, far, ours, theirs = gradient
+    if found:
+        step, name, far, ours, theirs = found
         factor, ranks = (ours.norm() / theirs.norm()).item(), len(many.ranks)
         text = f"the gradient of {name} is off by {far:.1e}, its norm {factor:.2f} times as large"
-        if abs(factor / ranks - 1) < ABOUT:
-            text += ": DDP takes the mean over the ranks, and the script their sum"
-        if abs(factor * ranks - 1) < ABOUT:
-            text += ": DDP takes the mean over the ranks, and the script divides it again"
+        for expected, done in ((ranks, "their sum"), (1 / ranks, "divides it again")):
+            if abs(factor / expected - 1) < ABOUT:
+                text += f": DDP takes the mean over the ranks, and the script {done}"
         if not ours.isfinite().all():
             text = f"the gradient of {name} is not finite"
-        told = RULE["gradients_are_averaged"](many)
-        yield wrong(text, told.where, told.page)
-    if weight:
-        text = f"after {last - 1} steps, {weight[0]} is off by {weight[1]:.1e}"
-        yield wrong(text, steps_of(many)[last - 1].where)
-    text = f"samples, learning rates, gradients and weights of {counted(last, 'step')}, in float64"
+        told = judged(training.gradients_are_averaged, many)
+        yield wrong(f"step {step}: {text}", told.where, told.page)
+    text = f"samples, learning rates and gradients of {counted(len(pairs), 'step')}, in float64"
     yield passed(f"{text}, to within {TOLERANCE:.0e}")
+
+
+def not_kept(run):
+    """Yield the verdict if the run kept no model to compare."""
+    if not (run.folder / "step1").exists():
+        text = "no model is wrapped in DistributedDataParallel and trained"
+        if run.returncode != 0 and len(steps_of(run)) <= STEPS:
+            text = f"{run.nproc} processes, in float64: {next(launch.script_ends(run)).text}"
+        yield unseen(text)
 
 
 def other_samples(many, one):
     """Yield the verdict if the steps do not have the same samples, or that is not seen."""
     pair = [list(of[0].values()) for of in map(epochs, (many, one)) if of]
-    if len(pair) < 2:
-        yield unseen("no DataLoader was used to train")
-    if any(of.samples() is None for ranks in pair for of in ranks):
-        yield unseen("the samples have no index")
+    if len(pair) < 2 or any(of.samples() is None for ranks in pair for of in ranks):
+        yield unseen("no DataLoader was used to train, or its samples have no index")
     if pair[0][0].data != pair[1][0].data:
         yield unseen("the data differs from run to run, or with the number of ranks: seed it")
     for step in range(min(STEPS, *(len(of.batches) for ranks in pair for of in ranks))):
@@ -313,33 +274,25 @@ def other_samples(many, one):
             yield unseen(f"{text} as DistributedSampler does")
 
 
-def models(run, step):
-    """Return rank 0's parameters and gradients before a step: {name: (parameter, gradient)}."""
-    found = torch.load(run.folder / f"step{step}", weights_only=True)
-    return {name: (value, gradient) for model in found for name, value, gradient in model}
+def apart(one, other):
+    """Return the largest difference of two tensors, relative to their largest value."""
+    both = torch.stack([one.to_dense().double(), other.to_dense().double()])
+    return ((both[0] - both[1]).abs().max() / both.abs().max().clamp(min=1e-300)).item()
 
 
-def apart(one, other, least=1e-300):
-    """Return the largest difference of two tensors, relative to their largest value.
+def first_apart(many, one, step):
+    """Return the first gradient that differs in a step: (step, name, how far, both), or None.
 
-    If that is below `least`, the difference is relative to `least` instead.
+    Before BatchNorm, a bias has a gradient of about 0: those of that size do not count.
     """
-    one, other = one.to_dense().double(), other.to_dense().double()
-    largest = max(one.abs().max().item(), other.abs().max().item(), least)
-    return (one - other).abs().max().item() / largest if largest < math.inf else math.inf
-
-
-def first_apart(many, one, step, of):
-    """Return the first parameter (0) or gradient (1) that differs: (name, how far, both), or None.
-
-    Before BatchNorm, a bias has a gradient of about 0: differences of that size do not count.
-    """
-    ours, theirs = models(many, step), models(one, step)
-    pairs = [(name, both[of], theirs[name][of]) for name, both in ours.items()]
-    pairs = [pair for pair in pairs if pair[1] is not None and pair[2] is not None]
-    least = max([1e-300, *(1e-6 * other.abs().max().item() for *_, other in pairs)])
-    found = ((name, apart(*both, least), *both) for name, *both in pairs)
-    return next((pair for pair in found if not pair[1] <= TOLERANCE), None)
+    models = (torch.load(run.folder / f"step{step}", weights_only=True) for run in (many, one))
+    rows = [row for both in zip(*models) for row in zip(*both)]
+    pairs = [(name, ours, theirs) for (name, _, ours), (_, _, theirs) in rows]
+    pairs = [one for one in pairs if one[1] is not None and one[2] is not None]
+    least = 1e-6 * max((theirs.abs().max().item() for *_, theirs in pairs), default=0)
+    found = ((step, name, apart(*both), *both) for name, *both in pairs)
+    found = (one for one in found if not max(value.abs().max() for value in one[3:]) < least)
+    return next((one for one in found if not one[2] <= TOLERANCE), None)
 
 
 DRILLS = {"kill": kill, "sigterm": sigterm, "world-size": world_size}

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import sys
+import textwrap
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,7 +19,6 @@ from ddp_check.run import Plan
 TAIL = 8  # lines of a traceback
 CLEAN, FAULTY, UNKNOWN = range(3)  # the exit codes
 SUMMARIES = ("nothing wrong", "wrong", "no verdict")
-MANY = 4  # translated calls that are shown
 
 
 @contextlib.contextmanager
@@ -52,17 +52,16 @@ def say(text):
 
 def exit_code(plan, verdicts):
     """Return 0 if nothing is wrong, 1 if something is, 2 if that could not be seen."""
-    found = {verdict.status for verdict in verdicts}
+    found, run = {verdict.status for verdict in verdicts}, plan.undisturbed
     if base.WRONG in found:
         return FAULTY
-    failed = plan.undisturbed.returncode != 0 or base.BROKEN in found
-    return UNKNOWN if failed or not plan.undisturbed.all(events.Step) else CLEAN
+    seen = run.returncode == 0 and run.all(events.Step) and base.BROKEN not in found
+    return CLEAN if seen else UNKNOWN
 
 
 def summary(plan, verdicts):
     code = exit_code(plan, verdicts)
-    broken = [verdict.rule for verdict in verdicts if verdict.status == base.BROKEN]
-    if broken:
+    if broken := [verdict.rule for verdict in verdicts if verdict.status == base.BROKEN]:
         return f"{SUMMARIES[code]}, and the checker itself failed in {', '.join(broken)}"
     idle = code == UNKNOWN and plan.undisturbed.returncode == 0
     return "no training was seen" if idle else SUMMARIES[code]
@@ -97,7 +96,7 @@ def ranked(verdicts):
 
     def rank(one):
         later = one.follows and one.status != base.WRONG
-        return one.status in base.QUIET, later, [*base.LABELS].index(one.status), one.follows
+        return one.status not in base.LEVELS, later, [*base.LABELS].index(one.status), one.follows
 
     return sorted(verdicts, key=rank)
 
@@ -127,16 +126,15 @@ def changes(plan, everything):
     lines, run = [], plan.undisturbed
     if plan.lacking:
         lines.append(f"Without a GPU, the script ended with: {plan.lacking}")
-    if calls := translated(plan):
-        shown = calls if everything else calls[:MANY]
-        more = f" and {len(calls) - MANY} more (--all)" if len(calls) > len(shown) else ""
-        lines.append(f"Translated for the CPU: {', '.join(shown)}{more}")
-    left = run.all(events.Leave)
-    text = "Changed: destroy_process_group waits 50 ms"
+    if calls := ", ".join(translated(plan)):
+        shown = calls if everything else textwrap.shorten(calls, 200, placeholder=" … (--all)")
+        lines.append(f"Translated for the CPU: {shown}")
+    if left := run.all(events.Leave):
+        lines.append("Changed: destroy_process_group waits 50 ms")
     if any(event.models for event in left) and not run.for_nccl:
-        text += ". Without it, a model that is freed later, as here, can hang in rare cases"
-        text += " (pitfalls/handler_holds_model.md)"
-    return [*lines, text] if left else lines
+        lines[-1] += ". Without it, a model that is freed later, as here, can hang in rare cases"
+        lines[-1] += " (pitfalls/handler_holds_model.md)"
+    return lines
 
 
 def translated(plan):
@@ -145,26 +143,23 @@ def translated(plan):
 
 
 def json_of(plan, verdicts):
-    run, code = plan.undisturbed, exit_code(plan, verdicts)
-    found = {"script": str(plan.script), "verdict": summary(plan, verdicts), "exit_code": code}
-    how = {"processes": plan.nproc, "launcher": run.launcher, "seconds": round(run.seconds, 1)}
-    more = {"translated": translated(plan), "results": list(map(asdict, verdicts))}
-    return json.dumps({**found, **how, **more}, indent=2)
+    found = {"script": str(plan.script), "verdict": summary(plan, verdicts)}
+    found |= {"exit_code": exit_code(plan, verdicts), "processes": plan.nproc}
+    found |= {"launcher": plan.launcher, "seconds": round(plan.undisturbed.seconds, 1)}
+    found |= {"translated": translated(plan), "results": list(map(asdict, verdicts))}
+    return json.dumps(found, indent=2)
 
 
 def annotations(plan, verdicts):
     """Return GitHub's commands that show the verdicts beside the lines of the script."""
-    shown = [one for one in ranked(verdicts) if one.status in base.LEVELS]
-    return "\n".join(annotation(plan.path, one) for one in shown)
-
-
-def annotation(script, verdict):
-    path, _, number = verdict.where.rpartition(":")
-    top = os.environ.get("GITHUB_WORKSPACE") or Path.cwd()  # a path must be relative to this
-    values = {"file": os.path.relpath(path or script, top), "line": number or 1}
-    values["title"] = verdict.title
-    text = ",".join(f"{name}={escaped(str(value), ',:')}" for name, value in values.items())
-    return f"::{base.LEVELS[verdict.status]} {text}::{escaped(verdict.text)}"
+    lines, top = [], os.environ.get("GITHUB_WORKSPACE") or Path.cwd()  # of the paths
+    for one in ranked(verdicts):
+        path, _, number = one.where.rpartition(":")
+        file, title = os.path.relpath(path or plan.path, top), escaped(one.title, ",:")
+        place = f"file={escaped(file, ',:')},line={number or 1},title={title}"
+        if level := base.LEVELS.get(one.status):
+            lines.append(f"::{level} {place}::{escaped(one.text)}")
+    return "\n".join(lines)
 
 
 def escaped(text, more=""):

@@ -21,15 +21,28 @@ from ddp_check.protocol import HERE, STACKS, VARIABLE, Task
 CHECKPOINT = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".new", ".interrupted")
 CONFIG = (".py", ".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".env")
 STARTS = r"\bspawn\(|\bstart_processes\(|\bProcess\(\s*target"  # starts its own processes
-IMPORT = r"^\s*(?:from|import)\s.+"
 SETS = r"""environ\[["'](\w+)["']\]\s*=[^=]"""
 ASKS = r"""(?:environ(?:\.get)?|getenv)[\[(]["']((?:LOCAL_)?RANK)["'][\],)]"""
 USES_GPUS = r"nccl|cuda|device_ids|torch\.accelerator|\.to\(\w*rank\)"
-TORCHRUN = "torch.distributed.run --standalone --nproc-per-node NPROC"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=NPROC"]
+IN_BASH = ["--no-python", "bash", "-c"]
+AS_TASK = """export MASTER_ADDR=localhost SLURM_PROCID=$RANK SLURM_LOCALID=$LOCAL_RANK
+unset RANK LOCAL_RANK ${!TORCHELASTIC_*}
+exec "$@" """
 LAUNCHERS = {  # what precedes the script on the command line
     "python": [sys.executable],  # the script starts its own processes
-    "srun": [sys.executable, str(HERE / "srun.py"), "NPROC"],
-    "torchrun": [sys.executable, "-m", *TORCHRUN.split()],
+    "srun": [*TORCHRUN, *IN_BASH, AS_TASK, "bash", sys.executable],
+    "torchrun": TORCHRUN,
+}
+SLURM = {  # value: variables that srun sets to it on one node; their names begin with SLURM_
+    "NPROC": """NTASKS NPROCS NTASKS_PER_NODE TASKS_PER_NODE STEP_NUM_TASKS STEP_TASKS_PER_NODE
+        CPUS_ON_NODE JOB_CPUS_PER_NODE GPUS GPUS_ON_NODE GPUS_PER_NODE""",
+    "RANKS": "GTIDS JOB_GPUS STEP_GPUS",
+    "1": "NNODES JOB_NUM_NODES STEP_NUM_NODES JOB_ID JOBID CPUS_PER_TASK",
+    "0": "NODEID STEP_ID STEPID",
+    "localhost": "JOB_NODELIST NODELIST STEP_NODELIST SUBMIT_HOST TOPOLOGY_ADDR",
+    "127.0.0.1": "LAUNCH_NODE_IPADDR",
+    "ddp_check": "JOB_NAME CLUSTER_NAME JOB_PARTITION",
 }
 
 
@@ -48,17 +61,6 @@ def local_rank_option(text):
     return "", 0
 
 
-def with_imports(text, files):
-    """Return the text of a script with those of the modules among these files that it imports."""
-    left = {name: more for name, more in files.items() if name.endswith(".py")}
-    while True:
-        words = set(re.findall(r"\w+", " ".join(re.findall(IMPORT, text, re.M))))
-        more = [name for name in left if Path(name).stem in words]
-        if not more:
-            return text
-        text += "".join(left.pop(name) for name in more)
-
-
 def small_files(folder):
     return {
         str(path.relative_to(folder)): path.read_text(encoding="utf-8", errors="replace")
@@ -68,25 +70,21 @@ def small_files(folder):
 
 
 def mirror(source, target, depth=3):
-    """Copy or link the files of a folder into a new one; return the checkpoints left out.
+    """Copy or link the files of a folder into a new one, without checkpoints.
 
     What the script writes stays in the new folder, except inside folders of data.
     """
     target.mkdir()
-    left_out = []
     for path in source.iterdir():
         new = target / path.name
-        if path.name.startswith(".") or path.name == "__pycache__":
+        if path.name.startswith(".") or path.name == "__pycache__" or path.suffix in CHECKPOINT:
             continue
-        if path.suffix in CHECKPOINT:
-            left_out.append(path.name)
-        elif path.is_dir() and depth and "data" not in path.name and os.access(path, os.R_OK):
-            left_out += mirror(path, new, depth - 1)
+        if path.is_dir() and depth and "data" not in path.name and os.access(path, os.R_OK):
+            mirror(path, new, depth - 1)
         elif path.suffix == ".py":
             shutil.copy(path, new)  # from a link, Python would import from its target's folder
         else:
             new.symlink_to(path)
-    return left_out
 
 
 @dataclass
@@ -108,33 +106,29 @@ class Plan:
         self.path = module_path(self.script) if self.module else Path(self.script)
         self.text = self.path.read_text(encoding="utf-8", errors="replace")
         self.launcher = self.launcher or launcher_of(self.text)
-        asked = local_rank_option(self.text) if self.launcher == "torchrun" else ("", 0)
-        self.may_need, self.option_line = asked
+        self.may_need, self.option_line = local_rank_option(self.text)
         self.option = ""  # it is passed only if the script does not do without it
-        files = {**small_files(Path.cwd()), **small_files(self.path.parent)}
-        text = with_imports(self.text, files)
-        self.uses_gpus = bool(re.search(USES_GPUS, text))
-        at_once = self.uses_gpus and "is_available" not in text
-        self.translated = self.translate == "yes" or (self.translate == "auto" and at_once)
+        self.translated = self.translate == "yes"
         self.lacking = ""  # how the run without translated calls ended
 
     @cached_property
     def undisturbed(self):
         """An uninterrupted run, with GPU calls translated if the script fails without GPUs."""
         run = self.run("undisturbed")
-        idle = self.uses_gpus and run.returncode is not None and not run.all(events.Step)
-        if self.translate == "auto" and not self.translated and (run.lacks_gpus or idle):
+        early = run.returncode is not None and not run.all(events.Step)
+        idle = early and re.search(USES_GPUS, self.text)
+        if self.translate == "auto" and (run.lacks_gpus or idle):
             before, self.translated = run, True
             self.lacking = run.ending if run.returncode else "no training"
             run = self.run("translated")
             if run.returncode and run.ending == before.ending and not before.lacks_gpus:
                 run, self.translated, self.lacking = before, False, ""  # it is not about GPUs
-        steps, _, _, gpus, _ = progress(run)
-        early = run.returncode != 0 and not steps
-        if self.may_need and (early or gpus == 1 < self.nproc):
+        early = run.returncode != 0 and not run.all(events.Step)
+        same_gpu = len({event.index for event in run.all(events.Gpu)}) == 1 < self.nproc
+        if self.may_need and self.launcher == "torchrun" and (early or same_gpu):
             self.option = self.may_need
             other = self.run("with_option")
-            if other.returncode == 0 or progress(other) > progress(run):
+            if other.returncode == 0 or len(other.all(object)) > len(run.all(object)):
                 return other
             self.option = ""
         return run
@@ -145,7 +139,8 @@ class Plan:
         Meanwhile, `during` is called with the process, the folder of the events and the deadline.
         """
         cwd, nproc = Path(self.folder, place).resolve(), nproc or self.nproc
-        left_out = [] if cwd.exists() else mirror(Path.cwd(), cwd)
+        if not cwd.exists():
+            mirror(Path.cwd(), cwd)
         folder = cwd.with_name(f"{place}.run{len(list(cwd.parent.glob(f'{place}.run*')))}")
         folder.mkdir()
         task = Task(str(folder), f"{cwd}{os.sep}", nproc, translate=self.translated, **options)
@@ -156,7 +151,7 @@ class Plan:
             process = subprocess.Popen(
                 [*self.command(nproc, cwd), *map(str, arguments or self.arguments)],
                 cwd=cwd,
-                env=environment(task, self.env),
+                env=environment(task, self.env, self.launcher),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -175,31 +170,22 @@ class Plan:
             output.seek(0)
             run.output = output.read()
         run.ranks = {rank: found for rank, (_, found) in reports(folder).items()}
-        run.left_out = [name for name in left_out if run.returncode and name in run.ending]
+        words = re.findall(r"[\w.-]+", run.ending) if run.returncode else []
+        missed = {word for word in words if Path(word).suffix in CHECKPOINT}
+        run.left_out = [name for name in missed if any(Path.cwd().rglob(name))]
         return run
-
-    def again(self, run, **options):
-        arguments = [*self.arguments, *(self.restart_args or [])]
-        return self.run(run.place, arguments=arguments, **options)
 
     def command(self, nproc, cwd):
         """Return the words that start the script: its copy in this folder, if there is one."""
-        words = [str(nproc) if word == "NPROC" else word for word in LAUNCHERS[self.launcher]]
+        words = [word.replace("NPROC", str(nproc)) for word in LAUNCHERS[self.launcher]]
         if self.option:
-            words += ["--no-python", "bash", "-c", f'exec "$@" {self.option}="$LOCAL_RANK"', "bash"]
-            words.append(sys.executable)
+            pass_on = f'exec "$@" {self.option}="$LOCAL_RANK"'
+            words += [*IN_BASH, pass_on, "bash", sys.executable]
         if self.module:
             return [*words, "-m", self.script]
         path, here = Path(self.script).resolve(), Path.cwd()
         copied = path.is_relative_to(here) and path.suffix not in CHECKPOINT
         return [*words, str(cwd / path.relative_to(here) if copied else path)]
-
-
-def progress(run):
-    """Return how far a run came: steps, wrapped models, joined ranks, GPUs, and all events."""
-    kinds = (events.Step, events.Wrap, events.Join, object)
-    steps, wraps, joins, every = (len(run.all(kind)) for kind in kinds)
-    return steps, wraps, joins, len({event.index for event in run.all(events.Gpu)}), every
 
 
 def module_path(name):
@@ -208,14 +194,20 @@ def module_path(name):
     return next((one for one in found if one.is_file()), found[0])
 
 
-def environment(task, variables):
-    """Return the environment of an observed script, without GPUs or Slurm, with these variables."""
+def environment(task, variables, launcher):
+    """Return the environment of an observed script, without GPUs, with these variables."""
     theirs = variables.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     path = os.pathsep.join([str(HERE / "startup"), theirs])
     mine = r"SLURM_|(LOCAL_)?RANK$|WORLD_SIZE$"  # of the job that the checker may run in
     env = {name: value for name, value in os.environ.items() if not re.match(mine, name)}
     env |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     env.setdefault("OMP_NUM_THREADS", "1")
+    if launcher == "srun":
+        own = {"NPROC": str(task.nproc), "RANKS": ",".join(map(str, range(task.nproc)))}
+        for value, names in SLURM.items():
+            env |= {f"SLURM_{name}": own.get(value, value) for name in names.split()}
+        # Each process joins the group as one that torchrun has not started
+        env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "SLURM_SUBMIT_DIR": os.getcwd()}
     own = Path(task.events).parent / "tmp"  # so that what a killed run leaves there is removed
     own.mkdir(exist_ok=True)
     mine = {VARIABLE: str(task), "PYTHONPATH": path.rstrip(os.pathsep), "TMPDIR": str(own)}

@@ -431,10 +431,16 @@ KINDS = {
     "seeded by the index": Kind(
         RANDOM, [("torch.manual_seed(index)", "0")], f"in DataLoader workers.+ {LOADS}", SEEDED
     ),
+    "seeded by the worker": Kind(
+        RANDOM,
+        [("torch.manual_seed(index)", "0"), ("rs=2", "rs=2, worker_init_fn=torch.manual_seed")],
+        rf"let worker_init_fn seed by torch.initial_seed.+ {LOADS}",
+        SEEDED,
+    ),
     "equal seeds of random": Kind(
         {"random_numbers_differ": UNSURE},
         [("random.seed(rank)", "random.seed(7)")],
-        rf"equal seeds of random; call random.seed\(epoch .+ {LOADS}",
+        rf"equal seeds of random; add .+ {LOADS}",
         AUGMENTED,
     ),
     "same dropout": Kind({"random_numbers_differ": UNSURE}, [SAME_SEED], right=DROPOUT),
@@ -592,7 +598,10 @@ KINDS = {
         PRINTED_LOSS, [(SUM, "")], r"is the loss of rank 0.+ \(logging.info", LOGGED
     ),
     "a generator of the data set": Kind(
-        RANDOM, [("_seed(dist.get_rank())", "_seed(7)")], rf"call generator.+ {LOADS}", OWN
+        RANDOM,
+        [("_seed(dist.get_rank())", "_seed(7)")],
+        rf"equal seeds of generator; .+ {LOADS}",
+        OWN,
     ),
     "at times of its own": Kind(
         {"one_rank_writes": UNSURE}, [("if rank == 0 <=", "if rank ==")], r"\(open", WRITES
@@ -770,9 +779,7 @@ DRILLED = {
     "with its argument": Drilled(
         "kill", [*LONG, *DROPOUT], NOT_RESTORED, UNSURE, BY_ARGUMENT, ["again"]
     ),
-    "no resume": Drilled(
-        "kill", LONG, "at step 0: it has no resume$", UNSURE, [(READS, ""), FORGETS]
-    ),
+    "no resume": Drilled("kill", LONG, "it has no resume$", UNSURE, [(READS, ""), FORGETS]),
     "no optimizer": Drilled(
         "kill", LONG, "the optimizer starts again without its state", WRONG, [FORGETS]
     ),
@@ -815,7 +822,8 @@ def test_drill(tmp_path, monkeypatch, name):
     monkeypatch.setattr(random, "randrange", lambda steps: steps - 10)  # late in the run
     whole = write(tmp_path / "whole.py", BASE, training)
     script = write(tmp_path / "train.py", whole.read_text(encoding="utf-8"), resuming)
-    with planned(script, restart_args=again) as plan:
+    translate = "yes" if training == SYNCED else "auto"
+    with planned(script, restart_args=again, translate=translate) as plan:
         if drill == "kill":
             plan.undisturbed = observed(whole)
         verdicts = perform(drill, plan)

@@ -50,7 +50,7 @@ TOLD = {  # pitfall: the rules that tell it, and what they say
     "split_differs_by_rank": {"ranks_share_data": "the same index means different samples"},
     "uneven_batches": {"script_ends": "^RuntimeError: "},
     "unused_parameters": {"script_ends": "^RuntimeError: "},
-    "written_in_place": {"one_rank_writes": "a crash during the save leaves half a file"},
+    "written_in_place": {"one_rank_writes": "a crash then leaves half a file"},
 }
 SEVERITY = {  # of those that are not wrong
     **dict.fromkeys(("accumulation_undivided", "accumulation_without_no_sync"), SLOW),
@@ -116,7 +116,7 @@ def test_a_pitfall_fails_its_drill(tmp_path, name):
 
 def table():
     """Return the Markdown table of the pitfalls and the rules or drills that tell them."""
-    titles = {rule.name: rule.title for rule in RULES}
+    titles = {rule.__name__: rule.__doc__ for rule in RULES}
     lines = ["| pitfall | it is | rule or drill |", "|---|---|---|"]
     found = {name: "; ".join(titles[rule] for rule in rules) for name, rules in TOLD.items()}
     found |= {name: f"`--drill {drill}`" for name, drill in DRILLED.items()}

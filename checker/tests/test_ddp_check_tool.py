@@ -15,7 +15,7 @@ import pytest
 from checking import BASE, SPAWNED, judged, named, plan_of
 from ddp_check import events
 from ddp_check.__main__ import parse_args
-from ddp_check.report import annotation, annotations, exit_code, json_of, planned, text_of
+from ddp_check.report import annotations, exit_code, json_of, planned, text_of
 from ddp_check.rules import RULES, judge
 from ddp_check.rules.base import UNSURE, WRONG, Verdict
 from support.jobs import Job, finished, run
@@ -136,7 +136,6 @@ ENDINGS = {  # script: what the verdict on its end is and says, and where
     ),
 }
 LAUNCHED = [("python", text) for text in ENDINGS]
-LAUNCHED += [("srun", text) for text in ENDINGS if "no data" in text or "kill" in text]
 BY_TORCHRUN = pytest.param("torchrun", CRASH, marks=pytest.mark.slow)
 
 
@@ -188,7 +187,7 @@ def test_a_report_for_programs(tmp_path, monkeypatch):
     assert annotations(plan, verdicts) == ""
     bad = Verdict(WRONG, "100 %:\nall", "package/train.py:31", title="a, b")
     monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path.parent))
-    assert annotation("train.py", bad) == (
+    assert annotations(plan, [bad]) == (
         f"::error file={tmp_path.name}/package/train.py,line=31,title=a%2C b::100 %25:%0Aall"
     )
 

@@ -21,7 +21,6 @@ LABELS = {  # status -> how its line in the report begins, and GitHub's level; t
 }
 LEVELS = {status: level for status, (_, level) in LABELS.items() if level}
 FOLDED = (UNSEEN, NONE)  # what a report shows in one line
-QUIET = (PASS, *FOLDED)
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Rules about the samples that the ranks train on and evaluate."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import chain, pairwise
 
 from ddp_check import events
@@ -8,33 +9,26 @@ from ddp_check.passes import epochs, passes
 from ddp_check.ranks import counted, differ, lowest
 from ddp_check.rules.base import not_applicable, passed, unseen, unsure, wrong
 
-SEED = {"torch": "torch.manual_seed", "random": "random.seed", "numpy": "np.random.seed"}
-SEED["generator"] = "generator.manual_seed"  # of one that the data set owns
-
 
 def ranks_share_data(run):
     """the ranks share out the data"""
     rows = [row for row in run.step_rows if len(row) > 1 and any(step.inputs for step in row)]
-    alike = [all(step.inputs == row[0].inputs for step in row) for row in rows]
     if run.is_sharded and (not rows or any(step.sharded > 1 for step in run.all(events.Step))):
         yield not_applicable("ranks that share a model have to have the same batches")
-    if rows and all(alike):
+    if rows and all(step.inputs == row[0].inputs for row in rows for step in row):
         text = "in each step, all ranks train on the same batch"
         yield wrong(text, rows[0][0].where, "no_sampler")
     found = epochs(run)
     for number, epoch in enumerate(found, 1):
         for verdict in shared(epoch):
-            verdict.text, verdict.where = f"epoch {number}: {verdict.text}", lowest(epoch).where
-            yield verdict
+            text, where = f"epoch {number}: {verdict.text}", lowest(epoch).where
+            yield replace(verdict, text=text, where=where)
     if found:
-        known = lowest(found[0]).samples("base") or lowest(found[0]).samples("samples")
-        total = len({one for of in found[0].values() for one in of.samples("base") or known})
-        text = f"{counted(len(found), 'epoch')} of {total} samples"
+        seen = [of.samples("base") or of.samples("samples") for of in found[0].values()]
+        text = f"{counted(len(found), 'epoch')} of {len(set(chain(*seen)))} samples over all ranks"
         yield passed(text, lowest(found[0]).where)
     if not rows:
         yield unseen("no DataLoader was used to train, nor a wrapped model")
-    text = f"in {counted(len(rows), 'step')}, the ranks train on different batches"
-    yield passed(text, rows[0][0].where)
 
 
 def seen_twice(parts):
@@ -49,30 +43,27 @@ def shared(epoch):
     found = {rank: of.samples("samples" if one.iterable else "base") for rank, of in epoch.items()}
     if None in found.values():
         yield unseen("the samples have no index")
-    seen = {rank: set(of) for rank, of in found.items()}
-    twice, most = seen_twice(seen.values()), sum(map(len, found.values())) / 4
+    if not one.iterable and any(seen_twice([of]) for of in found.values()):
+        yield unseen("a rank draws samples with replacement")
     if not one.iterable:
-        if any(seen_twice([of]) for of in found.values()):
-            yield unseen("a rank draws samples with replacement")
         yield from sets_differ(epoch)
-        largest = max((len(batch.indices) for batch in one.batches), default=1)
-        most = (ranks if one.distributed else ranks * largest) - 1  # of padding
-        if twice <= most:
-            return
-        if dealt_by_data_set(epoch):
-            yield passed("the ranks ask for the same indices, and get other samples")
-    if len(seen) > 1 and differ(seen) is None:
+    seen = {rank: set(of) for rank, of in found.items()}
+    padding = (ranks if one.distributed else ranks * max(one.sizes, default=1)) - 1
+    most = sum(map(len, found.values())) / 4 if one.iterable else padding
+    if (twice := seen_twice(seen.values())) <= most:
+        return
+    if not one.iterable and dealt_by_data_set(epoch):
+        yield passed("the ranks ask for the same indices, and get other samples")
+    if differ(seen) is None:
         text = f"each rank trains on the same {counted(len(lowest(seen)), 'sample')}"
         yield wrong(text, "", "no_sampler")
     text = f"{twice} samples are seen by several ranks"
-    if twice > most and differ({rank: of.part for rank, of in epoch.items()}):
+    if differ({rank: of.part for rank, of in epoch.items()}):
         text += ": the split differs from rank to rank; give it a seed"
         yield wrong(text, "", "split_differs_by_rank")
-    if twice > most and not one.iterable and all(of.is_whole for of in epoch.values()):
+    if not one.iterable and all(of.is_whole for of in epoch.values()):
         yield wrong(text, "", "rank_seeds_split_data")
-    if twice > most:
-        text += ": each draws from all of them in an order of its own"
-        yield unsure(text, "", "no_sampler")
+    yield unsure(f"{text}: each draws from all of them in an order of its own", "", "no_sampler")
 
 
 def sets_differ(epoch):
@@ -81,11 +72,11 @@ def sets_differ(epoch):
     if differ({rank: of.tensors for rank, of in epoch.items()}) and one.distributed:
         text = "the data sets of the ranks differ: the same index means different samples"
         yield wrong(text, "", "split_differs_by_rank")
-    if differ({rank: of.data for rank, of in epoch.items()}):
-        text = "each rank has a data set of its own: "
-        if one.distributed:
-            yield unsure(f"{text}DistributedSampler needs the same on all; is it random, unseeded?")
-        yield unseen(f"{text}are they parts of a larger one?")
+    own = differ({rank: of.data for rank, of in epoch.items()})
+    if own and one.distributed:
+        yield unsure("each rank has a data set of its own, not for DistributedSampler: seed it")
+    if own:
+        yield unseen("each rank has a data set of its own: are they parts of a larger one?")
 
 
 def dealt_by_data_set(epoch):
@@ -105,30 +96,30 @@ def dealt_by_data_set(epoch):
 def order_changes(run):
     """the order changes from epoch to epoch"""
     loops = {}  # line of the loop -> the passes of the lowest rank
-    for epoch in epochs(run):
-        loops.setdefault(lowest(epoch).where, []).append(lowest(epoch))
-    if not loops:
-        yield unseen("no DataLoader was used to train")
-    where, most = max(loops.items(), key=lambda item: len(item[1]))
+    for epoch in map(lowest, epochs(run)):
+        loops.setdefault(epoch.where, []).append(epoch)
+    most = max(loops.values(), key=len, default=[])
     if len(most) < 2:
-        yield from repeated(most[0])
-        yield unseen("fewer than two epochs: run more")
-    for line, of in loops.items():
+        yield from repeated(most)
+        yield unseen("fewer than two epochs with a DataLoader: run more")
+    for of in loops.values():
         if len(of) > 1:
-            yield from same_order(run, line, of)
-    yield passed(f"{len(most)} epochs", where)
+            yield from same_order(run, of)
+    yield passed(f"{len(most)} epochs", most[0].where)
 
 
-def repeated(one):
+def repeated(of):
     """Yield the verdict if the batches of a pass come again after its end, as by cycle."""
-    inputs, count = [step.inputs for step in one.steps], len(one.batches)
-    known = one.ended and len(inputs) > count > 1 and all(inputs)
-    if known and all(before == after for before, after in zip(inputs, inputs[count:])):
-        text = f"steps 1 to {count} are repeated in the same order: the loader is read once"
-        yield wrong(text, one.where, "no_set_epoch")
+    for one in of:
+        inputs, count = [step.inputs for step in one.steps], len(one.batches)
+        known = one.ended and len(inputs) > count > 1 and all(inputs)
+        if known and all(old == new for old, new in zip(inputs, inputs[count:])):
+            text = f"steps 1 to {count} are repeated in the same order: the loader is read once"
+            yield wrong(text, one.where, "no_set_epoch")
 
 
-def same_order(run, line, of):
+def same_order(run, of):
+    one, line = of[0], of[0].where
     orders = [one.samples("samples" if one.iterable else "indices") for one in of]
     if None in orders or len(orders[0]) < 8:
         yield unseen("the samples have no index, or there are too few", line)
@@ -136,12 +127,12 @@ def same_order(run, line, of):
     if not same:
         return
     text = f"epochs {same[0]} and {same[0] + 1} have the same order"
-    if of[0].iterable and of[0].persistent and len({one.data for one in of}) > 1:
+    if one.iterable and one.persistent and len({one.data for one in of}) > 1:
         text += ": the persistent workers do not see what changes in the data set"
         yield wrong(text, line, "persistent_workers")
-    if of[0].iterable:
+    if one.iterable:
         yield unsure(f"{text}: is that intended?", line)
-    if not of[0].shuffle:
+    if not one.shuffle:
         yield unseen("the sampler does not shuffle: is that intended?", line)
     told = lowest(run.of(events.EpochSet))
     text += f"; set_epoch gets {told[-1].value} last" if told else "; set_epoch is never called"
@@ -161,31 +152,29 @@ def random_numbers_differ(run):
     same = [key for key in common if len({of[key] for of in drawn.values()}) == 1]
     if same:
         sources = sorted({source for _, source in same})
-        judge, text = wrong, "all ranks have the same augmentation"
-        if len(same) < len(common):  # a size that all ranks draw for a batch, say, would be right
-            judge, text = unsure, "do all ranks have the same augmentation"
-        seeds = [SEED[source] for source in sources]
-        if all(worker is not None for worker, _ in same):  # each gets its seeds from torch's
-            text += " in DataLoader workers"
-            seeds = {SEED[source if source == "generator" else "torch"] for source in sources}
-        text += f": equal seeds of {', '.join(sources)}; call "
-        text += ", ".join(f"{seed}(epoch + 1000 * rank)" for seed in sorted(seeds))
-        yield judge(text, lowest(found[0]).where, "same_augmentation")
+        text = f"all ranks have the same augmentation: equal seeds of {', '.join(sources)}"
+        cure = "add 1000 * rank to each"
+        if all(worker is not None for worker, _ in same) and sources != ["generator"]:
+            text, cure = f"{text} in DataLoader workers", "add 1000 * rank to torch.manual_seed"
+            if "worker_init_fn" in run.text:
+                cure += ", and let worker_init_fn seed by torch.initial_seed()"
+        judge = wrong if len(same) == len(common) else unsure  # a size for a batch may be the same
+        yield judge(f"{text}; {cure}", lowest(found[0]).where, "same_augmentation")
     for epoch in found:
         numbers = {rank: [step.random for step in of.steps] for rank, of in epoch.items()}
         if len(epoch) > 1 and any(len(set(of)) > 1 for of in numbers.values()):
             where = lowest(epoch).steps[0].where
             if differ(numbers):
                 yield passed("dropout or augmentation differs from rank to rank", where)
-            text = "all ranks have the same dropout: should they?"
-            if any(step.dropout for step in run.all(events.Step)):  # some libraries want that
-                yield unsure(text, where, "same_augmentation")
+            judge, what = wrong, "augmentation"
             if not run.all(events.Wrap):  # where the model begins is not seen
-                yield unsure(text.replace(":", " or augmentation:"), where, "same_augmentation")
-            yield wrong("all ranks have the same augmentation", where, "same_augmentation")
-    if common:
-        yield passed("augmentation differs from rank to rank", lowest(found[0]).where)
-    yield unseen("nothing is drawn, or by a generator that the checker does not know")
+                judge, what = unsure, "dropout or augmentation: should they?"
+            if any(step.dropout for step in run.all(events.Step)):  # some libraries want that
+                judge, what = unsure, "dropout: should they?"
+            yield judge(f"all ranks have the same {what}", where, "same_augmentation")
+    if not common:
+        yield unseen("nothing is drawn, or by a generator that the checker does not know")
+    yield passed("augmentation differs from rank to rank", lowest(found[0]).where)
 
 
 def evaluations(run):
@@ -203,8 +192,7 @@ def evaluations(run):
             same = one.data, one.part
             left = same not in whole and one.seen(events.Looked)  # an evaluation that ends early
             if (one.is_whole or left) and one.length and same not in trained:
-                key = one.length, one.where
-                looked.setdefault(key, {}).setdefault(rank, []).append(one)
+                looked.setdefault((one.length, one.where), {}).setdefault(rank, []).append(one)
     least = 1 if run.returncode == 0 else len(run.ranks)
     return {key: list(zip(*of.values())) for key, of in looked.items() if len(of) >= least}
 
@@ -222,8 +210,7 @@ def each_sample_is_evaluated_once(run):
         ]
         for row in rows:
             for verdict in missed(row, left[:1], total, len(run.ranks)):
-                verdict.where, verdict.page = where, "padded_evaluation"
-                yield verdict
+                yield replace(verdict, where=where, page="padded_evaluation")
     total, where = max(looked)
     yield passed(f"{total} samples", where)
 

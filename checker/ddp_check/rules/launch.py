@@ -44,63 +44,55 @@ def script_ends(run):
 
 def hang(run):
     """Return the verdict on a run that hangs, with the place where each rank waits."""
-    places = []
+    lines, places = [], []
     for rank, stack in run.stacks.items():
-        own = own_lines(stack)
+        own = [f"{path}:{line}" for path, line, _ in stack if is_own(path)]
         at = f"is at {short(own[0])}, in {stack[0][2]}" if own else "has ended"
         places.append(f"rank {rank} {at}")
+        lines += own[:1]
     told = "; ".join(places) or "no rank has joined a process group"
     text = f"still running after {run.seconds:.0f} s; {told}"
     if run.joins and all(run.of(events.Leave).values()):
         text += f". All ranks have left the process group. To rule out a race: {DROP_THE_MODEL}"
         return wrong(text, "", "handler_holds_model")
-    where = next((own[0] for stack in run.stacks.values() if (own := own_lines(stack))), "")
+    return blamed(run, text, next(iter(lines), ""), "collective_on_one_rank" if run.joins else "")
+
+
+def blamed(run, text, where, page="", details=()):
+    """Return the verdict on a run that fails or hangs, perhaps as a rank does not take part."""
     syncs = [rank for rank, of in run.stacks.items() if "_sync_buffers" in [one[2] for one in of]]
-    if early := left_early(run, syncs):
-        return wrong(f"{early}; {text}", where, "recipes/early_stopping")
-    if syncs:
-        return wrong(f"{text}. {BUFFERS}", where, "rank_0_evaluates_the_wrapper")
-    return wrong(text, where, "collective_on_one_rank" if run.joins else "")
-
-
-def own_lines(stack):
-    return [f"{path}:{line}" for path, line, _ in stack if is_own(path)]
-
-
-def left_early(run, syncs=()):
-    """Return which rank left the epoch loop before the others, in words, or an empty string."""
     found = passes(run)
-    lines = {one.where for of in found.values() for one in of if one.steps}
-    begun = {r: sum(one.where in lines for one in of if one.batches) for r, of in found.items()}
+    loops = {one.where for of in found.values() for one in of if one.steps}
+    begun = {r: sum(one.where in loops for one in of if one.batches) for r, of in found.items()}
     pair = sorted(differ(begun) or (), key=begun.get) if begun else ()
-    if not pair or not min(begun.values()) or pair[0] in syncs:  # it evaluates the DDP model
-        return ""
-    text = f"rank {pair[0]} left the loop over the epochs after {begun[pair[0]]}, in step "
-    text += f"{len(run.of(events.Step)[pair[0]])}, and rank {pair[1]} began the next"
-    return f"{text}: does each decide by its own loss?"
+    if pair and min(begun.values()) and pair[0] not in syncs:  # it evaluates the DDP model
+        step = f"{begun[pair[0]]}, in step {len(run.of(events.Step)[pair[0]])}"
+        early = f"rank {pair[0]} left the loop over the epochs after {step}, and rank {pair[1]} "
+        early += "began the next: does each decide by its own loss?"
+        return wrong(f"{early}; {text}", where, "recipes/early_stopping", details)
+    if syncs or "_sync_buffers" in str(details):
+        return wrong(f"{BUFFERS}; {text}", where, "rank_0_evaluates_the_wrapper", details)
+    return wrong(text, where, page, details)
 
 
 def failure(run):
     """Return the verdict on a run that failed: the fault may not be the script's."""
-    judge, text, details = wrong, run.ending, tuple(run.traceback)
-    where = run.error_where
+    text, details, cure = run.ending, tuple(run.traceback), ""
     # Without names of the script's files, and calls that the observer passes on:
     telling = [one for one in details[-6:] if not (own_frame(one) or one.endswith(PASSED_ON))]
     lacks = re.search(LACKS_GPUS, " ".join([text, *telling]))
     if re.search(NETWORK, " ".join([*(one[1] for one in run.raised), text, *details])):
-        judge, text = unsure, f"{text}; it needs the network: download the data first"
+        cure = "it needs the network: download the data first"
     elif text.startswith("ModuleNotFoundError") or run.fails_in_an_import:
-        judge, text = unsure, f"{text}; run the checker in the environment of the script"
+        cure = "run the checker in the environment of the script"
     elif run.translate and lacks and "must not be negative" not in text:  # that fails on GPUs, too
-        judge, text = unsure, f"the checker cannot translate this for the CPU: {text}"
-    elif early := left_early(run):
-        return wrong(f"{early}; {text}", where, "recipes/early_stopping", details)
-    elif "_sync_buffers" in str(details):
-        return wrong(f"{BUFFERS}; {text}", where, "rank_0_evaluates_the_wrapper", details)
-    elif run.left_out:
+        cure = "the checker cannot translate this for the CPU"
+    if cure:
+        return unsure(f"{text}; {cure}", run.error_where, "", details)
+    if run.left_out:
         names = ", ".join(run.left_out)
         text += f"; {names} could be a checkpoint and was left out: give its absolute path"
-    return judge(text, where, "", details)
+    return blamed(run, text, run.error_where, "", details)
 
 
 def one_group(run):
@@ -144,10 +136,8 @@ def no_thread_left(run):
     ranks = run.joins
     if run.for_nccl or "get_default_backend_for_device" in run.text:
         yield not_applicable("with NCCL, for which the script is written, there are none")
-    if by_framework(run):
-        yield not_applicable("a library joined the process group")
-    if run.is_sharded:
-        yield unseen("with sharded parameters, PyTorch itself may keep the group alive")
+    if by_framework(run) or run.is_sharded:
+        yield not_applicable("a library joined the group, or keeps it alive for sharded parameters")
     exits = run.of(events.Exit)
     for rank, event in ((rank, one) for rank, of in exits.items() for one in of if one.threads):
         text = f"rank {rank} has some, and in rare cases aborts after its work is done"
@@ -155,29 +145,23 @@ def no_thread_left(run):
             cure = "import torch.distributed.nn at the top: DDP and optimizers import it too late"
             yield fragile(f"{text}: {cure}", ranks[rank].where, "late_import", follows=True)
         yield fragile(f"{text}: {DROP_THE_MODEL}", "", "handler_holds_model", follows=True)
-    if not all(exits.values()):
-        yield unseen("a rank did not finish")
-    if any(event.open_group for event in run.all(events.Exit)):
-        yield unseen("the process group was not destroyed")
-    yield passed(counted(len(ranks), "rank"))
+    if not all(exits.values()) or any(event.open_group for event in run.all(events.Exit)):
+        yield unseen("a rank did not finish, or did not destroy the process group")
 
 
 def own_gpu(run):
     """each rank uses a GPU of its own"""
-    used = {rank: found for rank, found in run.of(events.Gpu).items() if found}
     if any(event.chosen for event in run.all(events.Gpu)):
         yield unseen("the script chooses what each rank can see")
     first = {}  # number of a GPU -> the first rank that uses it
-    for rank, of in used.items():
+    for rank, of in run.of(events.Gpu).items():
         for event in [one for one in of if one.use == "use"] or of:
             if not 0 <= event.index < event.count:
                 text = f"rank {rank} uses GPU {event.index}, but a node has {event.count}"
                 yield wrong(text, event.where, "global_rank_as_device")
-            other = first.setdefault(event.index, rank)
-            if other != rank:
+            if (other := first.setdefault(event.index, rank)) != rank:
                 text = f"ranks {other} and {rank} use the same GPU, number {event.index}"
                 yield wrong(text, event.where)
-    yield passed(counted(len(used), "rank"), lowest(used)[0].where)
 
 
 def same_collectives(run):
@@ -192,7 +176,6 @@ def same_collectives(run):
             said = f"rank {pair[0]} calls {names[0]} and rank {pair[1]} calls {names[1]}"
             where = (ends[0] or ends[1]).where
             yield wrong(f"call {number}: {said}", where, "collective_on_one_rank")
-    until = counted(min(map(len, calls.values())), "call")
     if run.returncode is None:
+        until = counted(min(map(len, calls.values())), "call")
         yield unseen(f"the script hangs; {until} until then agree")
-    yield passed(until)

@@ -1,6 +1,7 @@
 """Rules about what is printed, written and loaded."""
 
 import re
+from itertools import chain
 from pathlib import Path
 
 from ddp_check import events
@@ -15,98 +16,86 @@ WRITES = events.Opened | events.Save | events.Renamed
 
 
 def one_rank_prints(run):
-    """one rank prints the progress"""
+    """one rank prints the progress, or each with its number"""
     places = {}  # line of the script -> rank -> what it prints
     for rank, found in run.of(events.Print).items():
         for event in found:
             places.setdefault(event.where, {}).setdefault(rank, []).append(event.text)
-    labelled = False
     for where, texts in places.items():
-        patterns = [{re.sub(r"[\d.,]+", "#", text) for text in of} for of in texts.values()]
-        common = sorted(set.intersection(*patterns)) if len(texts) > 1 else []
         every = [(str(rank), text) for rank, of in texts.items() for text in of]
         its_own = all(rank in re.findall(r"\d+", text) for rank, text in every)
-        labelled |= bool(common)
-        if common and not its_own:
-            text = f'ranks {" and ".join(map(str, texts))} print "{common[0]}"'
+        patterns = [{re.sub(r"[\d.,]+", "#", text) for text in of} for of in texts.values()]
+        if len(texts) > 1 and not its_own and (common := set.intersection(*patterns)):
+            text = f'ranks {" and ".join(map(str, texts))} print "{min(common)}"'
             yield unsure(f"{text}: is that intended?", where, "prints_on_every_rank")
-    if labelled:
-        yield unseen("every rank prints, with its own number: is that intended?")
-    yield passed(f"{len(run.all(events.Print))} lines")
 
 
 def one_rank_writes(run):
     """one rank writes each file, whole or not at all"""
-    writers, times = {}, {}  # file and how far its rank is -> rank -> line; file -> rank -> steps
+    writes = {}  # file -> rank -> how often it has waited -> steps it has taken, and the line
     for rank, found in run.ranks.items():
         waited = steps = 0
         for event in found:
-            steps, waited = (
-                steps + isinstance(event, events.Step),
-                waited + isinstance(event, WAITS),
-            )
+            steps += isinstance(event, events.Step)
+            waited += isinstance(event, WAITS)
             if isinstance(event, WRITES) and event.path and not getattr(event, "append", False):
-                writers.setdefault((event.path, waited), {})[rank] = event.where
-                times.setdefault(event.path, {}).setdefault(rank, {})[steps] = event.where
-    for (path, _), lines in writers.items():
-        if len(lines) > 1:
-            text = f"ranks {', '.join(map(str, lines))} write {Path(path).name}"
-            yield wrong(text, lines[max(lines)], "every_rank_saves")
-    for path, of in times.items():
-        if run.returncode == 0 and differ({rank: set(lines) for rank, lines in of.items()}):
-            text = f"ranks {', '.join(map(str, of))} write {Path(path).name} after other steps"
-            where = next(iter(of[max(of)].values()))
-            yield unsure(f"{text}: is that intended?", where, "every_rank_saves")
+                of = writes.setdefault(event.path, {}).setdefault(rank, {})
+                of[waited] = steps, event.where
+    told = []  # what is wrong comes first
+    for path, of in writes.items():
+        text = f"ranks {', '.join(map(str, of))} write {Path(path).name}"
+        _, where = next(iter(of[max(of)].values()))
+        if len(set(chain(*of.values()))) < sum(map(len, of.values())):  # no rank waits between
+            told.insert(0, wrong(text, where, "every_rank_saves"))
+        elif run.returncode == 0 and differ({rank: {*dict(of[rank].values())} for rank in of}):
+            text += " after other steps: is that intended?"
+            told.append(unsure(text, where, "every_rank_saves"))
+    yield from told
     saved = {event.path: event.where for event in run.all(events.Save) if event.path}
     renamed = {event.source for event in run.all(events.Renamed)}
     for path, where in saved.items():
         if path not in renamed:
-            name = Path(path).name
-            text = f"{name} is written in place: a crash during the save leaves half a file"
+            text = f"{Path(path).name} is written in place: a crash then leaves half a file"
             yield fragile(text, where, "written_in_place")
-    if not times:
+    if not writes:
         yield unseen("no file of the script's folder is written, or only lines are appended to it")
-    yield passed(f"{len(times)} files", next(iter(saved.values()), ""))
+    yield passed(f"{len(writes)} files", next(iter(saved.values()), ""))
 
 
 def plain_names(run):
     """saved names do not begin with module."""
-    saves = run.all(events.Save)
     own = {name for wrap in run.all(events.Wrap) for name, _ in wrap.shapes}
-    for event in saves:
+    for event in run.all(events.Save):
         if prefixed := [key for key in event.keys if key not in own]:
             text = f"a key is {prefixed[0]}: only a wrapped model can load it"
             yield fragile(text, event.where, "module_prefix_saved")
-    yield passed(f"{len(saves)} saves", saves[0].where)
 
 
 def safe_loads(run):
     """checkpoints are loaded with weights_only=True"""
-    loads = run.all(events.Load)
-    for event in loads:
+    for event in run.all(events.Load):
         if not event.weights_only:
             text = "a file from an untrusted source could run code"
             yield fragile(text, event.where, "weights_only_false")
-    yield passed(f"{len(loads)} loads", loads[0].where)
 
 
 def printed_loss_is_of_all(run):
     """printed values are summed over all ranks"""
     steps = list(run.of(events.Step).values())
-    if run.is_sharded and not any(step.inputs for of in steps for step in of):
+    if run.is_sharded and not any(step.inputs for step in run.all(events.Step)):
         yield not_applicable("ranks that share a model have the same loss")
-    begun, taken, alone = 0, 0, ""
+    begun = taken = 0  # steps before this epoch, and until now
+    summed = -2  # steps before something was reduced last: a loss may be printed a step later
     training = {one.number for one in lowest(passes(run)) if one.is_training}
     left = None  # samples that an evaluation has still to see
-    before = since = reduced = False  # whether something was: before the last step, since, ever
+    alone, reduced = "", False
     places = {}  # line and position of a number -> what is said of it each time
     for event in lowest(run.ranks):
         match event:
             case events.Step():
                 taken, left = taken + 1, None
-                before, since = since, False  # a loss may be reduced, and printed after the step
-            case events.Collective(inside=False):
-                since |= event.adds or "gather" in event.name
+            case events.Collective(inside=False) if event.adds or "gather" in event.name:
+                summed = taken
             case events.PassBegun():
                 begun, left = taken if event.number in training else begun, event.length
             case events.Batch() if left:
@@ -114,8 +103,8 @@ def printed_loss_is_of_all(run):
             case events.Print() if taken:
                 rows = list(zip(*(of[:taken] for of in steps)))
                 for at, number in enumerate(re.finditer(FRACTION, event.text)):
-                    reduced |= before or since
-                    alone = alone or ("" if before or since or left == 0 else event.where)
+                    reduced |= taken < summed + 2
+                    alone = alone or ("" if taken < summed + 2 or left == 0 else event.where)
                     said = what_is_printed(number, [rows[-1:], rows[begun:], rows])
                     places.setdefault((event.where, at), []).append(said)
     for (where, _), said in places.items():
@@ -126,47 +115,39 @@ def printed_loss_is_of_all(run):
         yield unsure(text, alone, "rank_0_loss")
     if not reduced:
         yield unseen("no fraction is printed after a step and a collective")
-    yield passed("after a collective")
 
 
 def what_is_printed(match, windows):
-    """Return what is wrong with a printed number, or None if it may be right.
+    """Return what is wrong with a printed number, or an empty string if it may be right.
 
     A window is a list of steps, each a tuple of the ranks' events, of which it may be the mean.
     """
     value, digits = float(match[0]), len(match[1])
     if digits < 3 or not value:
-        return None
-
-    def near(other):
-        return abs(value - other) <= 0.51 * 10**-digits + 1e-6 * abs(value)
-
-    known = [rows for rows in windows if rows and len(rows[0]) > 1]
-    known = [rows for rows in known if all(step.losses for row in rows for step in row)]
-    if any(near(mean(weighed(rows))) for rows in known):
-        return None
-    for rows in known:
-        of_all, own = mean(weighed(rows), 0), weighed([row[:1] for row in rows])
-        if near(mean(own)) or near(mean(own, 0)):
-            return f"{match[0]} is the loss of rank 0, that of all ranks is {of_all:.4g}"
-        if near(len(rows[0]) * of_all):
-            return f"{match[0]} is the sum over the ranks, their mean is {of_all:.4g}"
-        if near(of_all):
-            text = f"{match[0]} is a mean over batches of unequal size"
-            return f"{text}, over samples it is {mean(weighed(rows)):.4g}"
-    return None
+        return ""
+    off = 0.51 * 10**-digits + 1e-6 * abs(value)
+    told = [text for rows in windows for near, text in meanings(rows) if abs(value - near) <= off]
+    return f"{match[0]} is {told[0]}" if told and "" not in told else ""
 
 
-def weighed(rows):
-    """Return the loss of each step with the number of its samples, if that is known of all."""
+def meanings(rows):
+    """Yield what a printed number may be, and, unless that is right, what it is in words."""
+    if not all(step.losses for row in rows for step in row) or not rows or len(rows[0]) < 2:
+        return
+    right, of_all, own = mean(rows), mean(rows, False), [row[:1] for row in rows]
+    yield right, ""
+    for value in (mean(own), mean(own, False)):
+        yield value, f"the loss of rank 0, that of all ranks is {of_all:.4g}"
+    yield len(rows[0]) * of_all, f"the sum over the ranks, their mean is {of_all:.4g}"
+    yield of_all, f"a mean over batches of unequal size, over samples it is {right:.4g}"
+
+
+def mean(rows, weighted=True):
+    """Return the mean of the losses in these steps, weighted by samples if all are known."""
     every = [step for row in rows for step in row]
-    known = all(step.samples for step in every)  # else some are fetched ahead
-    return [(step.losses[-1], step.samples if known else 1) for step in every]
-
-
-def mean(pairs, power=1):
-    """Return the mean of losses, each with the number of its samples, which may count or not."""
-    return sum(loss * n**power for loss, n in pairs) / sum(n**power for _, n in pairs)
+    weighted &= all(step.samples for step in every)  # else some are fetched ahead
+    counts = [step.samples if weighted else 1 for step in every]
+    return sum(n * step.losses[-1] for n, step in zip(counts, every)) / sum(counts)
 
 
 def accuracy_is_of_samples(run):

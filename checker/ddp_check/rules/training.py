@@ -17,7 +17,7 @@ def values_are_finite(run):
     number, row = run.first_infinite
     if number:
         found = [(rank, step) for rank, step in zip(run.ranks, row) if step.infinite]
-        rank, step = next((one for one in found if one[1].infinite == "loss"), found[0])
+        rank, step = min(found, key=lambda one: one[1].infinite != "loss")
         text = f"from step {number} on; the first rank whose {step.infinite} is not finite is"
         yield wrong(f"{text} {rank}", step.where)
     if any(not event.finite for event in run.all(events.Final)):
@@ -27,6 +27,13 @@ def values_are_finite(run):
     yield passed(f"{text}; the GradScaler skipped {skipped}" if skipped else text)
 
 
+def uneven(run, kind):
+    """Return how many events of a kind two ranks have, in words, if these numbers differ."""
+    counts = {rank: len(of) for rank, of in run.of(kind).items()}
+    pair = () if run.returncode != 0 or run.in_join else differ(counts) or ()
+    return " and ".join(f"{counted(counts[rank], 'step')} on rank {rank}" for rank in pair)
+
+
 def reduced_by_hand(run):
     """Return whether the script reduces the gradients itself, without DDP, in each step."""
     calls = lowest(run.of(events.Collective))
@@ -34,9 +41,15 @@ def reduced_by_hand(run):
     return alike and len(calls) >= len(run.step_rows) > 0
 
 
+def adds_at(run):
+    """Return the line in which the script most often adds up tensors over the ranks, or ""."""
+    calls = [one for one in run.all(events.Collective) if one.adds and one.elements > 1]
+    return max(lines, key=lines.get) if (lines := Counter(one.where for one in calls)) else ""
+
+
 def gradients_are_averaged(run):
     """each step takes the mean gradient of all ranks"""
-    steps = run.of(events.Step)
+    steps, wrapped = run.of(events.Step), run.all(events.Wrap)
     if run.is_sharded:
         yield not_applicable("the gradients are sharded")
     if any(step.closure for step in run.all(events.Step)):
@@ -57,18 +70,13 @@ def gradients_are_averaged(run):
             yield slow(text, step.where, "accumulation_without_no_sync")
     if run.in_join:
         yield unseen("inside of join(), the steps of a rank that ran out have no counterpart")
-    counts, where = {rank: len(of) for rank, of in steps.items()}, run.all(events.Step)[0].where
-    if run.returncode == 0 and (pair := differ(counts)):
-        text = " and ".join(f"rank {rank} takes {counts[rank]}" for rank in pair)
-        yield wrong(f"{text} steps", where, "uneven_batches")
-    if not run.all(events.Wrap) and not reduced_by_hand(run):
+    where = run.all(events.Step)[0].where
+    if counts := uneven(run, events.Step):
+        yield wrong(f"the optimizer takes {counts}", where, "uneven_batches")
+    if not wrapped and not reduced_by_hand(run):
         yield unseen("nothing reduces them: they are equal by chance")
-    text = (
-        ""
-        if run.all(events.Wrap)
-        else ", equal on all ranks: whether the mean or the sum, is not seen"
-    )
-    yield passed(counted(min(counts.values()), "step") + text, where)
+    text = "" if wrapped else ", equal on all ranks: whether the mean or the sum, is not seen"
+    yield passed(counted(len(lowest(steps)), "step") + text, where)
 
 
 def reduced_apart(run):
@@ -84,33 +92,35 @@ def reduced_apart(run):
     if not row[0].synced:
         text += "; the last backward() was under no_sync"
         yield wrong(text, row[0].where, "accumulation_without_no_sync")
-    yield wrong(text, row[0].where, follows=not (run.all(events.Wrap) or row[0].by_hand[0]))
+    cause = row[0].foreign and name.startswith("parameter ")  # it has no name in a wrapped model
+    by_hand = row[0].by_hand[0] and adds_at(run)
+    follows = bool(cause or not (run.all(events.Wrap) or by_hand))
+    yield wrong(text, by_hand or row[0].where, follows=follows)
 
 
 def reduced_twice(run):
     """Yield the verdict if all ranks reduce the same gradients by hand in each step."""
     rows = [row for row in run.step_rows if all(step.by_hand[1] for step in row)]
     same = [row for row in rows if all(step.by_hand[0] == row[0].by_hand[0] for step in row)]
-    calls = [one for one in run.all(events.Collective) if one.adds and one.elements > 1]
     often = len(same) > max(1, len(rows) / 2)  # with some, more is reduced, such as losses
-    if not calls or not often or len(run.ranks) < 2 or same[0][0].zero:
+    where = adds_at(run)
+    if not where or not often or len(run.ranks) < 2 or same[0][0].zero:
         return
     text = "before they are all-reduced, all ranks have the same"
-    if run.all(events.Wrap) and len(same[0][0].by_hand[0]) < len(same[0][0].gradients):
-        return  # they are no gradients of parameters
-    if run.all(events.Wrap):
-        (where, _), *_ = Counter(one.where for one in calls).most_common()
+    if not run.all(events.Wrap):
+        yield wrong(f"{text}: the same data everywhere?", same[0][0].where, "no_sampler")
+    elif len(same[0][0].by_hand[0]) >= len(same[0][0].gradients):  # else they are no gradients
         text += f": DDP has averaged them, and their sum is {len(run.ranks)} times as large"
         yield unsure(f"{text}. Is it divided?", where)
-    yield wrong(f"{text}: the same data everywhere?", same[0][0].where, "no_sampler")
 
 
 def gradients_pass_collectives(run):
     """gradients pass what is gathered"""
     lost = run.all(events.GradientLost)
-    if own := next((event for event in lost if event.own), None):
-        text = "the backward pass ends at what all_gather returned: torch.distributed.nn.functional"
-        yield wrong(f"{text}.all_gather would pass them on", own.where, "recipes/contrastive")
+    for event in lost:
+        text = "the backward pass ends at what all_gather returned: AllGather would pass them on"
+        if event.own:
+            yield wrong(text, event.where, "recipes/contrastive")
     if lost:
         text = "this rank's own part keeps its gradient, those of others lose it: is that intended?"
         yield unsure(text, lost[0].where)
@@ -121,7 +131,6 @@ def gradients_pass_collectives(run):
     for event in calls:
         if event.name == "all_gather_into_tensor":
             yield unsure("it has no gradient: does a loss depend on what it returns?", event.where)
-    yield passed("no loss depends on a collective without one")
 
 
 def clipping_sees_gradients(run):
@@ -130,31 +139,25 @@ def clipping_sees_gradients(run):
         if event.scaled:
             text = "the GradScaler's factor is still in them: call scaler.unscale_(optimizer) first"
             yield wrong(text, event.where, "recipes/fp16_scaler")
-    yield passed(counted(len(lowest(run.of(events.Clipped))), "call"))
 
 
 def rates_are_equal(run):
     """all ranks have the same learning rate"""
+    scheduled, counts = run.all(events.Scheduled), uneven(run, events.Scheduled)
     number, row, _ = run.first_difference("rates")
-    counts = {rank: len(of) for rank, of in run.of(events.Scheduled).items()}
-    uneven = ""
-    if run.returncode == 0 and not run.in_join and (pair := differ(counts)):
-        uneven = " and ".join(f"{counted(counts[rank], 'step')} on rank {rank}" for rank in pair)
-        uneven = f"the scheduler takes {uneven}"
     if number:
         rates = " and ".join(f"{step.rates[0]:.3g}" for step in row[:2])
         text = f"from step {number} on, they differ from rank to rank: {rates}"
-        before = [one for one in run.all(events.Scheduled) if one.time < row[0].time]
-        where = max([row[0], *before], key=lambda one: (one in before, one.time)).where
-        why = uneven or "does each rank's scheduler see its own loss?"
-        yield wrong(f"{text}; {why}", where, PLATEAU)
-    if uneven:
-        yield unsure(f"{uneven}: should all ranks step it?", run.all(events.Scheduled)[0].where)
+        text += f"; the scheduler takes {counts}" if counts else "; does each see its own loss?"
+        before = [one for one in scheduled if one.time < row[0].time]
+        where = max(before, key=lambda one: one.time, default=row[0]).where
+        yield wrong(text, where, PLATEAU)
+    if counts:
+        yield unsure(f"the scheduler takes {counts}: should all ranks step it?", scheduled[0].where)
     steps, taken = lowest(run.of(events.Step)), lowest(run.of(events.Scheduled))
     if len(run.ranks) > 1 and len(taken) >= len(run.ranks) * len(steps) > 0:
-        text = f"the scheduler takes {len(taken)} steps, the optimizer {len(steps)}: is it meant"
-        yield unsure(f"{text} to?", taken[0].where)
-    yield passed(counted(len({str(step.rates) for step in steps}), "rate"))
+        text = f"the scheduler takes {len(taken)} steps, the optimizer {len(steps)}: is that meant?"
+        yield unsure(text, taken[0].where)
 
 
 def weights_are_averaged(run):
@@ -182,6 +185,7 @@ def weights_agree(run):
         yield wrong(text, steps[0].where, follows=partly)
     if wrapped and (foreign := next((step for step in steps if step.foreign), None)):
         text = f"the optimizer changes {foreign.foreign} parameters that are in no wrapped model"
+        text += f": {short(wrapped[-1].where)} wraps others"
         yield wrong(text, foreign.where, "optimizer_of_other_parameters")
     yield from ended_apart(run)
     number, row, name = run.first_difference("buffers")
@@ -191,9 +195,7 @@ def weights_agree(run):
         yield unsure(f"{text}: should it hold what all ranks have seen?", row[0].where)
     if run.first_infinite[0]:
         yield NOT_FINITE
-    if wrapped:
-        yield passed("bit for bit", wrapped[0].where)
-    yield passed("gradients reduced by hand, bit for bit", steps[0].where)
+    yield passed("bit for bit", (wrapped or steps)[0].where)
 
 
 def ended_apart(run):
@@ -211,30 +213,21 @@ def ended_apart(run):
         return
     if run.in_join and not number:
         yield wrong(f"{text}: join() should have made them equal", "", "uneven_batches")
-    if cause := cause_of(run, number or len(run.step_rows) + 1):
-        yield wrong(f"{text}; {cause}", where, follows=True)
-    for line in loaded_apart(run):
-        yield judge(f"{text}: not all ranks load a state here", line, "edit_on_one_rank")
+    for field in ("rates", "gradients", "buffers"):
+        before, *_ = run.first_difference(field)
+        if before and before < (number or len(run.step_rows) + 1):
+            cause = field.replace("rates", "learning rates")
+            yield wrong(
+                f"{text}; it follows from the {cause} in step {before}", where, follows=True
+            )
+    loads = [(rank, one) for rank, of in run.of(events.StateLoaded).items() for one in of]
+    times = Counter((one.where, rank) for rank, one in loads if one.wraps)
+    for line, _ in times:
+        if len({times[line, rank] for rank in run.ranks}) > 1:
+            yield judge(f"{text}: not all ranks load a state here", line, "edit_on_one_rank")
     if number == 1 and not run.all(events.Wrap):
         text += "; broadcast them at the start, or seed all ranks alike"
     yield judge(f"{text}; were they edited?", where, "edit_on_one_rank")
-
-
-def cause_of(run, number):
-    """Return what made the weights differ before this step, in words, or an empty string."""
-    for field in ("rates", "gradients", "buffers"):
-        before, *_ = run.first_difference(field)
-        if before and before < number:
-            cause = field.replace("rates", "learning rates")
-            return f"it follows from the {cause} in step {before}"
-    return ""
-
-
-def loaded_apart(run):
-    """Return the lines in which only some ranks load a state after the models are wrapped."""
-    loads = [(rank, one) for rank, of in run.of(events.StateLoaded).items() for one in of]
-    times = Counter((one.where, rank) for rank, one in loads if one.wraps)
-    return [line for line, rank in times if len({times[line, other] for other in run.ranks}) > 1]
 
 
 def evaluated_models_agree(run):
@@ -244,19 +237,17 @@ def evaluated_models_agree(run):
         for event in of:
             key = event.model, event.where, event.steps, tuple(event.values)
             found.setdefault(key, {}).setdefault(rank, event.values)
-    shared = {key: of for key, of in found.items() if len(of) > 1}
     if run.in_join:
         yield unseen("after join(), the ranks have taken different numbers of steps")
-    for (model, where, _, names), of in shared.items():
+    for (model, where, _, names), of in found.items():
         bad = [name for name in names if differ({rank: sums[name] for rank, sums in of.items()})]
         if bad and any(run.first_difference(key)[0] for key in ("weights", "rates", "gradients")):
             yield unseen("what the ranks train differs already")
         if bad:
             page = "batchnorm_of_rank_0" if "running_" in bad[0] else "recipes/ema"
             yield wrong(f"{bad[0]} of {model} differs from rank to rank", where, page)
-    if not shared:
+    if not any(len(of) > 1 for of in found.values()):
         yield not_applicable("no model is evaluated by several ranks")
-    yield passed(counted(len(shared), "evaluation"), next(iter(shared))[1])
 
 
 def training_mode(run):
@@ -268,26 +259,19 @@ def training_mode(run):
         if not step.training:
             text = f"step {number} is taken in evaluation mode"
             yield wrong(text, step.where, "eval_never_undone")
-    yield passed(f"{len(steps)} steps", steps[0].where)
 
 
 def evaluation_mode(run):
     """the model is in evaluation mode when it is evaluated"""
-    looked = [
-        (rank, one.number)
-        for rank, of in passes(run).items()
-        for one in of
-        if one.batches and not one.is_training
-    ]
-    for rank, found in run.of(events.Evaluated).items():
-        for event in found:
+    found = {rank: [one for one in of if not one.is_training] for rank, of in passes(run).items()}
+    looked = {(rank, one.number) for rank, of in found.items() for one in of if one.batches}
+    for rank, of in run.of(events.Evaluated).items():
+        for event in of:
             if event.wrapped and event.noisy and (rank, event.number) in looked:
                 text = f"it is in training mode: {event.noisy} changes what it returns"
                 yield wrong(text, event.where)
     if not looked:
         yield unseen("no wrapped model was evaluated with a DataLoader")
-    text = counted(len({number for _, number in looked}), "evaluation")
-    yield passed(f"{text}; in none does a layer act as in training")
 
 
 def unused_search_is_needed(run):
@@ -296,4 +280,3 @@ def unused_search_is_needed(run):
     if said and not any(step.unused for step in run.all(events.Step)):
         text = "it costs time, and every parameter is used in each step"
         yield slow(text, run.all(events.Wrap)[0].where, "find_unused_without_need")
-    yield passed("DDP does not warn about it")
