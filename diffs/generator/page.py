@@ -11,7 +11,7 @@ from pygments.lexers import PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, Operator, String
 from templates import ENV, FIGURES
 
-from lookup import entries
+from lookup import ROLES, entries
 
 STYLES = {  # the CSS class for each of Pygments' token types that the page colours
     Comment: "c",
@@ -139,7 +139,7 @@ def fold(diff, code, start, end):
 
 def markdown(root, collections):
     """Return a function that turns Markdown into HTML, with its pictures inlined."""
-    parser = MarkdownIt("commonmark", {"html": False})
+    parser = MarkdownIt("commonmark", {"html": False}).enable("table")
     slugs = {patch.name: patch.slug for members in collections.values() for patch in members}
 
     def picture(_, tokens, index, *__):
@@ -150,7 +150,11 @@ def markdown(root, collections):
         return f"](#{slugs[link[1]]})" if link[1] in slugs else link[0]
 
     def to_html(text):
-        return Markup(parser.render(LINK.sub(on_page, text)))
+        tokens = parser.parse(LINK.sub(on_page, text))
+        for token in tokens:
+            if token.type in ROLES:
+                token.attrSet("role", ROLES[token.type])
+        return Markup(parser.renderer.render(tokens, parser.options, {}))
 
     parser.add_render_rule("image", picture)
     return to_html

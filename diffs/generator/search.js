@@ -249,7 +249,7 @@ document.addEventListener("click", (event) => {
   if (!search.parentElement.contains(event.target) && !event.target.closest("#hits")) close();
 });
 for (const pre of document.querySelectorAll("#troubleshooting .entry pre")) copied(pre);
-for (const td of document.querySelectorAll(".entry td")) { // on a phone, a row is a card that names its lines
+for (const td of document.querySelectorAll(":is(.entry, .note) td")) { // on a phone, a row is a card that names its lines
   td.dataset.head = td.closest("table").tHead.rows[0].cells[td.cellIndex].textContent;
 }
 search.parentElement.hidden = false;
