@@ -156,7 +156,7 @@ def parse_args():
     parser.add_argument("save_every", nargs="?", type=int, default=1, help="in epochs")
     parser.add_argument("--batch-size", type=int, default=128, help="per process")
     parser.add_argument("--lr", type=float, default=4e-3)
-    parser.add_argument("--width", type=int, default=32, help="channels; 256 keeps a GPU busy")
+    parser.add_argument("--width", type=int, default=32, help="channels of the first layer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint-path", default="checkpoint.pt")
     nprocs = torch.cuda.device_count() or 2

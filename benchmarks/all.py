@@ -1,6 +1,6 @@
 """Measure everything that README.md shows, and write it there.
 
-    python benchmarks/all.py            measure (about 40 minutes on two idle cores), then write
+    python benchmarks/all.py            measure (about 50 minutes on two idle cores), then write
     python benchmarks/all.py --tables   only write the tables again, from the files in figures/
 
 The tables are in README.md, between <!-- measured: FILE --> and <!-- end -->.
@@ -23,7 +23,7 @@ DATA = HERE.parent / "diffs" / "figures" / "where-the-time-goes.json"  # of a fi
 PYTHON = [sys.executable]
 BUCKETS = "breakdown.py --width=128 --batch-size=8 --bucket-mb=0.25"
 COMMANDS = (
-    (PYTHON, "peers.py"),
+    (PYTHON, "peers.py --epochs=10 --repeats=5"),
     (PYTHON, "lines.py"),
     (PYTHON, "lines.py --batch-size=32"),
     (launcher(2), "breakdown.py"),

@@ -4,13 +4,15 @@
 
 It runs steps of 05_gather_eval.py under torch.profiler, prints the mean milliseconds of each part,
 draws the fastest step as breakdown.svg, and writes breakdown.json and trace-RANK.json (open the
-traces at ui.perfetto.dev). The times are those of the host. A GPU runs asynchronously, so look at
-its trace.
+traces at ui.perfetto.dev).
 
 The default model fits into one of DDP's 25 MB buckets. To see several, take a wider model with
-smaller buckets: --width=128 --batch-size=8 --bucket-mb=0.25. Then the files are timeline-N.json and
-timeline-N.svg, where N is the number of ranks, and some of what the figure on diffs/index.html
-forecasts is measured, too.
+smaller buckets: --width=128 --batch-size=8 --bucket-mb=0.25. Then the files are timeline-RANKS.*,
+and some of what the figure on diffs/index.html forecasts is measured, too.
+
+With GPUs, the parts are how long the host takes to launch them, and nothing is drawn or forecast.
+Beside them is how long a GPU computes and copies, and how long NCCL's kernels run, with their
+waiting. This was never held against a GPU's trace: compare it with yours.
 """
 
 import statistics
@@ -22,6 +24,7 @@ import shared
 import torch
 import torch.distributed as dist
 from matplotlib.patches import Patch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 PARTS = {
@@ -67,14 +70,29 @@ def run(trainer, steps, passes, no_sync):
                 with trainer.model.no_sync() if left and no_sync else nullcontext():
                     torch.nn.functional.cross_entropy(trainer.model(source), targets).backward()
             trainer.optimizer.step()
+        torch.get_device_module(trainer.device).synchronize()  # a GPU may be behind the host
         times.append(1e3 * (time.perf_counter() - start))
     return min(times)
 
 
 def spans(events, origin, *names):
-    """Return (start, end), in milliseconds of the machine's clock, of what begins with a name."""
-    ranges = [event.time_range for event in events if event.name.startswith(names)]
+    """Return (start, end), in milliseconds of the machine's clock, of what begins with a name.
+
+    A range of the host in which kernels were launched is there again, with the GPU's times.
+    """
+    host = [event for event in events if event.device_type == DeviceType.CPU]
+    ranges = [event.time_range for event in host if event.name.startswith(names)]
     return sorted((each.start / 1e3 + origin, each.end / 1e3 + origin) for each in ranges)
+
+
+def of_gpu(events, steps):
+    """Return the mean milliseconds of a step that a GPU computes, and NCCL runs; {} without one."""
+    found = {"GPU": 0, "NCCL": 0}
+    for event in events:
+        if event.device_type != DeviceType.CPU and not event.is_user_annotation:
+            name = "NCCL" if event.name.startswith("nccl") else "GPU"
+            found[name] += event.time_range.elapsed_us() / 1e3 / steps
+    return found if any(found.values()) else {}
 
 
 def steps_of(events, origin):
@@ -129,20 +147,23 @@ def fastest_step(by_rank):
     ]
 
 
-def durations(step):
+def durations(step, parts=PARTS):
     """Return the milliseconds of each part of a step, and how much of the all-reduce is hidden."""
-    found = {name: sum(end - start for start, end in step[name]) for name in step}
+    found = {name: sum(end - start for start, end in step[name]) for name in parts}
     whole = step["optimizer"][0][1] - step["data"][0][0]
-    found["other"] = whole - sum(found[name] for name in PARTS)
-    ((_, ready),) = step["backward"]
-    found["hidden"] = sum(max(0, min(end, ready) - start) for start, end in step["all-reduce"])
-    return found
+    found["other"] = whole - sum(found.values())
+    if "waiting" in parts:
+        sums, ((_, ready),) = step["all-reduce"], step["backward"]
+        found["all-reduce"] = sum(end - start for start, end in sums)
+        found["hidden"] = sum(max(0, min(end, ready) - start) for start, end in sums)
+    return {**found, "step": whole}
 
 
-def means(steps):
-    """Return the mean milliseconds of each part over all steps."""
-    rows = [durations(step) for step in steps]
-    return {name: statistics.mean(row[name] for row in rows) for name in rows[0]}
+def means(steps, gpu):
+    """Return the mean milliseconds of each part over all steps. No host waits for a GPU's sums."""
+    parts = [name for name in PARTS if name != "waiting" or not gpu]
+    rows = [durations(step, parts) for step in steps]
+    return {name: statistics.mean(row[name] for row in rows) for name in rows[0]} | gpu
 
 
 def measured(args):
@@ -160,12 +181,9 @@ def measured(args):
 
 def report(record):
     """Return a Markdown table of the mean milliseconds of each rank."""
-    names = [*PARTS, "other", "all-reduce", "hidden"]
-    lines = [("ms per step", *names, "step")]
-    for rank, row in enumerate(record["milliseconds_by_rank"]):
-        total = sum(row[name] for name in [*PARTS, "other"])
-        lines.append((f"rank {rank}", *(f"{row[name]:.1f}" for name in names), f"{total:.1f}"))
-    return shared.table(*lines)
+    rows = record["milliseconds_by_rank"]
+    lines = [(f"rank {n}", *(f"{ms:.1f}" for ms in row.values())) for n, row in enumerate(rows)]
+    return shared.table(("ms per step", *rows[0]), *lines)
 
 
 def draw(ranks, path):
@@ -196,18 +214,23 @@ def main():
     profiler, trainer, _ = profiled(args, 40)
     profiler.export_chrome_trace(f"trace-{rank}.json")
     origin = profiler.profiler.kineto_results.trace_start_ns() / 1e6
-    by_rank = [None] * world_size if rank == 0 else None
-    dist.gather_object(steps_of(profiler.events(), origin), by_rank)
+    events, by_rank = profiler.events(), [None] * world_size if rank == 0 else None
+    steps, gpu = steps_of(events, origin), of_gpu(events, 40)
+    dist.gather_object((means(steps, gpu), steps), by_rank)
     sizes = trainer.model._get_ddp_logging_data()["rebuilt_bucket_sizes"]
     found = {"world_size": world_size, "bucket_bytes": [int(size) for size in sizes.split(",")]}
     name = "breakdown"
-    if args.bucket_mb:
+    if args.bucket_mb and not gpu:
         name = f"timeline-{world_size}"
         found["measured"] = measured(args)
     if rank == 0:
-        rows, ranks = [means(steps) for steps in by_rank], fastest_step(by_rank)
-        shared.write(name, args, report, **found, milliseconds_by_rank=rows, ranks=ranks)
-        draw(ranks, f"{name}.svg")
+        rows, steps_by_rank = zip(*by_rank)
+        found["ranks"] = [] if gpu else fastest_step(steps_by_rank)
+        shared.write(name, args, report, milliseconds_by_rank=rows, **found)
+        if gpu:
+            print(__doc__.rpartition("\n\n")[2])
+        else:
+            draw(found["ranks"], f"{name}.svg")
     dist.barrier()
     del trainer  # and DDP, before the group that it uses
     dist.destroy_process_group()

@@ -23,12 +23,10 @@ def accuracy(rule, processes, seed, args):
     """Train once; return the share of the held-out digits that is recognized."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "program.py")
-        path.write_text(
-            shared.changed("learning_rate", [(ROOT_RULE, RULES[rule])]), encoding="utf-8"
-        )
-        output = shared.trained(
-            [*shared.launcher(1), path], args, processes * BATCH, f"--seed={seed}"
-        )
+        text = shared.changed("learning_rate", [(ROOT_RULE, RULES[rule])])
+        path.write_text(text, encoding="utf-8")
+        words = [*shared.launcher(1), path]
+        output = shared.trained(words, args, processes * BATCH, f"--seed={seed}")
     correct, total = re.search(r"\((\d+)/(\d+)\)$", output.strip()).groups()
     return int(correct) / int(total)
 

@@ -139,9 +139,8 @@ def main():
     counts = {"processes": (2, "world size"), "repeats": (7, "rounds")}
     args = shared.options(__doc__, **counts, **shared.TRAINING)
     texts = programs()
-    found = shared.rounds(
-        {name: partial(timed, text, args) for name, text in texts.items()}, args.repeats
-    )
+    runs = {name: partial(timed, text, args) for name, text in texts.items()}
+    found = shared.rounds(runs, args.repeats)
     rows = []
     for name, text in texts.items():
         row = {"name": name, "lines": lines(text), **stopped(text, args)}

@@ -25,7 +25,7 @@ BUSY = os.getloadavg()[0]  # what else runs here, when a benchmark starts
 GREY = "#7d7d7d"  # readable on white and on black
 TRAINING = {  # options of several programs, with a default and a help
     "batch_size": (128, "per process"),
-    "width": (32, "of the model; 256 for GPUs"),
+    "width": (32, "of the model"),
     "epochs": (4, "per run; the first is a warm-up"),
 }
 

@@ -10,6 +10,8 @@ import sys
 import pytest
 from support.jobs import finished, run
 from support.scripts import ROOT, forked
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 
 BENCHMARKS = ROOT / "benchmarks"
 PAGE = BENCHMARKS / "README.md"
@@ -49,6 +51,20 @@ def test_the_lines_of_the_peers_are_counted(benchmark):
     peers = benchmark("peers")
     assert all(peers.lines(text) > 30 for text in peers.programs().values())
     assert peers.lines("x = 1\n\ndef parse_args():\n    return 1\n\n\nprint(x)\n") == 2
+
+
+def test_what_the_trace_of_a_gpu_repeats_is_no_second_step(benchmark):
+    """The host's ranges are on the GPU's time axis, too; of that, only kernels and copies count."""
+    breakdown, name, gpu = benchmark("breakdown"), "Optimizer.step#AdamW.step", DeviceType.CUDA
+    events = [
+        FunctionEvent(0, name, 0, 10, 15, is_user_annotation=True),
+        FunctionEvent(0, name, 0, 90, 98, device_type=gpu, is_user_annotation=True),
+        FunctionEvent(0, "sgemm", 0, 90, 94, device_type=gpu),
+        FunctionEvent(0, "ncclDevKernel_AllReduce_Sum_f32", 0, 92, 98, device_type=gpu),
+    ]
+    assert breakdown.spans(events, 1, "Optimizer.step") == [(1.01, 1.015)]
+    assert breakdown.of_gpu(events, 2) == {"GPU": 0.002, "NCCL": 0.003}
+    assert breakdown.of_gpu(events[:1], 2) == {}
 
 
 @pytest.fixture
