@@ -23,7 +23,7 @@ DATA = HERE.parent / "diffs" / "figures" / "where-the-time-goes.json"  # of a fi
 PYTHON = [sys.executable]
 BUCKETS = "breakdown.py --width=128 --batch-size=8 --bucket-mb=0.25"
 COMMANDS = (
-    (PYTHON, "peers.py --epochs=10 --repeats=5"),
+    (PYTHON, "peers.py"),
     (PYTHON, "lines.py"),
     (PYTHON, "lines.py --batch-size=32"),
     (launcher(2), "breakdown.py"),

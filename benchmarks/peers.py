@@ -136,8 +136,9 @@ def draw(rows, path):
 
 
 def main():
-    counts = {"processes": (2, "world size"), "repeats": (7, "rounds")}
-    args = shared.options(__doc__, **counts, **shared.TRAINING)
+    counts = {"processes": (2, "world size"), "repeats": (5, "rounds")}
+    _, words = shared.TRAINING["epochs"]
+    args = shared.options(__doc__, **counts, **{**shared.TRAINING, "epochs": (10, words)})
     texts = programs()
     runs = {name: partial(timed, text, args) for name, text in texts.items()}
     found = shared.rounds(runs, args.repeats)
