@@ -10,8 +10,7 @@ import sys
 import pytest
 from support.jobs import finished, run
 from support.scripts import ROOT, forked
-from torch.autograd import DeviceType
-from torch.autograd.profiler_util import FunctionEvent
+from torch.autograd.profiler_util import DeviceType, FunctionEvent
 
 BENCHMARKS = ROOT / "benchmarks"
 PAGE = BENCHMARKS / "README.md"
@@ -48,15 +47,12 @@ def test_the_changed_lines_are_in_the_scripts(benchmark):
 
 
 def test_the_lines_of_the_peers_are_counted(benchmark):
-    peers = benchmark("peers")
-    assert all(peers.lines(text) > 30 for text in peers.programs().values())
-    assert peers.lines("x = 1\n\ndef parse_args():\n    return 1\n\n\nprint(x)\n") == 2
+    assert benchmark("peers").lines("x = 1\n\ndef parse_args():\n    return 1\n\n\nprint(x)\n") == 2
 
 
 def test_what_the_trace_of_a_gpu_repeats_is_no_second_step(benchmark):
-    """The host's ranges are on the GPU's time axis, too; of that, only kernels and copies count."""
     breakdown, name, gpu = benchmark("breakdown"), "Optimizer.step#AdamW.step", DeviceType.CUDA
-    events = [
+    events = [  # the host's range is on the GPU's time axis, too; there, only kernels count
         FunctionEvent(0, name, 0, 10, 15, is_user_annotation=True),
         FunctionEvent(0, name, 0, 90, 98, device_type=gpu, is_user_annotation=True),
         FunctionEvent(0, "sgemm", 0, 90, 94, device_type=gpu),
@@ -64,7 +60,6 @@ def test_what_the_trace_of_a_gpu_repeats_is_no_second_step(benchmark):
     ]
     assert breakdown.spans(events, 1, "Optimizer.step") == [(1.01, 1.015)]
     assert breakdown.of_gpu(events, 2) == {"GPU": 0.002, "NCCL": 0.003}
-    assert breakdown.of_gpu(events[:1], 2) == {}
 
 
 @pytest.fixture
@@ -133,12 +128,6 @@ def test_breakdown(tmp_path):
     changed = [(row["batch"], row["passes"], row["no_sync"]) for row in found["measured"]]
     assert changed == [(4, 1, True), (1, 4, True), (1, 4, False)]
     assert "rank 1</text>" in (tmp_path / "timeline-2.svg").read_text(encoding="utf-8")
-
-
-def test_scaling(tmp_path):
-    finished([sys.executable, BENCHMARKS / "scaling.py", *SMALL["scaling"].split()], tmp_path)
-    rows = json.loads((tmp_path / "scaling.json").read_text(encoding="utf-8"))["summary"]
-    assert {row["kind"] for row in rows if row["samples_per_second"] > 0} == {"weak", "strong"}
 
 
 def test_a_watched_program_notes_its_steps_and_is_killed(tmp_path):

@@ -174,10 +174,9 @@ FORECASTS = """records => { const { errors, forecasted, summary } = figures["whe
 def test_the_forecast_is_as_close_to_what_was_measured_as_the_page_says(script):
     data = json.loads((FIGURES / "where-the-time-goes.json").read_text(encoding="utf-8"))
     page = (FIGURES / "where-the-time-goes.html").read_text(encoding="utf-8")
-    forecasts = script.evaluate(FORECASTS, [*data["records"].values()])
-    most = re.findall(r"at most (\d+) %", page)
-    for found, percent in zip(forecasts, most, strict=True):
-        assert len(found["errors"]) == 3 and max(found["errors"]) <= int(percent) / 100, found
+    records, said = [*data["records"].values()], re.findall(r"at most (\d+) %", page)
+    for found, most in zip(script.evaluate(FORECASTS, records), said, strict=True):
+        assert len(found["errors"]) == 3 and max(found["errors"]) <= int(most) / 100, found
         assert found["same"] == pytest.approx(found["recorded"])
 
 
