@@ -38,7 +38,7 @@ def complete(found):
     It is once its rank has done something else: the file may have to be renamed first.
     """
     last = max((at for at, event in enumerate(found) if isinstance(event, DOING)), default=0)
-    return [event.steps for event in found[:last] if isinstance(event, events.Saved)]
+    return [event.steps for event in found[:last] if isinstance(event, events.Save)]
 
 
 def saved_steps(run):

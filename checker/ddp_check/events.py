@@ -3,8 +3,6 @@
 import json
 from dataclasses import dataclass, make_dataclass
 
-KINDS = {}  # name -> class
-
 
 @dataclass(kw_only=True)
 class Event:
@@ -18,13 +16,13 @@ class Event:
 def read(line):
     """Return the event that is written on a line."""
     values = json.loads(line)
-    return KINDS[values.pop("kind")](**values)
+    return globals()[values.pop("kind")](**values)
 
 
 def kind(name, fields=""):
     """Return the class of a kind of event."""
     made = make_dataclass(name, fields.split(), bases=(Event,), kw_only=True)
-    made.__module__, KINDS[name] = __name__, made  # as for a class statement: it can be pickled
+    made.__module__ = __name__  # as for a class statement: it can be pickled
     return made
 
 
@@ -39,7 +37,7 @@ Translated = kind("Translated", "call")
 # It named a GPU: use is "set" or "use"; count: of the GPUs that there are; chosen: it chose what it
 # can see
 Gpu = kind("Gpu", "use index count chosen")
-# It called a collective on all ranks. adds: numbers are added up; inside: of the model's forward
+# It called a collective on all ranks. adds: numbers are added up; inside: of a forward or backward
 # pass; elements: of its largest tensor; gradient: its input requires one, its result has none
 Collective = kind("Collective", "name adds inside elements gradient")
 Received = kind("Received")  # it waited for what another rank sent
@@ -70,39 +68,28 @@ Cut = kind("Cut", "dropped order")
 Counted = kind("Counted", "length reduced")
 Totalled = kind("Totalled", "values")  # whole numbers that were added up over all ranks
 
-# shapes: [name, shape] of each parameter; buffers: how many each rank updates
-Wrap = kind("Wrap", "shapes buffers")
-# An optimizer is about to take a step. All that is counted is counted since the step before.
+# names: of the parameters; buffers: there are some that each rank updates
+Wrap = kind("Wrap", "names buffers")
+# An optimizer is about to take a step; all that is counted is counted since the step before.
+# gradients, weights: {name of a parameter: checksum}; weights may be None; rates: of learning
+# losses: whose backward pass came; samples: that were loaded; inputs: checksums of what entered
+# the model; infinite: what is not: "loss", "gradient of …" or nothing; zero: all gradients are
+# unused: parameters without a gradient; foreign: parameters in no wrapped model; bypassed: models
+# that got gradients without a call of their wrappers; sharded: over a mesh of so many dimensions
+# state: the optimizer has one; closure: it computes the gradients; synced: the last forward pass
+# asked for a reduction; by_hand: checksums of what the script reduced itself, and whether that was
+# all gradients; training: mode of the model; buffers: {name: checksum}, without statistics;
+# broadcasts: DDP replaces them by those of rank 0; random: checksum of the generator's state;
+# dropout: the model drew random numbers; joined: inside of join()
 Step = kind(
     "Step",
-    "names "  # of the parameters; empty if they are those of the step before
-    "gradients weights "  # checksums
-    "rates "  # learning rates
-    "losses "  # whose backward pass came
-    "samples "  # that were loaded
-    "infinite "  # what is not finite: "loss", "gradient of …" or nothing
-    "zero "  # all gradients are
-    "unused "  # parameters without a gradient
-    "foreign "  # parameters in no wrapped model
-    "bypassed "  # models that got gradients without a call of their wrappers
-    "sharded "  # over a mesh with this number of dimensions
-    "state "  # the optimizer has one
-    "closure "
-    "synced "  # the last forward pass asked for a reduction
-    "reductions "
-    "by_hand "  # checksums of what the script reduced itself, and whether it was all gradients
-    "training "  # mode of the model
-    "buffers "  # {name: checksum} of those that have changed, but no statistics
-    "broadcasts "  # DDP replaces them by those of rank 0
-    "random "  # checksum of the generator's state
-    "dropout "  # the model drew random numbers
-    "inputs "  # checksums of what entered the model
-    "joined",  # inside of join()
+    "gradients weights rates losses samples inputs infinite zero unused foreign bypassed sharded "
+    "state closure synced reductions by_hand training buffers broadcasts random dropout joined",
 )
 StepSkipped = kind("StepSkipped")  # by a GradScaler
 Bypass = kind("Bypass", "model")  # a wrapped model was called in training without its wrapper
 Clipped = kind("Clipped", "scaled")  # while a GradScaler's factor was in the gradients
-Scheduled = kind("Scheduled", "steps")  # a scheduler took a step; steps: of the optimizers before
+Scheduled = kind("Scheduled")  # a scheduler took a step
 StateLoaded = kind("StateLoaded", "wraps")  # how many models were wrapped before
 # A model was called without gradients, for the first time in a pass. values: checksums of its
 # parameters and buffers; noisy: the layer that changes what it returns, being in training mode
@@ -112,6 +99,6 @@ Final = kind("Final", "weights finite")
 Print = kind("Print", "text")
 Opened = kind("Opened", "path append")  # for writing
 Renamed = kind("Renamed", "path source")
-Save = kind("Save", "path keys")  # torch.save is called; keys that begin with module.
-Saved = kind("Saved", "steps")
+# torch.save has returned; keys: that begin with module.; steps: of the optimizers before
+Save = kind("Save", "path keys steps")
 Load = kind("Load", "weights_only")

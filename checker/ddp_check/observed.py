@@ -84,16 +84,16 @@ class Run:
 
         That is the name of a parameter or a buffer. Without a difference: None, (), "".
         """
-        known, names = [{} for _ in self.ranks], []  # rank by rank, {name or position: value}
+        known = [{} for _ in self.ranks]  # rank by rank, {name or position: value}
         for number, row in enumerate(self.step_rows, 1):
-            names, values = row[0].names or names, [getattr(step, field) for step in row]
+            values = [getattr(step, field) for step in row]
             if None in values:  # a rank may report its weights more often
                 continue
             for of, value in zip(known, values):
                 of.update(value if isinstance(value, dict) else enumerate(value))
             for key, value in known[0].items():
                 if any(of.get(key) != value for of in known):
-                    return number, row, names[key] if isinstance(key, int) else key
+                    return number, row, key
         return None, (), ""
 
     @property
@@ -141,13 +141,13 @@ class Run:
             return []
         first = self.raised[0]
         text = first.string[: first.end()].replace(f"{self.cwd}{os.sep}", "")
-        (prefix,) = re.findall(rf"^(?:{PREFIX})?", text.rpartition("\n")[2])
-        lines = [line for line in text.splitlines() if line.startswith(prefix.rstrip())]
+        prefix = re.match(rf"(?:{PREFIX})?", text.rpartition("\n")[2])[0].rstrip()
+        lines = [line for line in text.splitlines() if line.startswith(prefix)]
         lines = [re.sub(PREFIX, "", line) if prefix else line for line in lines]
-        starts = [number for number, line in enumerate(lines) if line.startswith("Traceback")]
-        frames = [number for number, line in enumerate(lines) if FRAME.match(line)]
-        start = starts[-1:] or frames[-1:]  # a SyntaxError has only the frame
-        return lines[start[0] :] if start else []
+        starts = [at for at, line in enumerate(lines) if line.startswith("Traceback")]
+        # A SyntaxError has only the frame.
+        starts = starts or [at for at, line in enumerate(lines) if FRAME.match(line)]
+        return lines[starts[-1] :] if starts else []
 
     @property
     def error_where(self):

@@ -12,6 +12,7 @@ class Pass:
     steps: list = field(default_factory=list)
     steps_beside: int = 0  # credited to another pass, which gave a later batch
     ended: bool = False
+    evaluates: bool = False  # a model was called without gradients
     after: list = field(default_factory=list)  # events that follow one of its batches
 
     def __getattr__(self, name):
@@ -47,7 +48,6 @@ def passes_of(found):
     passes = {}  # by number
     fed = []  # passes with a batch since the last step
     given = None  # the pass that gave the last batch
-    looked = set()  # numbers of passes in which a model was called without gradients
     for event in found:
         known = passes.get(getattr(event, "number", None))
         match event:
@@ -59,10 +59,10 @@ def passes_of(found):
                 fed = [one for one in fed if one is not known] + [known]
             case events.PassEnded() if known:
                 known.ended = True
-            case events.Evaluated():
-                looked.add(event.number)
+            case events.Evaluated() if known:
+                known.evaluates = True
             case events.Step():
-                credit(event, fed, list(passes.values()), looked)
+                credit(event, fed, list(passes.values()))
                 fed = []
             case _ if given:
                 given.after.append(event)
@@ -73,7 +73,7 @@ def passes_of(found):
     return list(passes.values())
 
 
-def credit(step, fed, passes, looked):
+def credit(step, fed, passes):
     """Credit a step to the pass that gave the last batch, preferably one that goes on.
 
     If there was none since the previous step, its batches may have been fetched ahead. A pass that
@@ -81,11 +81,9 @@ def credit(step, fed, passes, looked):
     """
     known = [one for one in passes if one.steps]
     lines = {one.where for one in known}
-
-    def may_train(one):
-        return not one.ended or one.number not in looked or one.where in lines
-
-    fed = list(filter(may_train, fed)) or known[-1:] or list(filter(may_train, passes[-1:]))
+    able = [one for one in passes if not (one.ended and one.evaluates) or one.where in lines]
+    fed = [one for one in fed if one in able] or known[-1:]
+    fed = fed or [one for one in passes[-1:] if one in able]
     fed = [one for one in fed if not one.ended] or fed
     for one in fed[-1:]:
         one.steps.append(step)

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import re
 import signal
 from dataclasses import asdict, dataclass
@@ -41,7 +40,3 @@ class Task:
 
     def __str__(self):
         return json.dumps(asdict(self))
-
-
-def task():
-    return Task(**json.loads(os.environ[VARIABLE]))

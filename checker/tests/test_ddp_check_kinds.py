@@ -243,6 +243,13 @@ def lose(out, parts):
 """,
     ),
 ]
+LOST_IN_ONE = [
+    (
+        "            every = torch.cat(torch.distributed.nn.all_gather(out))\n",
+        "            every = torch.empty(size * len(out), 4)\n"
+        "            dist.all_gather_into_tensor(every, out)\n",
+    )
+]
 BARLOW = [
     before(EVALUATE, "\ndef summed(x):\n    return torch.distributed.nn.all_reduce(x)\n\n"),
     ("targets)\n", "targets) + summed(model(inputs).square().mean(dim=0)).sum()\n"),
@@ -306,7 +313,14 @@ GPUS = [
 """,
     ),
     (LOADER, LOADER.replace("sampler)", "sampler, pin_memory=True)")),
-    (WRAP, "    model = DDP(net.to(rank), device_ids=[rank])\n"),
+    (
+        WRAP,
+        """    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    model = DDP(net.to(rank), device_ids=[rank])
+    model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+""",
+    ),
     before(READY, '    scaler = torch.amp.GradScaler("cuda")\n'),
     ("torch.zeros(2)", "torch.zeros(2, device=device)"),
     (
@@ -341,7 +355,7 @@ GPUS = [
 ]
 TRANSLATED = {
     *("torch.cuda.set_device()", "torch.cuda.synchronize()", "torch.cuda.init()", ".cuda()"),
-    *("pin_memory", "device_ids", "device_id", ".to(0)", '"cuda:0"', '"cuda"'),
+    *("pin_memory", "device_ids", "device_id", '"cuda:0"', '"cuda"'),
     *("torch.Generator(device)", "a stream or an event"),
 }
 
@@ -454,7 +468,7 @@ KINDS = {
     "one of two models": Kind(
         {**GRADIENTS, **WEIGHTS},
         [("head(model", "head.module(model")],
-        r"first that of weight; the model is called without its wrapper .+\(loss = cross_e",
+        r"first that of weight of model 2; the model is called without its wrapper .+\(loss = cross_e",
         HEAD,
     ),
     "reduced again": Kind(
@@ -469,6 +483,12 @@ KINDS = {
     ),
     "gathered without a gradient": Kind(
         {"gradients_pass_collectives": WRONG}, LOST, r"\(dist.all_gather\(parts, out", TOWERS
+    ),
+    "gathered into a tensor without a gradient": Kind(
+        {"gradients_pass_collectives": UNSURE},
+        LOST_IN_ONE,
+        r"\(dist.all_gather_into_",
+        [*TOWERS, SYNCED[0]],
     ),
     "summed without a gradient": Kind(
         {"gradients_pass_collectives": WRONG},

@@ -6,6 +6,7 @@ import pickle
 import random
 import sys
 import zlib
+from collections import deque
 from types import SimpleNamespace
 
 import torch
@@ -13,8 +14,8 @@ from torch.utils import data
 from torch.utils.data.distributed import DistributedSampler
 
 from ddp_check import events
-from ddp_check.observer.lengths import watch_no_lengths
-from ddp_check.observer.report import TASK, say, seen, watch
+from ddp_check.observer.group import watch_no_lengths
+from ddp_check.observer.report import TASK, first, reports, say, seen, watch
 from ddp_check.observer.values import checksum, fingerprint, parts_of, sample_checksums
 
 
@@ -22,34 +23,39 @@ def contents(dataset):
     """Return the data set below all Subsets, and the indices that they keep, or None for all."""
     indices = None
     while isinstance(dataset, data.Subset):
-        kept = dataset.indices
-        indices = [int(kept[index]) for index in (range(len(kept)) if indices is None else indices)]
-        dataset = dataset.dataset
+        kept = dataset.indices if indices is None else [dataset.indices[one] for one in indices]
+        dataset, indices = dataset.dataset, [*map(int, kept)]
     return dataset, indices
 
 
-def begin(loader, iterator):
+@watch(data.dataloader._BaseDataLoaderIter, "__init__", "_reset")
+def begin(do, self, loader, first_iter=None):
     """Report the start of a pass over a DataLoader."""
+    do(self, loader, *([] if first_iter is None else [first_iter]))
+    if first_iter:  # persistent workers reuse the iterator of the previous epoch
+        return
     seen.passes += 1
     seen.new_pass = True
     dataset, kept = contents(loader.dataset)
     # For the iterator: the number of the pass, the indices that Subsets keep, the samples that were
-    # loaded for the next step before, the indices of each batch that it asked for, batches it gave
-    asked = {"number": seen.passes, "kept": kept, "samples": seen.samples}
-    iterator._ddp_check = SimpleNamespace(**asked, indices=[], given=0)
+    # loaded for the next step before, and the indices of each batch that it asked for
+    self._ddp_check = SimpleNamespace(
+        number=seen.passes, kept=kept, samples=seen.samples, asked=deque()
+    )
     batches = loader.batch_sampler
     while hasattr(batches, "batch_sampler"):  # Accelerate wraps it
         batches = batches.batch_sampler
     sampler = loader.sampler if batches is None else batches
     sampler = batches.sampler if type(batches) is data.BatchSampler else sampler
     in_order = isinstance(sampler, data.SequentialSampler | range | list)
-    total = None
-    with contextlib.suppress(TypeError):  # an iterable data set may have no length
+    length = total = None
+    with contextlib.suppress(TypeError):  # an iterable data set may have none
+        length = len(loader.dataset)
         total = len(loader)
     say(
         events.PassBegun,
         number=seen.passes,
-        length=len(loader.dataset) if hasattr(loader.dataset, "__len__") else None,
+        length=length,
         total=total,
         iterable=isinstance(dataset, data.IterableDataset),
         part=0 if kept is None else zlib.crc32(repr(kept).encode()),
@@ -62,10 +68,9 @@ def begin(loader, iterator):
     )
 
 
-@watch(DistributedSampler, "set_epoch")
-def set_epoch(do, self, epoch):
-    say(events.EpochSet, value=epoch)
-    return do(self, epoch)
+@reports(events.EpochSet, DistributedSampler, "set_epoch")
+def epoch_set(args, kwargs):
+    return {"value": [*args, *kwargs.values()][-1]}
 
 
 @watch(data.DataLoader, "__init__")
@@ -74,86 +79,61 @@ def load_data(do, self, dataset, batch_size=1, *args, **kwargs):
     do(self, dataset, batch_size * TASK.scale if scalable else batch_size, *args, **kwargs)
 
 
-@watch(data.dataloader._BaseDataLoaderIter, "__init__")
-def start(do, self, loader):
-    do(self, loader)
-    begin(loader, self)
-
-
-@watch(data.dataloader._BaseDataLoaderIter, "_reset")
-def restart(do, self, loader, first_iter=False):
-    do(self, loader, first_iter)
-    if not first_iter:  # persistent workers reuse the iterator of the previous epoch
-        begin(loader, self)
-
-
 @watch(data.dataloader._BaseDataLoaderIter, "_next_index")
 def next_index(do, self):
     index = do(self)
-    self._ddp_check.indices.append(index)  # workers prefetch
+    self._ddp_check.asked.append(index)  # workers prefetch
     return index
 
 
 @watch(data.dataloader._BaseDataLoaderIter, "__next__")
 def next_batch(do, self):
-    asked = self._ddp_check
+    known = self._ddp_check
     watch_no_lengths()
     try:
         batch = do(self)
     except StopIteration:
-        say(events.PassEnded, number=asked.number)
+        say(events.PassEnded, number=known.number)
         if seen.new_pass:  # no step: it was an evaluation
-            seen.samples = asked.samples
+            seen.samples = known.samples
         raise
-    indices = integers(asked.indices[asked.given])
-    asked.given += 1
-    base = indices if None in (indices, asked.kept) else [asked.kept[index] for index in indices]
-    samples = labels = None
+    indices = base = samples = labels = None
+    with contextlib.suppress(TypeError):  # a sampler may give something else
+        asked = known.asked.popleft()
+        several = asked if isinstance(asked, list | tuple) else [asked]
+        indices = [operator.index(index) for index in several]
+        base = indices if known.kept is None else [known.kept[index] for index in indices]
     with contextlib.suppress(Exception):  # an exotic batch must not crash the user's script
         samples, labels = sample_checksums(batch)
     seen.samples += len(samples or ())
     seen.fresh = True
-    known = {"samples": samples, "labels": labels}
-    say(events.Batch, number=asked.number, indices=indices, base=base, **known)
+    found = {"indices": indices, "base": base, "samples": samples, "labels": labels}
+    say(events.Batch, number=known.number, **found)
     return batch
 
 
-def integers(indices):
-    """Return the index or indices of a batch as a list of integers, or None if it has others."""
-    several = indices if isinstance(indices, list | tuple) else [indices]
-    with contextlib.suppress(TypeError):
-        return [operator.index(index) for index in several]
-    return None
-
-
 def generators(dataset):
-    """Return the generators of random numbers that a data set keeps."""
-    found, left = [], [dataset]
+    """Return the global generators of random numbers, and those that a data set keeps."""
+    numpy, left = sys.modules.get("numpy.random"), [dataset]
+    found = {"torch": [torch.default_generator], "random": [random._inst], "generator": []}
+    found["numpy"] = [numpy.mtrand._rand] if numpy else []
     with contextlib.suppress(Exception):  # an exotic data set must not crash the user's script
         for value in left:  # it grows
             made = isinstance(value, torch.Generator | random.Random)
             if made or hasattr(value, "bit_generator"):  # NumPy's
-                found.append(value)
+                found["generator"].append(value)
             elif len(left) < 1000:
                 left += parts_of(value)
     return found
 
 
-def random_states(own):
-    """Return checksums of the states of the global generators and of the data set's own."""
-    numpy = sys.modules.get("numpy.random")
-    found = {"torch": [torch.default_generator], "random": [random._inst], "generator": own}
-    found["numpy"] = [numpy.mtrand._rand] if numpy else []
-    return {name: zlib.crc32(repr([*map(state_of, of)]).encode()) for name, of in found.items()}
-
-
-def state_of(generator):
-    if isinstance(generator, torch.Generator):
-        return checksum([generator.get_state()])
-    return zlib.crc32(pickle.dumps(generator))
-
-
-drawing = set()  # the generators that this process has drawn from to make samples
+def state_of(generators):
+    """Return a checksum of the states of these generators."""
+    total = 0
+    for one in generators:
+        of_torch = isinstance(one, torch._C.Generator)
+        total = zlib.crc32(one.get_state().numpy() if of_torch else pickle.dumps(one), total)
+    return total
 
 
 @watch(data._utils.fetch._MapDatasetFetcher, "fetch")
@@ -161,12 +141,12 @@ def fetch(do, self, indices):
     """Report the state from which each generator makes this process's first random sample."""
     if not hasattr(self, "_ddp_check"):
         self._ddp_check = generators(self.dataset)
-    before = random_states(self._ddp_check)
+    before = {name: state_of(found) for name, found in self._ddp_check.items()}
     batch = do(self, indices)
-    now, worker = random_states(self._ddp_check), data.get_worker_info()
-    for name in before.keys() - drawing:
-        if now[name] != before[name]:
-            drawing.add(name)
+    worker = data.get_worker_info()
+    for name, state in before.items():
+        after = state_of(self._ddp_check[name])
+        if after != state and first("drawn", name):
             at = worker and worker.id
-            say(events.Drawn, source=name, before=before[name], after=now[name], worker=at)
+            say(events.Drawn, source=name, before=state, after=after, worker=at)
     return batch

@@ -9,8 +9,8 @@ import sys
 
 import torch
 
-from ddp_check.events import Load, Opened, Print, Renamed, Save, Saved
-from ddp_check.observer.report import TASK, called_by_script, report_calls, say, seen, watch, where
+from ddp_check.events import Load, Opened, Print, Renamed, Save
+from ddp_check.observer.report import TASK, reports, say, seen, watch, where
 from ddp_check.protocol import is_own
 
 
@@ -67,24 +67,19 @@ def save(do, obj, f, *args, **kwargs):
     path = f if isinstance(f, str | os.PathLike) else getattr(f, "name", None)
     if path is f:
         unlink(f)
-    if path is f or where():
-        path = os.path.realpath(path) if isinstance(path, str | os.PathLike) else None
-        say(Save, path=path, keys=list(prefixed(obj))[:3])
     result = do(obj, f, *args, **kwargs)
-    say(Saved, steps=seen.steps)
+    path = os.path.realpath(path) if isinstance(path, str | os.PathLike) else None
+    say(Save, path=path, keys=prefixed(obj)[:3], steps=seen.steps)
     return result
 
 
-def prefixed(obj, prefix="module."):
-    if isinstance(obj, dict):
-        for key, value in obj.items():
-            if isinstance(key, str) and key.startswith(prefix):
-                yield key
-            yield from prefixed(value)
+def prefixed(obj):
+    """Return the keys of a dictionary, and of those inside it, that begin with module."""
+    items = obj.items() if isinstance(obj, dict) else ()
+    own = [key for key, _ in items if str(key).startswith("module.")]
+    return own + [key for _, value in items for key in prefixed(value)]
 
 
+@reports(Load, torch, "load")
 def loaded(_, kwargs):
-    return called_by_script() and {"weights_only": kwargs.get("weights_only") in (None, True)}
-
-
-report_calls(torch, "load", Load, loaded)
+    return where(direct=True) and {"weights_only": kwargs.get("weights_only") in (None, True)}

@@ -1,34 +1,28 @@
-"""Observes the process group and its collectives."""
+"""Observes the process group, its collectives, and the lengths of what they gather."""
 
 import contextlib
-import functools
 import inspect
 import os
+import re
 import socket
 import sys
-import time
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from ddp_check import events
-from ddp_check.observer.lengths import watch_lengths
-from ddp_check.observer.models import describe_models
-from ddp_check.observer.report import called_by_script, report_calls, say, seen, watch, where
+from ddp_check.observer.report import TASK, reports, say, seen, watch, where
 from ddp_check.observer.values import checksum, tensors_in
 
-COLLECTIVES = (
-    *("all_reduce", "reduce", "broadcast", "broadcast_object_list", "barrier"),
-    *("all_gather", "all_gather_into_tensor", "all_gather_object", "gather", "gather_object"),
-    *("scatter", "scatter_object_list", "reduce_scatter_tensor", "monitored_barrier"),
-    *("all_to_all", "all_to_all_single"),
-)
+COLLECTIVE = "all_|reduce(?!_op)|broadcast|gather|scatter|barrier|monitored_barrier"
 ADD = ("all_reduce", "reduce")
 SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 COUNTS = 64  # numbers that are added up at once, among which may be that of the samples
-RECEIVE = "recv recv_object_list"
+REDUCE = ("sum", "mean")
+SHOW = ("__eq__", "eq", "__ne__", "ne", "numpy", "tolist", *REDUCE)
 
 
 def meet_here(address):
@@ -51,32 +45,22 @@ def init_process_group(do, *args, **kwargs):
         os.environ["MASTER_ADDR"] = meet_here(os.environ["MASTER_ADDR"])
     result = do(*call.args, **call.kwargs)
     port = urlsplit(method).port or os.environ.get("MASTER_PORT")
-    own = bool(called_by_script())
-    say(events.Join, rank=dist.get_rank(), port=port, nn=early, own=own)
+    seen.rank, own = dist.get_rank(), bool(where(direct=True))
+    seen.gpu = seen.gpu if own else int(os.environ.get("LOCAL_RANK", 0))  # as a framework sets it
+    say(events.Join, rank=seen.rank, port=port, nn=early, own=own)
     return result
-
-
-@watch(c10d, "destroy_process_group")
-def destroy_process_group(do, *args, **kwargs):
-    describe_models()
-    say(events.Leave, models=sum(one() is not None for one in seen.wrappers))
-    time.sleep(0.05)  # gloo's threads forget their last work, or freeing a DDP model could hang
-    return do(*args, **kwargs)
 
 
 def mark_ends(parts, line):
     """Notice a backward pass that ends at what each rank gave, in the script's list."""
 
-    def told(own, _):
-        say(events.GradientLost, line, own=own)
-
     for rank, part in enumerate(parts):
-        leaf = part.detach().requires_grad_()
-        leaf.register_hook(functools.partial(told, rank == dist.get_rank()))
+        leaf, own = part.detach().requires_grad_(), rank == dist.get_rank()
+        leaf.register_hook(lambda _, own=own: say(events.GradientLost, line, own=own))
         parts[rank] = leaf.view_as(leaf)
 
 
-@watch(c10d, *COLLECTIVES)
+@watch(c10d, *(name for name in c10d.__all__ if re.match(COLLECTIVE, name)))
 def collective(do, *args, **kwargs):
     if seen.in_collective:  # all_gather_object calls all_gather
         return do(*args, **kwargs)
@@ -87,7 +71,9 @@ def collective(do, *args, **kwargs):
         # By the script, or by a library on its behalf, on all ranks:
         called = line and all(group.size() == dist.get_world_size() for group in groups)
         lost = called and report_collective(do.__name__, arguments)
-        result = do(*args, **kwargs)
+        as_nccl = TASK.translate and "gather_" in do.__name__  # gloo refuses to drop a gradient
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not as_nccl):
+            result = do(*args, **kwargs)
     finally:
         seen.in_collective -= 1
     if called and do.__name__ in ADD and not isinstance(result, dist.Work):
@@ -107,8 +93,8 @@ def report_collective(name, arguments):
     elements = max((one.numel() for one in tensors), default=0)
     ops = [value for value in arguments if isinstance(value, dist.ReduceOp)]
     adds = name in ADD and all(op in SUMS for op in ops)
-    inside = seen.in_forward
-    if adds and elements > 1 and not (inside or seen.in_step):
+    inside = seen.in_forward or torch._C._current_graph_task_id() >= 0
+    if adds and elements > 1 and not (seen.in_forward or seen.in_step):
         seen.by_hand.append((checksum(tensors), elements))
     say(events.Collective, name=name, adds=adds, inside=inside, elements=elements, gradient=lost)
     return lost
@@ -123,4 +109,59 @@ def report_totals(tensors):
                 say(events.Totalled, values=[int(value) for value in values if value % 1 == 0])
 
 
-report_calls(c10d, RECEIVE, events.Received, lambda *_: {})
+@reports(events.Received, c10d, "recv", "recv_object_list")
+def receive(*_):
+    return {}
+
+
+class Lengths(TorchFunctionMode):
+    """Reports how long tensors are after a gather: a script cuts off what a sampler padded."""
+
+    parts = None  # what the ranks gave, while lengths are of interest
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name, first = getattr(func, "__name__", ""), args[0] if args else None
+        of_tensor = isinstance(first, torch.Tensor) and self.parts is not None
+        length = len(first) if of_tensor and first.dim() else 0
+        if name == "__getitem__" and isinstance(args[1], slice) and len(result) < length:
+            self.tell(events.Cut, dropped=length - len(result), order=order_of(first, self.parts))
+        elif name in SHOW and length > 1:
+            self.tell(events.Counted, length=length, reduced=name in REDUCE)
+        return result
+
+    def tell(self, kind, **fields):
+        if str(fields) not in self.said:
+            self.said.add(str(fields))
+            say(kind, **fields)
+
+
+lengths = Lengths()
+
+
+def watch_lengths(parts):
+    """Report lengths until the next batch or step, unless the script has entered a mode itself."""
+    watch_no_lengths()
+    current = type(_get_current_function_mode())
+    if current is type(None) or current.__module__.startswith("ddp_check."):
+        lengths.parts, lengths.said = parts, set()
+        lengths.__enter__()
+
+
+def watch_no_lengths():
+    lengths.parts = None
+    while _get_current_function_mode() is lengths:
+        lengths.__exit__(None, None, None)
+
+
+def order_of(tensor, parts):
+    """Return in which order a tensor holds the parts that the ranks gave, if that is known."""
+    if len({part.shape for part in parts}) != 1 or not parts[0].dim():
+        return ""
+    blocks, turns = torch.cat(parts), torch.stack(parts, dim=1).flatten(0, 1)
+    if tensor.shape != blocks.shape or tensor.equal(turns):
+        return ""
+    if tensor.equal(blocks):
+        return "blocks"
+    same = tensor.flatten().sort().values.equal(blocks.flatten().sort().values)
+    return "another" if same else ""

@@ -1,6 +1,8 @@
 """What the observers share: their state, wrapping a function, and reporting."""
 
+import faulthandler
 import functools
+import json
 import multiprocessing
 import os
 import sys
@@ -15,9 +17,9 @@ from torch.nn.utils import clip_grad
 from torch.utils.data import get_worker_info
 
 from ddp_check.events import Drawn
-from ddp_check.protocol import HERE, is_own, task
+from ddp_check.protocol import HERE, STACKS, VARIABLE, Task, is_own
 
-TASK = task()
+TASK = Task(**json.loads(os.environ[VARIABLE]))
 torch_save, torch_load = torch.save, torch.load  # before they are watched
 
 
@@ -25,30 +27,27 @@ torch_save, torch_load = torch.save, torch.load  # before they are watched
 class Seen:
     pid: int | None = None  # of the process that opened the file: a fork opens another
     file: int = -1
+    rank: int | str | None = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
+    known: set = field(default_factory=set)  # what need not be reported again
     passes: int = 0  # over a DataLoader
-    steps: int = 0  # of the optimizers
     new_pass: bool = True  # no step since the last pass began
-    backwards: int = 0
-    forwards: list = field(default_factory=list)  # of DDP since the last step, as `Forward`
-    inputs: list = field(default_factory=list)  # checksums of the batches since the last step
-    losses: list = field(default_factory=list)  # likewise, whose backward pass came
-    samples: int = 0  # likewise, that were loaded
     fresh: bool = False  # no model was called without gradients since the last batch
-    by_hand: list = field(default_factory=list)  # [checksum, elements] that the script reduced
+    steps: int = 0  # of the optimizers
+    backwards: int = 0
+    # Since the last step: calls of DDP, as `Forward`; checksums of the batches that entered models;
+    # losses whose backward pass came; [checksum, elements] that the script reduced; samples loaded
+    forwards: list = field(default_factory=list)
+    inputs: list = field(default_factory=list)
+    losses: list = field(default_factory=list)
+    by_hand: list = field(default_factory=list)
+    samples: int = 0
     in_forward: bool = False  # of DDP, which calls the unwrapped model
-    in_backward: bool = False
+    in_collective: int = 0  # depth of nested calls
+    in_step: int = 0  # likewise: one optimizer's step may call another's
     depth: int = 0  # of nested modules that are called
     dropout: bool = False  # a forward pass of DDP has drawn random numbers
     scaled: bool = False  # a GradScaler's factor is in the gradients
-    joined: bool = False  # inside of join()
-    forked: bool = False  # this process is a copy of another
-    ended: bool = False  # the end has been reported
-    in_collective: int = 0  # depth of nested calls; DDP's constructor counts as one
-    in_step: int = 0  # likewise: one optimizer's step may call another's
-    evaluated: set = field(default_factory=set)  # modules and passes in which they were called
-    names: list = field(default_factory=list)  # of the parameters in the last step
-    buffers: dict = field(default_factory=dict)  # {name: checksum} in the last step
-    described: bool = False  # the final weights have been reported
+    gpu: int = 0  # that "cuda" means
     # The models inside DDP, kept because the script may have deleted the wrapper by the end:
     wrapped: list = field(default_factory=list)
     wrappers: list = field(default_factory=list)  # weak references to their wrappers
@@ -66,39 +65,36 @@ def say(kind, at="", **fields):
     pid = multiprocessing.parent_process().pid if worker else os.getpid()
     if seen.pid != pid:  # at the start, and after a fork
         seen.pid = pid
-        path = os.path.join(TASK.events, f"{seen.pid}.jsonl")
-        seen.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        path, how = os.path.join(TASK.events, str(pid)), os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        seen.file = os.open(f"{path}.jsonl", how)
+        faulthandler.register(STACKS, os.open(f"{path}.stack", how), all_threads=False)
     event = kind(time=time.monotonic(), where=at or where(), **fields)
     os.write(seen.file, f"{event}\n".encode())
 
 
-def where(outside=()):
+def first(*key):
+    """Return whether this is asked for the first time."""
+    known = key in seen.known
+    seen.known.add(key)
+    return not known
+
+
+def where(outside=(), direct=False):
     """Return the script's current line as "file:line", or an empty string outside of the script.
 
     The file is relative to the folder that the script runs in. Methods of these modules are left,
-    and a function that replaces `print`.
+    and a function that replaces `print`. Directly: not if a library called the watched function.
     """
     frame = sys._getframe(1)
     while frame:
         path, passes_on = frame.f_code.co_filename, frame.f_code.co_name == "print"
         passes_on |= bool(outside) and id(frame.f_locals.get("self")) in outside
         if is_own(path) and not passes_on:
-            return f"{relative(path)}:{frame.f_lineno}"
+            return f"{os.path.abspath(path).removeprefix(TASK.place)}:{frame.f_lineno}"
+        if direct and not path.startswith(f"{HERE}{os.sep}"):
+            return ""
         frame = frame.f_back
     return ""
-
-
-@functools.cache
-def relative(path):
-    return os.path.abspath(path).removeprefix(TASK.place)
-
-
-def called_by_script():
-    """Return whether the script itself, not a library, called the watched function."""
-    frame = sys._getframe(1)
-    while frame and frame.f_code.co_filename.startswith(f"{HERE}{os.sep}"):
-        frame = frame.f_back
-    return frame and is_own(frame.f_code.co_filename)
 
 
 ALSO = {c10d: dist, clip_grad: nn.utils}  # module -> another that has the same functions
@@ -109,40 +105,39 @@ def watch(owner, *names):
 
     def decorate(function):
         for name in names:
-            watched = calling(function, getattr(owner, name))
+            original = getattr(owner, name)
+
+            @functools.wraps(original)
+            def call(*args, _do=original, **kwargs):
+                return function(_do, *args, **kwargs)
+
             for place in (owner, ALSO.get(owner, owner)):
-                setattr(place, name, watched)
+                setattr(place, name, call)
         return function
 
     return decorate
 
 
-def report_calls(owner, names, kind, fields):
-    """Report the calls for which `fields` returns the event's: it gets their arguments."""
+def reports(kind, owner, *names):
+    """Report calls if the decorated function of their arguments returns the event's fields."""
 
-    @watch(owner, *names.split())
-    def call(do, *args, **kwargs):
-        found = fields(args, kwargs)
-        if isinstance(found, dict):
-            say(kind, **found)
-        return do(*args, **kwargs)
+    def decorate(fields):
+        @watch(owner, *names)
+        def call(do, *args, **kwargs):
+            found = fields(args, kwargs)
+            if isinstance(found, dict):
+                say(kind, **found)
+            return do(*args, **kwargs)
 
+        return fields
 
-def calling(function, original):
-    @functools.wraps(original)
-    def call(*args, **kwargs):
-        return function(original, *args, **kwargs)
-
-    return call
-
-
-def this_rank():
-    if dist.is_initialized():
-        return dist.get_rank()
-    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+    return decorate
 
 
 def keep(name, values):
+    """Save the values of rank 0."""
+    if int(seen.rank or 0):
+        return
     path = os.path.join(TASK.events, name)
     torch_save(values, f"{path}.new")
     os.replace(f"{path}.new", path)

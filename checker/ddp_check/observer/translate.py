@@ -1,9 +1,9 @@
 """Runs a script that was written for GPUs on the CPU: translates its calls and reports them."""
 
 import contextlib
-import functools
 import inspect
 import os
+import re
 from types import SimpleNamespace
 
 import torch
@@ -16,21 +16,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from ddp_check.events import Gpu, Translated
-from ddp_check.observer.report import TASK, called_by_script, say, seen, watch, where
+from ddp_check.observer.report import TASK, first, say, seen, watch, where
 
 CPU = torch.device("cpu")
-VISIBLE = "CUDA_VISIBLE_DEVICES"  # the checker sets it to an empty string, the script may change it
 COUNT = int(os.environ.get("LOCAL_WORLD_SIZE", TASK.nproc))
 ANSWERED = {Tensor.get_device: ".get_device()", Tensor.is_cuda.__get__: ".is_cuda"}
-said = set()
-current = {"index": 0}  # of the GPU that "cuda" means
+NUMBERED = {Tensor.to: 1, torch._C._nn._parse_to: 0}  # place of what may be a GPU's number
 
 
 def translated(call):
     """Report a translated call, once per line of the script."""
     line = where()
-    if line and (call, line) not in said:
-        said.add((call, line))
+    if line and first(call, line):
         say(Translated, line, call=call)
 
 
@@ -43,17 +40,16 @@ def use(device, kind="use"):
     line, index = where(), device
     if not isinstance(device, int | None):
         index = torch.device(device).index
-    index = current["index"] if index is None else index
-    if line and (kind, index) not in said:
-        said.add((kind, index))
-        chosen = bool(os.environ.get(VISIBLE))
+    index = seen.gpu if index is None else index
+    if line and first(kind, index):
+        chosen = bool(os.environ.get("CUDA_VISIBLE_DEVICES"))  # the checker sets it to ""
         say(Gpu, line, use=kind, index=index, count=COUNT, chosen=chosen)
     return index
 
 
 def set_device(device, *_):
     index = use(0 if device is None else device, "set")
-    current["index"] = index if index >= 0 else current["index"]  # PyTorch ignores others
+    seen.gpu = index if index >= 0 else seen.gpu  # PyTorch ignores others
 
 
 class OnTheCPU(TorchFunctionMode):
@@ -65,18 +61,16 @@ class OnTheCPU(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in (Tensor.pin_memory, Tensor.record_stream):
             return args[0]
-        if func in ANSWERED and called_by_script():
+        if func in ANSWERED and where(direct=True):
             translated(ANSWERED[func])
             return use(None) if func is Tensor.get_device else True
         if func is Tensor.cuda:
             translated(".cuda()")
             use(args[1] if len(args) > 1 else kwargs.get("device"))
             return args[0]
-        place = {Tensor.to: 1, torch._C._nn._parse_to: 0}.get(func)
-        if place is not None and len(args) > place and type(args[place]) is int:  # means a GPU
-            translated(f".to({args[place]})")
-            use(args[place])
-            args = (*args[:place], CPU, *args[place + 1 :])
+        place = NUMBERED.get(func)
+        if place is not None and len(args) > place and type(args[place]) is int:
+            args = (*args[:place], torch.device("cuda", args[place]), *args[place + 1 :])
         if type(kwargs.get("device")) is int:
             kwargs = {**kwargs, "device": torch.device("cuda", kwargs["device"])}
         for gpu in [value for value in (*args, *kwargs.values()) if is_gpu(value)][:1]:
@@ -85,21 +79,6 @@ class OnTheCPU(TorchFunctionMode):
             args = tuple(CPU if is_gpu(value) else value for value in args)
             kwargs = {name: CPU if is_gpu(value) else value for name, value in kwargs.items()}
         return func(*args, **kwargs)
-
-
-def replace(owner, name, value, always):
-    """Make a function of PyTorch return a value, or do what the value does, for the script."""
-    do = getattr(owner, name)
-
-    @functools.wraps(do)
-    def call(*args, **kwargs):
-        if called_by_script():
-            translated(f"{owner.__name__}.{name}()")
-        elif not always:
-            return do(*args, **kwargs)
-        return value(*args, **kwargs) if callable(value) else value
-
-    setattr(owner, name, call)
 
 
 class Idle(contextlib.nullcontext):
@@ -116,20 +95,16 @@ class Idle(contextlib.nullcontext):
         return lambda *_: self
 
 
-class AnyGenerator(type):
-    """Makes generators for the CPU; each generator is an instance of its class."""
+class Generator(torch.Generator):
+    """Generates numbers on the CPU."""
 
-    def __call__(cls, device=CPU):
+    def __new__(cls, device=CPU):
         if isinstance(device, int) or is_gpu(device):
             translated("torch.Generator(device)")
-        return RealGenerator(CPU)
-
-    def __instancecheck__(cls, value):
-        return isinstance(value, RealGenerator)
+        return super().__new__(cls, CPU)
 
 
-RealGenerator = torch.Generator
-torch.Generator = AnyGenerator("Generator", (), {})
+torch.Generator = Generator
 for name in ("Stream", "Event", "stream", "current_stream", "default_stream", "device"):
     setattr(torch.cuda, name, Idle)
 torch.cuda.nvtx = torch.cuda.profiler = Idle.__new__(Idle)
@@ -147,14 +122,25 @@ ANSWERS = {  # every other function answers 0
     "mem_get_info": (1 << 30, 1 << 30),
     "memory_stats": {},
 }
-ANSWERS |= dict.fromkeys(("current_device", "current_device_index"), lambda: current["index"])
-SET = dict.fromkeys(("set_device", "set_device_index", "set_device_idx"), set_device)
+ANSWERS |= dict.fromkeys(("current_device", "current_device_index"), lambda: seen.gpu)
+ANSWERS |= dict.fromkeys(("set_device", "set_device_index", "set_device_idx"), set_device)
 # What libraries may also call; torch.manual_seed seeds the CPU.
-QUIET = ("init", "synchronize", "empty_cache", "ipc_collect", "manual_seed", "manual_seed_all")
+QUIET = "set_device|init$|synchronize|empty_cache|ipc_collect|manual_seed"
+
+
+def answer(do, *args, **kwargs):
+    if where(direct=True):
+        translated(f"{do.__module__}.{do.__name__}()")
+    elif not re.match(QUIET, do.__name__):
+        return do(*args, **kwargs)
+    value = ANSWERS.get(do.__name__, 0)
+    return value(*args, **kwargs) if callable(value) else value
+
+
 for owner in (torch.cuda, torch.accelerator):
     for name, do in inspect.getmembers(owner, inspect.isfunction):
         if do.__module__.startswith(owner.__name__) and not name.startswith("_"):
-            replace(owner, name, (ANSWERS | SET).get(name, 0), name in SET or name in QUIET)
+            watch(owner, name)(answer)
 
 
 def replace_arguments(owner, function, **changes):
@@ -183,31 +169,15 @@ replace_arguments(torch.autocast, "__init__", device_type="cpu")
 replace_arguments(c10d, "init_process_group", backend="gloo", device_id=None)
 
 
-@watch(c10d, "init_process_group")
-def init_process_group(do, *args, **kwargs):
-    if not called_by_script():  # on GPUs, a framework calls set_device before
-        current["index"] = int(os.environ.get("LOCAL_RANK", 0))
-    return do(*args, **kwargs)
+# DDP refuses SyncBatchNorm, which `normalize` computes, and communication in bfloat16.
+DDP._passing_sync_batchnorm_handle = DDP._check_comm_hook = lambda self, _: None
 
 
-class Sum(torch.autograd.Function):
-    """The sum of a tensor over the ranks, whose gradient is the sum of the gradients."""
-
-    @staticmethod
-    def forward(ctx, tensor, group):
-        ctx.group, total = group, tensor.clone()
-        seen.in_collective += 1  # it is not the script's, though PyTorch calls the watched one
-        c10d.all_reduce.__wrapped__(total, group=group)
-        seen.in_collective -= 1
-        return total
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return Sum.apply(gradient, ctx.group), None
-
-
-# DDP refuses SyncBatchNorm on the CPU; `normalize` computes it there.
-DDP._passing_sync_batchnorm_handle = lambda self, module: None
+def total(tensor, group):
+    """Return the sum of a tensor over the ranks."""
+    result = tensor.detach().clone()
+    group.allreduce([result]).wait()  # not by a function that is watched
+    return result
 
 
 @watch(SyncBatchNorm, "forward")
@@ -216,12 +186,15 @@ def normalize(do, self, tensor):
     translated("SyncBatchNorm")
     if not (self.training and dist.is_initialized()):
         return BatchNorm2d.forward(self, tensor)
-    rank, group = dist.get_rank(self.process_group), self.process_group
-    each = torch.eye(dist.get_world_size(group))[rank] * len(tensor)
-    each = Sum.apply(each, group).int().tolist()
+    group = self.process_group or dist.group.WORLD
+    rank, each = group.rank(), torch.zeros(group.size(), dtype=torch.int)
+    each[rank] = len(tensor)
+    each = total(each, group).tolist()
     before, after = sum(each[:rank]), sum(each[rank + 1 :])
-    padding = [0, 0] * (tensor.dim() - 1) + [before, after]
-    whole = Sum.apply(torch.nn.functional.pad(tensor, padding), group)
+    own = torch.nn.functional.pad(tensor, [0, 0] * (tensor.dim() - 1) + [before, after])
+    if own.requires_grad:  # the losses of all ranks depend on it
+        own.register_hook(lambda gradient: total(gradient, group))
+    whole = total(own, group) + (own - own.detach())
     return BatchNorm2d.forward(self, whole)[before : before + len(tensor)]
 
 

@@ -28,12 +28,8 @@ def checksum(tensors, step=1):
     return total
 
 
-def checksums(tensors):
-    return [checksum([tensor]) for tensor in tensors]
-
-
-def random_state():
-    return checksum([torch.get_rng_state()])
+def checksums(named):
+    return {name: checksum([tensor]) for name, tensor in named.items()}
 
 
 def batch_checksum(batch):
@@ -80,10 +76,7 @@ def parts_of(value):
 
 
 def is_finite(value):
-    local = local_part(value)
-    if not local.numel() or not local.is_floating_point():
-        return True
-    return local.sum().isfinite().item() or local.isfinite().all().item()
+    return bool(local_part(value).isfinite().all())
 
 
 def meshes(values):

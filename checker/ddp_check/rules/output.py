@@ -64,7 +64,7 @@ def one_rank_writes(run):
 
 def plain_names(run):
     """saved names do not begin with module."""
-    own = {name for wrap in run.all(events.Wrap) for name, _ in wrap.shapes}
+    own = {name for wrap in run.all(events.Wrap) for name in wrap.names}
     for event in run.all(events.Save):
         if prefixed := [key for key in event.keys if key not in own]:
             text = f"a key is {prefixed[0]}: only a wrapped model can load it"

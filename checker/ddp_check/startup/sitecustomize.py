@@ -1,6 +1,5 @@
 """Python imports this file at startup; a process then reports what it does with PyTorch."""
 
-import importlib.abc
 import importlib.util
 import os
 import sys
@@ -15,17 +14,16 @@ def observe():
     sys.path.remove(ROOT)
 
 
-class AfterTorch(importlib.abc.MetaPathFinder):
+class AfterTorch:
     """Starts the observation as soon as the script has imported torch."""
 
-    def find_spec(self, name, path, target=None):
-        if name != "torch":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        load = spec.loader.exec_module
-        spec.loader.exec_module = lambda module: (load(module), observe())
-        return spec
+    def find_spec(self, name, *_):
+        if name == "torch":
+            sys.meta_path.remove(self)
+            spec = importlib.util.find_spec(name)
+            load = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (load(module), observe())
+            return spec
 
 
 if "DDP_CHECK" in os.environ and "resource_tracker" not in str(sys.orig_argv):
