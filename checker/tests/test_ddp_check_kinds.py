@@ -468,7 +468,7 @@ KINDS = {
     "one of two models": Kind(
         {**GRADIENTS, **WEIGHTS},
         [("head(model", "head.module(model")],
-        r"first that of weight of model 2; the model is called without its wrapper .+\(loss = cross_e",
+        r"first that of weight of model 2; the model is called without .+\(loss = cross_e",
         HEAD,
     ),
     "reduced again": Kind(
