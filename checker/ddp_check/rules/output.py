@@ -41,16 +41,16 @@ def one_rank_writes(run):
             if isinstance(event, WRITES) and event.path and not getattr(event, "append", False):
                 of = writes.setdefault(event.path, {}).setdefault(rank, {})
                 of[waited] = steps, event.where
-    told = []  # what is wrong comes first
+    together, apart = [], []
     for path, of in writes.items():
         text = f"ranks {', '.join(map(str, of))} write {Path(path).name}"
         _, where = next(iter(of[max(of)].values()))
         if len(set(chain(*of.values()))) < sum(map(len, of.values())):  # no rank waits between
-            told.insert(0, wrong(text, where, "every_rank_saves"))
+            together.append(wrong(text, where, "every_rank_saves"))
         elif run.returncode == 0 and differ({rank: {*dict(of[rank].values())} for rank in of}):
             text += " after other steps: is that intended?"
-            told.append(unsure(text, where, "every_rank_saves"))
-    yield from told
+            apart.append(unsure(text, where, "every_rank_saves"))
+    yield from together + apart
     saved = {event.path: event.where for event in run.all(events.Save) if event.path}
     renamed = {event.source for event in run.all(events.Renamed)}
     for path, where in saved.items():
