@@ -19,7 +19,7 @@ try:
     from patches import KINDS, collect, index, readme
     from templates import ENV
 
-    from lookup import sections, weave
+    from lookup import weave
 except ModuleNotFoundError as error:
     sys.exit(f"generate.py: {error}: pip install -r diffs/requirements.txt")
 
@@ -55,7 +55,7 @@ def generate(root=HERE.parent):
         yield root / kind / "README.md", index(readme(root, kind), members)
     messages = weave(root, collections)
     yield from messages.items()
-    page = render(root, diffs, collections, messages, sections(root))
+    page = render(root, diffs, collections, messages)
     yield folder / "index.html", page
 
 

@@ -1,14 +1,14 @@
-"""What a reader looks up: the messages in lookup/, and the sections of other pages."""
+"""What a reader looks up: the pages in lookup/, and those of four rooms."""
 
 import re
 from collections import Counter
-from itertools import dropwhile
+from posixpath import dirname, join, normpath
 
 from hunks import Problem, anchor
 from markdown_it import MarkdownIt
 from markupsafe import Markup
 
-ASKED = (  # pages outside, whose sections the search finds
+ROOMS = (  # pages outside, whose sections are entries, too
     "without_slurm/README.md",
     "slurm/README.md",
     "benchmarks/README.md",
@@ -18,7 +18,6 @@ STRETCH = re.compile(
     r"(?P<begin><!-- Written by diffs/generate.py -->\n)(?P<list>(?s:.*?))(?P<end><!-- end -->\n)"
 )
 LINKED = re.compile(r"\]\(\.\./\w+/(\w+)\.md\)")
-BLOCK = re.compile(r"^```(?s:.*?)^```$|(?:^.+\n)+(?:\n+(?: .*\n)+)*", re.M)
 FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<code>(?s:.*?))^```$", re.M)
 ROLES = {  # a table that is shown as a list of cards is one only by its roles
     "table_open": "table",
@@ -76,57 +75,54 @@ def parts(text):
 # ---------------------------------------------------------------- the tab of the page
 
 
-def entries(messages, collections, anchors):
-    """Return the pages in lookup/ as HTML: each entry is a division that can be linked to.
-
-    The anchors are those of pages that are part of this page: {link in Markdown: id}.
-    """
+def entries(root, messages, collections, anchors):
+    """Return the pages as HTML, and {address of what is on the page: its id}, the anchors too."""
     pages, ids, found = with_rows(collections), dict(anchors), []
-    for path, text in messages.items():
+    rooms = {root / path: (root / path).read_text(encoding="utf-8") for path in ROOMS}
+    for path, text in {**messages, **rooms}.items():
+        place = path.relative_to(root).as_posix()
+        stem = path.stem if path in messages else f"{path.parent.name}-room"
         for level, title, body in parts(text):
-            name = f"see-{path.stem if level == 1 else anchor(title)[:50].rstrip('-')}"
+            name = f"see-{stem if level == 1 else anchor(title)[:50].rstrip('-')}"
             name = name if name not in ids.values() else f"{name}-{len(found)}"
-            ids[f"{path.name}#{anchor(title)}" if level > 1 else path.name] = name
-            found.append((level, title, re.sub(r"\]\(#", f"]({path.name}#", body), name))
+            ids[f"{place}#{anchor(title)}" if level > 1 else place] = name
+            found.append((level, title, body, name, place))
     parser = MarkdownIt("commonmark", {"html": True}).enable("table")
     parser.add_render_rule("image", lambda *_: "")  # the recipes show theirs
-    return Markup("").join(
-        shown(parser, part, following, ids, pages)
-        for part, following in zip(found, [*found[1:], (1,)])
-    )
+    following = (level for level, *_ in [*found[1:], (1,)])
+    divisions = (shown(parser, pages, *part) for part in zip(found, following))
+    return Markup("").join(divisions), ids
 
 
-def shown(parser, part, following, ids, pages):
-    level, title, body, name = part
+def shown(parser, pages, part, following):
+    level, title, body, name, place = part
     heading = parser.renderInline(title)
     if stretch := STRETCH.search(body):
-        items = (item(parser, row, ids) for row in rows_of(stretch, pages))
+        items = (item(parser, row) for row in rows_of(stretch, pages))
         text = f'<ul class="pages">\n{"".join(items)}</ul>\n'
     else:
-        text = html(parser, body, ids)
-    group = level == 1 or following[0] > level or stretch
-    if group:
+        text = html(parser, body, place)
+    if level == 1 or stretch or (following > level and not text):
         return Markup(f'<h{level + 2} id="{name}">{heading}</h{level + 2}>\n{text}')
     head = f"<h{level + 2}>{heading}</h{level + 2}>\n"
     return Markup(f'<div class="entry" id="{name}">\n{head}{text}</div>\n')
 
 
-def item(parser, row, ids):
+def item(parser, row):
     """Return a message that has a page of its own, with what the search shows of it."""
     page, seen, why, remedy = row
-    link = ids.get(f"{page.path}", "")
     why, remedy = (unlinked(parser.renderInline(text)) for text in (why, remedy))
     command = re.fullmatch(r"<code>[^<]*</code>", remedy)
     remedy = f"<pre>{remedy}</pre>" if command else f"<p>{remedy}</p>"
     shown = f"<div hidden><p>{why}</p>\n{remedy}</div>"
-    return f'<li><a href="#{link}">{parser.renderInline(seen)}</a>{shown}</li>\n'
+    return f'<li><a href="#{page.slug}">{parser.renderInline(seen)}</a>{shown}</li>\n'
 
 
 def unlinked(html):
     return re.sub(r"</?a\b[^>]*>", "", html)
 
 
-def html(parser, body, ids):
+def html(parser, body, place):
     tokens = parser.parse(body)
     for token in tokens:
         if token.type in ROLES:
@@ -137,43 +133,12 @@ def html(parser, body, ids):
             token.info = ""
         for child in token.children or []:
             if child.type == "link_open":
-                child.attrSet("href", moved(child.attrs["href"], ids))
+                child.attrSet("href", moved(child.attrs["href"], place))
     return parser.renderer.render(tokens, parser.options, {})
 
 
-def moved(link, ids):
-    """Return where a link of a page in lookup/ leads from the page."""
-    if link.startswith("http"):
-        return link
-    name = link.removeprefix("../").removeprefix("diffs/index.html")
-    if name in ids or name.startswith("#"):
-        return f"#{ids.get(name, name[1:])}"
-    return f"../{name}" if name != link else f"../lookup/{link}"
-
-
-# ---------------------------------------------------------------- the sections of other pages
-
-
-def sections(root):
-    """Return the sections of the other pages: [(title of the page, [Section])]."""
-    found = [(path, [*parts((root / path).read_text(encoding="utf-8"))]) for path in ASKED]
-    return [(page[0][1], [section(path, *part[1:]) for part in page[1:]]) for path, page in found]
-
-
-def words(body):
-    return {word.lower() for word in re.findall(r"[^\W\d]\w{2,}", body)}
-
-
-def section(path, title, body):
-    """Return the title, the address, the opening as HTML, and the other words."""
-    blocks = BLOCK.findall(body)
-    also = [block for block in blocks if block.startswith("Also: ")]
-    rest = [block for block in blocks if block not in also]
-    prose = dropwhile(lambda block: block.startswith(("|", "<", "!", "```")), rest)
-    first, *behind = [*prose] or [""]
-    short = [block for block in behind if re.match(r"```\w", block) and block.count("\n") < 8]
-    colon = behind[:1] if first.rstrip().endswith(":") else []
-    shown = "\n\n".join(dict.fromkeys([first, *colon, *short[:1], *also]))
-    parser = MarkdownIt("commonmark").enable("table")
-    other = " ".join(sorted(words(body) - words(title) - words(shown)))
-    return title, f"../{path}#{anchor(title)}", Markup(unlinked(parser.render(shown))), other
+def moved(link, place):
+    """Return where a link of the page at this place leads from diffs/."""
+    path, mark, part = link.partition("#")
+    path = normpath(join(dirname(place), path)) if path else place
+    return link if link.startswith("http") else f"../{path}{mark}{part}"

@@ -4,6 +4,7 @@ import re
 from difflib import SequenceMatcher
 from itertools import groupby, pairwise, takewhile
 
+from hunks import anchor
 from markdown_it import MarkdownIt
 from markupsafe import Markup, escape
 from patches import readme
@@ -191,14 +192,16 @@ def figures(kind):
 
 
 def anchors(diffs, collections):
-    """Return the ids on the page of what the pages of messages link to: {link: id}."""
+    """Return the ids of steps, notes and patches: {address: id}."""
     ids = {patch.path: patch.slug for members in collections.values() for patch in members}
+    page = "diffs/README.md"
     for diff in diffs:
-        ids |= {f"diffs/README.md#{n.slug}": f"{diff.slug}-{n.slug}" for n in diff.notes}
+        ids |= {f"{page}#{note.slug}": f"{diff.slug}-{note.slug}" for note in diff.notes}
+        ids[f"{page}#{anchor(f'{diff.name}: {diff.title}')}"] = diff.slug
     return ids
 
 
-def render(root, diffs, collections, messages, asked):
+def render(root, diffs, collections, messages):
     """Return the page as HTML."""
     ENV.filters["markdown"] = markdown(root, collections)
     ENV.filters["inline"] = lambda text: Markup(MarkdownIt("commonmark").renderInline(text))
@@ -206,8 +209,10 @@ def render(root, diffs, collections, messages, asked):
     steps = list(map(view, diffs))
     tabs = [tab(root, *item) for item in collections.items()]
     lookup = {"slug": "troubleshooting", "title": "Troubleshooting: look up what you see"}
-    found = entries(messages, collections, anchors(diffs, collections))
-    lookup |= {"entries": found, "asked": asked}
+    lookup["entries"], ids = entries(root, messages, collections, anchors(diffs, collections))
     for one, following in pairwise([*steps, *tabs, lookup]):
         one["next"] = following
-    return ENV.get_template("page.html.j2").render(steps=steps, tabs=tabs, lookup=lookup)
+    html = ENV.get_template("page.html.j2").render(steps=steps, tabs=tabs, lookup=lookup)
+    html = html.replace('href="../diffs/index.html#', 'href="#')
+    away = r'(?<=href=")\.\./([^"]+)'
+    return re.sub(away, lambda link: f"#{ids[link[1]]}" if link[1] in ids else link[0], html)

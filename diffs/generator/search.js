@@ -10,6 +10,7 @@ const PARTICULAR = [ // what differs from run to run, or stands above every erro
   /\b\d{1,3}(?:\.\d{1,3}){3}\b/g, // an address
 ];
 const CODE = /\b(exit ?code|status|signal|err(?:or|no)?|code|failure)\b\s*[:=]?\s*-?(\d{1,3})\b/gi;
+const SEVERAL = /\b(?:[2-9]|[1-9]\d+|two|three|four|six|eight|multi(?:ple)?|many|all|both|more)[ -]GPUs?\b/gi;
 // What is printed after every failure, whatever its cause, or before its cause is named.
 const ANNOUNCED = /ChildFailedError|CalledProcessError|exited unexpectedly|exitcode : [12]\b|Details are lost|ProcessRaisedException|nccl(?:Internal|System|UnhandledCuda)Error|watchdog thread terminated|SIGABRT|SIGTERM|Some NCCL operations/;
 const CLASS = /^(?:(?:runtime|value|type|key|attribute|assertion|import|os|user|future|module|not)_?(?:notfound|implemented)?(?:error|warn)|error|warn|exception|traceback|rank|assert|python|help|pleas)$/; // says little, alone
@@ -18,6 +19,7 @@ const CLASS = /^(?:(?:runtime|value|type|key|attribute|assertion|import|os|user|
 function words(text) {
   for (const pattern of PARTICULAR) text = text.replace(pattern, " ");
   text = text.replace(CODE, "$1 №$2 "); // the one kind of number that tells something
+  text = text.replace(SEVERAL, "several GPU");
   text = text.replace(/\bout[ -]of[ -]memory\b|\bOutOfMemory(?:Error)?\b|\bOOM\b/gi, "OOM");
   return (text.match(/[A-Za-z_]+|№\d+/g) || []).filter((word) => word.length > 1);
 }
@@ -27,7 +29,7 @@ const COMMON = new Set(`a an and any are as at be been but by can could do does 
   if in into is it its me my no not of on one or our out so some still than that the their them then there these they this
   to up use used using was we what when where which while who why will with would you your`.split(/\s+/));
 const ALIKE = { freez: "hang", stuck: "hang", hung: "hang", deadlock: "hang", slower: "slow", faster: "fast", speed: "fast",
-  multi: "several", multipl: "several", machin: "node", host: "node", debugger: "debug", gpus: "gpu" };
+  multi: "several", multipl: "several", machin: "node", host: "node", debugger: "debug", gpus: "gpu", each: "every", reshuffl: "shuffl" };
 
 // The word that stands for a word and for its other forms.
 function stem(word) {
@@ -109,14 +111,6 @@ function article(element) {
   return found(`#${element.id}`, heading, why.textContent, [heading], note.textContent, { typed });
 }
 
-function section(element) {
-  const [link, box] = element.children;
-  const parts = [...box.children];
-  const { why, typed } = gist(parts);
-  const text = `${element.dataset.words} ${box.textContent}`;
-  return found(link.getAttribute("href"), link.textContent, why, titles(link.textContent, parts), text, { typed, worth: 0.8 });
-}
-
 function code(text) {
   const pre = document.createElement("pre");
   add(pre, "code", {}, text);
@@ -129,7 +123,6 @@ function collect() {
     ...all("#troubleshooting .entry", entry),
     ...all("#troubleshooting .pages li", row),
     ...all(".step:not([id='01-to-05']) article", article),
-    ...all("#troubleshooting li[data-words]", section),
   ];
   const counts = new Map();
   for (const { weights } of entries) {

@@ -180,6 +180,15 @@ def test_the_forecast_is_as_close_to_what_was_measured_as_the_page_says(script):
         assert found["same"] == pytest.approx(found["recorded"])
 
 
+def test_a_link_takes_as_long_as_its_bandwidth_says():
+    page = (FIGURES / "where-the-time-goes.html").read_text(encoding="utf-8")
+    rows = re.findall(r"<td>([\d. to]+)</td><td>([\d. to]+) ms", page)
+    assert len(rows) == 5
+    for speeds, times in rows:
+        for speed, time in zip(speeds.split(" to "), times.split(" to "), strict=True):
+            assert 400 / float(speed) == pytest.approx(float(time), rel=0.02)  # 0.4 GB
+
+
 # ---------------------------------------------------------------- played
 
 

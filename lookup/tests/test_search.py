@@ -31,7 +31,8 @@ KINDS = [  # what is searched, and where its hits lead
     ("weights changed on one rank only", "#pitfall-"),
     ("join the process group", "#01-to-02-"),
     ("how do I accumulate gradients", "#see-how-do-i-accumulate"),
-    ("practise on your own machine", "../slurm/README.md#"),
+    ("practise on your own machine", "#see-practise-on-your-own"),
+    ("kubeflow pytorchjob", "#see-kubeflow"),
 ]
 pytestmark = NEEDS_BROWSER
 
