@@ -1,7 +1,7 @@
 """The search of diffs/index.html: a pasted text brings the entry that explains it.
 
-The texts in pasted.json are quoted from the threads beside them. Those in asked.json are typed in a
-few words; the second is a piece of one of the first three hits, or null: it is better to show none.
+The texts in pasted.json are from the threads beside them, or a GPU. Those in asked.json are typed
+in a few words; the second is a piece of one of the first three hits, or null: better to show none.
 """
 
 import json
