@@ -100,9 +100,8 @@ def check_network(first, there, port, seconds):
         try:
             socket.create_connection((host, port), seconds / 3, source).close()
         except OSError as error:
-            raise RuntimeError(
-                f"{here} cannot reach {host}:{port}, {error.strerror or error}"
-            ) from error
+            why = error.strerror or error
+            raise RuntimeError(f"{here} cannot reach {host}:{port}, {why}") from error
     return here
 
 

@@ -141,8 +141,7 @@ say("same", torch.rand(()).item())
 def test_fabric(tmp_path, trained):
     two_epochs = ("2", *SMALL)
     path = program(tmp_path, "lightning_fabric", BARRIER, FABRIC)
-    by_torchrun = {"TORCHELASTIC_RUN_ID": "none"}  # by which Fabric recognizes it
-    job, one, two = run(path, *two_epochs, env=by_torchrun)
+    job, one, two = run(path, *two_epochs, env={"TORCHELASTIC_RUN_ID": "none"})  # as torchrun does
     assert one[:3] == two[:3] == ["evaluated 360", "epoch 0", "loaded 2"]
     assert one[3] == two[3]
     step_5 = trained("05", *two_epochs)
