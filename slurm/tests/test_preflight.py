@@ -266,8 +266,7 @@ def test_gloo_address(monkeypatch):
 @pytest.mark.parametrize(("nodes", "there"), [(2, "192.0.2.1"), (1, "127.0.1.1")])
 def test_names_without_a_fault(monkeypatch, nodes, there):
     """A cluster without reverse DNS lookup passes, and a single node with Debian's hosts file."""
-    entry = (socket.AF_INET, socket.SOCK_STREAM, 6, "", (there, 0))
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [entry])
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", (there, 0))])
     assert preflight.check_names(["node1", "node2"][:nodes]) == "ok"
 
 
