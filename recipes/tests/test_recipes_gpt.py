@@ -57,6 +57,12 @@ def test_trains_like_ddp(runs, name):
     on_page(name, 2 * max(parameters), max(states))
 
 
+@pytest.mark.parametrize("name", ["hybrid_sharding", "two_dimensional"])
+def test_a_rank_too_many_is_refused(tmp_path, name):
+    with pytest.raises(AssertionError, match="ValueError: the ranks "):
+        trained(tmp_path, name, nprocs=1)
+
+
 def test_zero_optimizer(runs):
     """The same checkpoint as DDP, of which each rank holds all of the optimizer's state."""
     (job, _), (ddp, _) = runs("zero_optimizer"), runs("solution")
