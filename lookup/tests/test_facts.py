@@ -71,7 +71,5 @@ print(sum("gloo" in open(task).read() for task in tasks) > 0)
 @pytest.mark.parametrize(("early", "alive"), [("", True), ("import torch.distributed.nn", False)])
 def test_a_late_import_keeps_the_process_group_alive(tmp_path, early, alive):
     """torch.distributed.nn has the group as a default argument, and the first DDP() imports it."""
-    if alive and torch.__version__ < "2.9":
-        pytest.skip("PyTorch 2.8 does not name the threads of gloo")
     program = [sys.executable, "-c", LEFT.replace("EARLY", early)]
     assert finished(program, tmp_path).stdout == f"{alive}\n"
