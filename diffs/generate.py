@@ -49,14 +49,13 @@ def generate(root=HERE.parent):
     book = folder / "walkthrough.ipynb"
     yield book, write_book(book, diffs)
     yield root / "exercise" / "README.md", exercise(root / "exercise")
-    collections = {kind: collect(root, kind) for kind in KINDS}
-    for kind, members in collections.items():
-        yield from ((root / patch.path, patch.text) for patch in members)
-        yield root / kind / "README.md", index(readme(root, kind), members)
-    messages = weave(root, collections)
+    pages = [page for kind in KINDS for page in collect(root, kind)]
+    yield from ((root / page.path, page.text) for page in pages)
+    for kind in KINDS:
+        yield root / kind / "README.md", index(readme(root, kind), pages)
+    messages = weave(root, pages)
     yield from messages.items()
-    page = render(root, diffs, collections, messages)
-    yield folder / "index.html", page
+    yield folder / "index.html", render(root, diffs, pages, messages)
 
 
 def main():

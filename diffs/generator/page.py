@@ -5,14 +5,13 @@ from difflib import SequenceMatcher
 from itertools import groupby, pairwise, takewhile
 
 from hunks import anchor
-from markdown_it import MarkdownIt
 from markupsafe import Markup, escape
-from patches import readme
+from patches import KINDS, readme
 from pygments.lexers import PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, Operator, String
 from templates import ENV, FIGURES
 
-from lookup import ROLES, entries
+from lookup import entries
 
 STYLES = {  # the CSS class for each of Pygments' token types that the page colours
     Comment: "c",
@@ -25,7 +24,6 @@ STYLES = {  # the CSS class for each of Pygments' token types that the page colo
     Name.Decorator: "f",
 }
 TAGS = {" ": "span", "-": "del", "+": "ins"}
-LINK = re.compile(r"\]\((?:\.\./\w+/)?(\w+)\.md\)")  # from one recipe or pitfall to another
 ALIKE = 0.5  # of lines less similar than this, no words are marked
 
 
@@ -138,50 +136,22 @@ def fold(diff, code, start, end):
 # ---------------------------------------------------------------- the page
 
 
-def markdown(root, collections):
-    """Return a function that turns Markdown into HTML, with its pictures inlined."""
-    parser = MarkdownIt("commonmark", {"html": False}).enable("table")
-    slugs = {patch.name: patch.slug for members in collections.values() for patch in members}
-
-    def picture(_, tokens, index, *__):
-        svg = (root / "diffs" / tokens[index].attrs["src"]).read_text(encoding="utf-8")
-        return Markup('<span class="picture">{}</span>').format(Markup(svg[svg.index("<svg") :]))
-
-    def on_page(link):  # pages that are no patches stay files
-        return f"](#{slugs[link[1]]})" if link[1] in slugs else link[0]
-
-    def to_html(text):
-        tokens = parser.parse(LINK.sub(on_page, text))
-        for token in tokens:
-            if token.type in ROLES:
-                token.attrSet("role", ROLES[token.type])
-        return Markup(parser.renderer.render(tokens, parser.options, {}))
-
-    parser.add_render_rule("image", picture)
-    return to_html
-
-
 def view(diff):
     """Return what the template shows for one step."""
-    opening, _, story = here(diff, diff.story).partition("\n\n")
+    opening, _, story = diff.story.partition("\n\n")
     story, mark, picture = story.partition("\n\n![")
     shown = {"slug": diff.slug, "title": f"{diff.name}: {diff.title}", "diff": diff}
     shown |= {"opening": opening, "story": story, "picture": (mark + picture).strip()}
     return {**shown, "parts": list(parts(diff))}
 
 
-def here(diff, text):
-    """Return a text of the notes whose links to other notes lead to them on the page."""
-    return text.replace("](#", f"](#{diff.slug}-")
-
-
-def tab(root, kind, members):
+def tab(root, pages, kind):
     """Return what the template shows for the patches of one kind."""
     title, _, story, *_ = readme(root, kind).removeprefix("# ").split("\n\n")
     shown = []
-    for patch in members:
-        code = Code(patch.diff)
-        shown.append({"patch": patch, "hunks": [code.hunk(hunk) for hunk in patch.diff.hunks]})
+    for page in (page for page in pages if page.kind == kind):
+        code = Code(page.diff)
+        shown.append({"patch": page, "hunks": [code.hunk(hunk) for hunk in page.diff.hunks]})
     return {"slug": kind, "title": title, "story": story, "patches": shown}
 
 
@@ -191,28 +161,21 @@ def figures(kind):
         yield path.stem, Markup(path.read_text(encoding="utf-8").replace("</", r"<\/"))
 
 
-def anchors(diffs, collections):
-    """Return the ids of steps, notes and patches: {address: id}."""
-    ids = {patch.path: patch.slug for members in collections.values() for patch in members}
-    page = "diffs/README.md"
+def render(root, diffs, pages, messages):
+    """Return the page as HTML, in which links to what it shows lead there."""
+    ids = {page.path: page.slug for page in pages}  # {address: id}
     for diff in diffs:
-        ids |= {f"{page}#{note.slug}": f"{diff.slug}-{note.slug}" for note in diff.notes}
-        ids[f"{page}#{anchor(f'{diff.name}: {diff.title}')}"] = diff.slug
-    return ids
-
-
-def render(root, diffs, collections, messages):
-    """Return the page as HTML."""
-    ENV.filters["markdown"] = markdown(root, collections)
-    ENV.filters["inline"] = lambda text: Markup(MarkdownIt("commonmark").renderInline(text))
-    ENV.globals |= {"figures": figures, "here": here}
-    steps = list(map(view, diffs))
-    tabs = [tab(root, *item) for item in collections.items()]
+        notes = {anchor(f"{diff.name}: {diff.title}"): diff.slug}
+        notes |= {note.slug: f"{diff.slug}-{note.slug}" for note in diff.notes}
+        ids |= {f"diffs/README.md#{slug}": name for slug, name in notes.items()}
     lookup = {"slug": "troubleshooting", "title": "Troubleshooting: look up what you see"}
-    lookup["entries"], ids = entries(root, messages, collections, anchors(diffs, collections))
+    lookup["entries"] = entries(root, messages, pages, ids)
+    steps = list(map(view, diffs))
+    tabs = [tab(root, pages, kind) for kind in KINDS]
     for one, following in pairwise([*steps, *tabs, lookup]):
         one["next"] = following
-    html = ENV.get_template("page.html.j2").render(steps=steps, tabs=tabs, lookup=lookup)
+    shown = {"steps": steps, "tabs": tabs, "lookup": lookup, "figures": figures}
+    html = ENV.get_template("page.html.j2").render(shown)
     html = html.replace('href="../diffs/index.html#', 'href="#')
     away = r'(?<=href=")\.\./([^"]+)'
     return re.sub(away, lambda link: f"#{ids[link[1]]}" if link[1] in ids else link[0], html)

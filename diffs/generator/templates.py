@@ -1,10 +1,15 @@
-"""The templates of what is generated, in this folder and in that of the figures."""
+"""The templates of what is generated, in this folder and in that of the figures, and Markdown."""
 
+import re
 from pathlib import Path
+from urllib.parse import urljoin
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+from markdown_it import MarkdownIt
+from markupsafe import Markup
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
 FIGURES = HERE.parent / "figures"  # per figure: its HTML, its script and its data, if it has any
 ENV = Environment(
     loader=FileSystemLoader([HERE, FIGURES]),
@@ -23,3 +28,51 @@ ENV.globals["places"] = {  # the step, tab or hunk at which figures stand
     "04-to-05": ["who-is-counted"],
     "recipes": ["which-one"],
 }
+PARSER = MarkdownIt("commonmark").enable("table")
+ROLES = {  # a table that is shown as a list of cards is one only by its roles
+    "table_open": "table",
+    "thead_open": "rowgroup",
+    "tbody_open": "rowgroup",
+    "tr_open": "row",
+    "th_open": "columnheader",
+    "td_open": "cell",
+}
+
+
+def markdown(text, place="diffs/README.md"):
+    """Return the Markdown of a page at this place as HTML for a page in diffs/."""
+    return Markup(PARSER.render(text, {"place": place}))
+
+
+def inline(text, links=True):
+    """Return a line of Markdown as HTML, with or without its links."""
+    html = PARSER.renderInline(text, {"place": "diffs/README.md"})
+    return Markup(html if links else re.sub(r"</?a\b[^>]*>", "", html))
+
+
+def adapt(state):
+    """Change what was parsed: links lead from diffs/, tables have roles, code has no language."""
+    for token in state.tokens:
+        if token.type in ROLES:
+            token.attrSet("role", ROLES[token.type])
+        if token.type == "th_open":
+            token.attrSet("scope", "col")
+        if token.type == "fence":
+            token.info = ""
+        for child in token.children or []:
+            if child.type == "link_open" and not child.attrs["href"].startswith("http"):
+                child.attrSet("href", f"../{urljoin(state.env['place'], child.attrs['href'])}")
+
+
+def picture(_, tokens, index, __, env):
+    """Return a picture of a note or patch as HTML; the pages that are looked up do without."""
+    if not env["place"].startswith(("diffs/", "recipes/", "pitfalls/")):
+        return ""
+    path = ROOT / urljoin(env["place"], tokens[index].attrs["src"])
+    svg = path.read_text(encoding="utf-8")
+    return f'<span class="picture">{svg[svg.index("<svg") :]}</span>'
+
+
+PARSER.core.ruler.push("adapt", adapt)
+PARSER.add_render_rule("image", picture)
+ENV.filters |= {"markdown": markdown, "inline": inline}
