@@ -287,7 +287,7 @@ def first_apart(many, one, step):
     """
     models = (torch.load(run.folder / f"step{step}", weights_only=True) for run in (many, one))
     rows = [row for both in zip(*models) for row in zip(*both)]
-    pairs = [(name, ours, theirs) for (name, _, ours), (_, _, theirs) in rows]
+    pairs = [(name, ours, theirs) for (name, ours), (_, theirs) in rows]
     pairs = [one for one in pairs if one[1] is not None and one[2] is not None]
     least = 1e-6 * max((theirs.abs().max().item() for *_, theirs in pairs), default=0)
     found = ((step, name, apart(*both), *both) for name, *both in pairs)

@@ -79,14 +79,13 @@ Wrap = kind("Wrap", "names buffers")
 # state: the optimizer has one; closure: it computes the gradients; synced: the last forward pass
 # asked for a reduction; by_hand: checksums of what the script reduced itself, and whether that was
 # all gradients; training: mode of the model; buffers: {name: checksum}, without statistics;
-# broadcasts: DDP replaces them by those of rank 0; random: checksum of the generator's state;
-# dropout: the model drew random numbers; joined: inside of join()
+# random: checksum of the generator's state; dropout: the model drew random numbers; joined: inside
+# of join()
 Step = kind(
     "Step",
     "gradients weights rates losses samples inputs infinite zero unused foreign bypassed sharded "
-    "state closure synced reductions by_hand training buffers broadcasts random dropout joined",
+    "state closure synced reductions by_hand training buffers random dropout joined",
 )
-StepSkipped = kind("StepSkipped")  # by a GradScaler
 Bypass = kind("Bypass", "model")  # a wrapped model was called in training without its wrapper
 Clipped = kind("Clipped", "scaled")  # while a GradScaler's factor was in the gradients
 Scheduled = kind("Scheduled")  # a scheduler took a step

@@ -22,8 +22,7 @@ from ddp_check.observer.report import TASK, first, reports, say, seen, where
 
 @reports(Handler, signal, "signal")
 def handles(args, _):
-    handled = args[0] == signal.SIGTERM and args[1] not in (signal.SIG_DFL, signal.SIG_IGN)
-    return handled and where() and {}
+    return args[0] == signal.SIGTERM and callable(args[1]) and where() and {}
 
 
 def gloo_threads():

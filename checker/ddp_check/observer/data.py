@@ -147,6 +147,5 @@ def fetch(do, self, indices):
     for name, state in before.items():
         after = state_of(self._ddp_check[name])
         if after != state and first("drawn", name):
-            at = worker and worker.id
-            say(events.Drawn, source=name, before=state, after=after, worker=at)
+            say(events.Drawn, source=name, before=state, after=after, worker=worker and worker.id)
     return batch

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from ddp_check import events
-from ddp_check.observer.report import TASK, reports, say, seen, watch, where
+from ddp_check.observer.report import TASK, first, reports, say, seen, watch, where
 from ddp_check.observer.values import checksum, tensors_in
 
 COLLECTIVE = "all_|reduce(?!_op)|broadcast|gather|scatter|barrier|monitored_barrier"
@@ -53,7 +53,6 @@ def init_process_group(do, *args, **kwargs):
 
 def mark_ends(parts, line):
     """Notice a backward pass that ends at what each rank gave, in the script's list."""
-
     for rank, part in enumerate(parts):
         leaf, own = part.detach().requires_grad_(), rank == dist.get_rank()
         leaf.register_hook(lambda _, own=own: say(events.GradientLost, line, own=own))
@@ -121,18 +120,17 @@ class Lengths(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        name, first = getattr(func, "__name__", ""), args[0] if args else None
-        of_tensor = isinstance(first, torch.Tensor) and self.parts is not None
-        length = len(first) if of_tensor and first.dim() else 0
+        name, tensor = getattr(func, "__name__", ""), args[0] if args else None
+        of_tensor = isinstance(tensor, torch.Tensor) and self.parts is not None
+        length = len(tensor) if of_tensor and tensor.dim() else 0
         if name == "__getitem__" and isinstance(args[1], slice) and len(result) < length:
-            self.tell(events.Cut, dropped=length - len(result), order=order_of(first, self.parts))
+            self.tell(events.Cut, dropped=length - len(result), order=order_of(tensor, self.parts))
         elif name in SHOW and length > 1:
             self.tell(events.Counted, length=length, reduced=name in REDUCE)
         return result
 
     def tell(self, kind, **fields):
-        if str(fields) not in self.said:
-            self.said.add(str(fields))
+        if first(kind, seen.passes, str(fields)):
             say(kind, **fields)
 
 
@@ -144,7 +142,7 @@ def watch_lengths(parts):
     watch_no_lengths()
     current = type(_get_current_function_mode())
     if current is type(None) or current.__module__.startswith("ddp_check."):
-        lengths.parts, lengths.said = parts, set()
+        lengths.parts = parts
         lengths.__enter__()
 
 
@@ -159,9 +157,7 @@ def order_of(tensor, parts):
     if len({part.shape for part in parts}) != 1 or not parts[0].dim():
         return ""
     blocks, turns = torch.cat(parts), torch.stack(parts, dim=1).flatten(0, 1)
-    if tensor.shape != blocks.shape or tensor.equal(turns):
+    held = [one.flatten().sort().values for one in (tensor, blocks)]
+    if tensor.shape != blocks.shape or tensor.equal(turns) or not held[0].equal(held[1]):
         return ""
-    if tensor.equal(blocks):
-        return "blocks"
-    same = tensor.flatten().sort().values.equal(blocks.flatten().sort().values)
-    return "another" if same else ""
+    return "blocks" if tensor.equal(blocks) else "another"

@@ -25,6 +25,7 @@ from ddp_check.protocol import STEPS
 
 inside = {}  # identity of a module in a wrapped model -> the number of that model
 STATISTICS = r"(^|\.)(running_|num_batches_)[^.]*$"  # each rank's normalization keeps its own
+SHORTER = (torch.FloatTensor, torch.BFloat16Tensor, torch.HalfTensor)  # than float64
 SHARDED = {"FSDPModule", "FullyShardedDataParallel"}  # importing them would take seconds
 
 # A forward call of DDP in training mode: how many backward passes came before it, and whether its
@@ -59,7 +60,7 @@ def forward(do, self, *args, **kwargs):
         seen.forwards.append(Forward(number, seen.backwards, self.require_backward_grad_sync))
         seen.inputs.append(batch_checksum([args, kwargs]))
     if TASK.scale:
-        args, kwargs = tree_map_only(torch.Tensor, doubled, (args, kwargs))
+        args, kwargs = tree_map_only(SHORTER, torch.Tensor.double, (args, kwargs))
     before = torch.get_rng_state()
     try:
         return do(self, *args, **kwargs)
@@ -68,18 +69,16 @@ def forward(do, self, *args, **kwargs):
         seen.dropout |= not before.equal(torch.get_rng_state())
 
 
-def doubled(tensor):
-    return tensor.double() if tensor.is_floating_point() else tensor
-
-
 @hooks.register_module_forward_pre_hook
 def enter(module, _):
     """Report a training call that bypasses DDP, and the first call of an evaluation in a pass."""
     seen.depth += 1
     if torch.is_grad_enabled():
         in_backward = torch._C._current_graph_task_id() >= 0  # where checkpoints call modules again
-        if module.training and id(module) in inside and not (seen.in_forward or in_backward):
-            bypassed(module)
+        beside = module.training and id(module) in inside and not (seen.in_forward or in_backward)
+        trains = beside and any(value.requires_grad for value in module.parameters())
+        if trains and first("bypassed", inside[id(module)]):
+            say(events.Bypass, where(outside=inside), model=inside[id(module)])
         if SHARDED & {one.__name__ for one in type(module).__mro__} and first("sharded"):
             module.register_forward_pre_hook(enter_sharded, with_kwargs=True)
     elif module in seen.wrapped or (seen.depth == 1 and not isinstance(module, DDP)):
@@ -92,14 +91,6 @@ def enter(module, _):
 @functools.partial(hooks.register_module_forward_hook, always_call=True)
 def leave(module, _, __):
     seen.depth -= 1
-
-
-def bypassed(module):
-    number = inside[id(module)]
-    trains = any(value.requires_grad for value in module.parameters())
-    if trains and first("bypassed", number):
-        parts = {id(part) for part in seen.wrapped[number].modules()}
-        say(events.Bypass, where(outside=parts), model=number)
 
 
 def enter_sharded(module, args, kwargs):
@@ -155,8 +146,7 @@ def unscale(do, self, *args, **kwargs):
     seen.scaled = False
     result = do(self, *args, **kwargs)
     if do.__name__ == "step" and seen.steps == before:
-        say(events.StepSkipped)
-        forget()
+        forget()  # the scaler skips this step
     return result
 
 
@@ -186,8 +176,7 @@ def step(optimizer, args, kwargs):
     watch_no_lengths()
     if TASK.scale and seen.steps <= STEPS and seen.wrapped:
         models = [module.named_parameters() for module in seen.wrapped]
-        kept = [[(name, value.detach(), value.grad) for name, value in of] for of in models]
-        report.keep(f"step{seen.steps}", kept)
+        report.keep(f"step{seen.steps}", [[(name, one.grad) for name, one in of] for of in models])
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     report_step(optimizer, closure is not None)
     forget()
@@ -220,7 +209,6 @@ def report_step(optimizer, closure):
     trained = {at for name, at in owned if at >= 0 and name in gradients}
     infinite = (f"gradient of {name}" for name, value in gradients.items() if not is_finite(value))
     buffers = [one for module in seen.wrapped for one in module.named_buffers()]
-    buffers = [one for one in buffers if not re.search(STATISTICS, one[0])]
     finite = all(loss - loss == 0 for loss in seen.losses)
     reduced = {(call.model, call.backwards) for call in seen.forwards if call.synced}
     size, sharded = sum(value.numel() for value in gradients.values()), meshes(parameters)
@@ -244,8 +232,7 @@ def report_step(optimizer, closure):
         reductions=max(Counter(model for model, _ in reduced).values(), default=0),
         by_hand=[[one for one, _ in seen.by_hand], sum(n for _, n in seen.by_hand) >= size],
         training=all(seen.wrapped[at].training for _, at in owned if at >= 0),
-        buffers={name: batch_checksum(value) for name, value in buffers},
-        broadcasts=any(one() is not None and one().broadcast_buffers for one in seen.wrappers),
+        buffers={at: batch_checksum(one) for at, one in buffers if not re.search(STATISTICS, at)},
         random=values.checksum([torch.get_rng_state()]),
         dropout=seen.dropout,
         joined=any(one() is not None and one()._join_config.enable for one in seen.wrappers),

@@ -23,11 +23,7 @@ def ranks_share_data(run):
         for verdict in shared(epoch):
             text, where = f"epoch {number}: {verdict.text}", lowest(epoch).where
             yield replace(verdict, text=text, where=where)
-    if found:
-        seen = [of.samples("base") or of.samples("samples") for of in found[0].values()]
-        text = f"{counted(len(found), 'epoch')} of {len(set(chain(*seen)))} samples over all ranks"
-        yield passed(text, lowest(found[0]).where)
-    if not rows:
+    if not (rows or found):
         yield unseen("no DataLoader was used to train, nor a wrapped model")
 
 
@@ -100,22 +96,17 @@ def order_changes(run):
         loops.setdefault(epoch.where, []).append(epoch)
     most = max(loops.values(), key=len, default=[])
     if len(most) < 2:
-        yield from repeated(most)
+        for one in most:
+            inputs, count = [step.inputs for step in one.steps], len(one.batches)
+            known = one.ended and len(inputs) > count > 1 and all(inputs)
+            if known and all(old == new for old, new in zip(inputs, inputs[count:])):
+                text = f"steps 1 to {count} are repeated in the same order: the loader is read once"
+                yield wrong(text, one.where, "no_set_epoch")
         yield unseen("fewer than two epochs with a DataLoader: run more")
     for of in loops.values():
         if len(of) > 1:
             yield from same_order(run, of)
     yield passed(f"{len(most)} epochs", most[0].where)
-
-
-def repeated(of):
-    """Yield the verdict if the batches of a pass come again after its end, as by cycle."""
-    for one in of:
-        inputs, count = [step.inputs for step in one.steps], len(one.batches)
-        known = one.ended and len(inputs) > count > 1 and all(inputs)
-        if known and all(old == new for old, new in zip(inputs, inputs[count:])):
-            text = f"steps 1 to {count} are repeated in the same order: the loader is read once"
-            yield wrong(text, one.where, "no_set_epoch")
 
 
 def same_order(run, of):
@@ -240,8 +231,7 @@ def missed(row, left, total, ranks):
         text = f"it sees {len(counts)} of {total} samples"
         yield wrong(text) if lost else unsure(f"{text}: is that intended?")
     if row[0].distributed and not left:
-        text = f"{total} is divisible by {len(row)}; otherwise DistributedSampler would pad"
-        yield unseen(text)
+        yield unseen(f"{total} is divisible by {len(row)}; otherwise DistributedSampler would pad")
 
 
 def counted_twice(row, twice, total):

@@ -160,8 +160,7 @@ def own_gpu(run):
                 text = f"rank {rank} uses GPU {event.index}, but a node has {event.count}"
                 yield wrong(text, event.where, "global_rank_as_device")
             if (other := first.setdefault(event.index, rank)) != rank:
-                text = f"ranks {other} and {rank} use the same GPU, number {event.index}"
-                yield wrong(text, event.where)
+                yield wrong(f"ranks {other} and {rank} both use GPU {event.index}", event.where)
 
 
 def same_collectives(run):

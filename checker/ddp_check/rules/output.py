@@ -75,8 +75,7 @@ def safe_loads(run):
     """checkpoints are loaded with weights_only=True"""
     for event in run.all(events.Load):
         if not event.weights_only:
-            text = "a file from an untrusted source could run code"
-            yield fragile(text, event.where, "weights_only_false")
+            yield fragile("an untrusted file could run code", event.where, "weights_only_false")
 
 
 def printed_loss_is_of_all(run):
@@ -111,8 +110,7 @@ def printed_loss_is_of_all(run):
         if all(said) and len(said) > 1:  # once may be chance
             yield unsure(said[0], where, "rank_0_loss")
     if alone:
-        text = "no collective before it: is the loss only that of rank 0?"
-        yield unsure(text, alone, "rank_0_loss")
+        yield unsure("no collective before it: is the loss that of rank 0?", alone, "rank_0_loss")
     if not reduced:
         yield unseen("no fraction is printed after a step and a collective")
 
