@@ -34,8 +34,7 @@ Exit = kind("Exit", "open_group threads nn")  # threads: of gloo
 OtherMachine = kind("OtherMachine", "host")  # it was told to meet the others there
 Handler = kind("Handler")  # it set a handler for SIGTERM
 Translated = kind("Translated", "call")
-# It named a GPU: use is "set" or "use"; count: of the GPUs that there are; chosen: it chose what it
-# can see
+# It named a GPU. use: "set" or "use"; count: of all GPUs; chosen: it chose what it can see
 Gpu = kind("Gpu", "use index count chosen")
 # It called a collective on all ranks. adds: numbers are added up; inside: of a forward or backward
 # pass; elements: of its largest tensor; gradient: its input requires one, its result has none
@@ -45,15 +44,14 @@ Received = kind("Received")  # it waited for what another rank sent
 GradientLost = kind("GradientLost", "own")
 
 # A pass over a DataLoader. length: of the data set; total: batches to come; part: checksum of the
-# indices that a Subset keeps, or 0 for all of the data set; distributed: has a DistributedSampler;
-# tensors: checksum of a TensorDataset; data: checksum, the same for equal data sets; persistent:
-# its workers stay
+# indices that a Subset keeps, or 0; distributed: has a DistributedSampler; tensors: checksum of a
+# TensorDataset; data: checksum, the same for equal data sets; persistent: its workers stay
 PassBegun = kind(
     "PassBegun",
     "number length total iterable part distributed shuffle drop_last tensors data persistent",
 )
-# number: of the pass; base: the indices in the data set below all Subsets; samples: a checksum of
-# each; labels: a checksum of the smallest part of each, if it has several
+# number: of the pass; base: indices in the data set below all Subsets; samples: checksums; labels:
+# checksums of the smallest part of each, if it has several
 Batch = kind("Batch", "number indices base samples labels")
 PassEnded = kind("PassEnded", "number")
 Looked = kind("Looked")  # a model was called without gradients, for the first time since a batch
@@ -61,8 +59,8 @@ EpochSet = kind("EpochSet", "value")  # it called set_epoch
 # A random number generator made its first sample; checksums of its state. source: whose it is, or
 # "generator" for those that the data set keeps
 Drawn = kind("Drawn", "source before after worker")
-# After a gather, a tensor was cut to length. order: it held what the ranks gave in "blocks" of one
-# rank each, or in "another" order; empty if in turns, as DistributedSampler deals, or unknown
+# After a gather, a tensor was cut. order: it held what the ranks gave in "blocks" of one rank each,
+# or in "another" order; empty if in turns, as DistributedSampler deals, or unknown
 Cut = kind("Cut", "dropped order")
 # After a gather, a tensor was compared, or reduced to its sum or mean
 Counted = kind("Counted", "length reduced")
@@ -70,17 +68,15 @@ Totalled = kind("Totalled", "values")  # whole numbers that were added up over a
 
 # names: of the parameters; buffers: there are some that each rank updates
 Wrap = kind("Wrap", "names buffers")
-# An optimizer is about to take a step; all that is counted is counted since the step before.
-# gradients, weights: {name of a parameter: checksum}; weights may be None; rates: of learning
-# losses: whose backward pass came; samples: that were loaded; inputs: checksums of what entered
-# the model; infinite: what is not: "loss", "gradient of …" or nothing; zero: all gradients are
-# unused: parameters without a gradient; foreign: parameters in no wrapped model; bypassed: models
-# that got gradients without a call of their wrappers; sharded: over a mesh of so many dimensions
-# state: the optimizer has one; closure: it computes the gradients; synced: the last forward pass
-# asked for a reduction; by_hand: checksums of what the script reduced itself, and whether that was
-# all gradients; training: mode of the model; buffers: {name: checksum}, without statistics;
-# random: checksum of the generator's state; dropout: the model drew random numbers; joined: inside
-# of join()
+# An optimizer is about to take a step; what is counted is counted since the step before.
+# gradients, weights: {name: checksum}; weights may be None; losses: whose backward pass came;
+# samples: that were loaded; inputs: checksums of what entered the model; infinite: "loss",
+# "gradient of …" or nothing; zero: all gradients are; unused: parameters without a gradient;
+# foreign: parameters in no wrapped model; bypassed: models that got gradients without a call of
+# their wrappers; sharded: dimensions of the mesh; state: the optimizer has one; closure: it
+# computes the gradients; synced: the last forward pass asked for a reduction; by_hand: checksums of
+# what the script reduced itself, and whether that was all gradients; buffers: {name: checksum};
+# random: checksum of the generator's state; dropout: the model drew numbers; joined: inside join()
 Step = kind(
     "Step",
     "gradients weights rates losses samples inputs infinite zero unused foreign bypassed sharded "

@@ -20,11 +20,6 @@ from ddp_check.observer.models import describe_models
 from ddp_check.observer.report import TASK, first, reports, say, seen, where
 
 
-@reports(Handler, signal, "signal")
-def handles(args, _):
-    return args[0] == signal.SIGTERM and callable(args[1]) and where() and {}
-
-
 def gloo_threads():
     try:
         names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
@@ -53,6 +48,12 @@ def end_as_a_copy(_):
         multiprocessing.util.Finalize(None, end, exitpriority=-1000)
 
 
+reports(
+    Handler,
+    lambda to, _: to[0] == signal.SIGTERM and callable(to[1]) and where() and {},
+    signal,
+    "signal",
+)
 multiprocessing.util.register_after_fork(seen, end_as_a_copy)
 if TASK.translate:
     from ddp_check.observer import translate  # noqa: F401

@@ -15,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ddp_check import events
 from ddp_check.observer.group import watch_no_lengths
-from ddp_check.observer.report import TASK, first, reports, say, seen, watch
+from ddp_check.observer.report import TASK, first, say, seen, watch
 from ddp_check.observer.values import checksum, fingerprint, parts_of, sample_checksums
 
 
@@ -68,9 +68,10 @@ def begin(do, self, loader, first_iter=None):
     )
 
 
-@reports(events.EpochSet, DistributedSampler, "set_epoch")
-def epoch_set(args, kwargs):
-    return {"value": [*args, *kwargs.values()][-1]}
+@watch(DistributedSampler, "set_epoch")
+def set_epoch(do, self, epoch):
+    say(events.EpochSet, value=epoch)
+    do(self, epoch)
 
 
 @watch(data.DataLoader, "__init__")
@@ -82,7 +83,8 @@ def load_data(do, self, dataset, batch_size=1, *args, **kwargs):
 @watch(data.dataloader._BaseDataLoaderIter, "_next_index")
 def next_index(do, self):
     index = do(self)
-    self._ddp_check.asked.append(index)  # workers prefetch
+    several = index if isinstance(index, list | tuple) else [index]
+    self._ddp_check.asked.append(several)  # workers prefetch
     return index
 
 
@@ -99,9 +101,7 @@ def next_batch(do, self):
         raise
     indices = base = samples = labels = None
     with contextlib.suppress(TypeError):  # a sampler may give something else
-        asked = known.asked.popleft()
-        several = asked if isinstance(asked, list | tuple) else [asked]
-        indices = [operator.index(index) for index in several]
+        indices = [operator.index(index) for index in known.asked.popleft()]
         base = indices if known.kept is None else [known.kept[index] for index in indices]
     with contextlib.suppress(Exception):  # an exotic batch must not crash the user's script
         samples, labels = sample_checksums(batch)

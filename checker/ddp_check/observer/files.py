@@ -80,6 +80,8 @@ def prefixed(obj):
     return own + [key for _, value in items for key in prefixed(value)]
 
 
-@reports(Load, torch, "load")
 def loaded(_, kwargs):
     return where(direct=True) and {"weights_only": kwargs.get("weights_only") in (None, True)}
+
+
+reports(Load, loaded, torch, "load")

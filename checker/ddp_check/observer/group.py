@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from ddp_check import events
-from ddp_check.observer.report import TASK, first, reports, say, seen, watch, where
+from ddp_check.observer.report import TASK, reports, say, seen, watch, where
 from ddp_check.observer.values import checksum, tensors_in
 
 COLLECTIVE = "all_|reduce(?!_op)|broadcast|gather|scatter|barrier|monitored_barrier"
@@ -108,9 +108,7 @@ def report_totals(tensors):
                 say(events.Totalled, values=[int(value) for value in values if value % 1 == 0])
 
 
-@reports(events.Received, c10d, "recv", "recv_object_list")
-def receive(*_):
-    return {}
+reports(events.Received, lambda *_: {}, c10d, "recv", "recv_object_list")
 
 
 class Lengths(TorchFunctionMode):
@@ -124,14 +122,10 @@ class Lengths(TorchFunctionMode):
         of_tensor = isinstance(tensor, torch.Tensor) and self.parts is not None
         length = len(tensor) if of_tensor and tensor.dim() else 0
         if name == "__getitem__" and isinstance(args[1], slice) and len(result) < length:
-            self.tell(events.Cut, dropped=length - len(result), order=order_of(tensor, self.parts))
+            say(events.Cut, dropped=length - len(result), order=order_of(tensor, self.parts))
         elif name in SHOW and length > 1:
-            self.tell(events.Counted, length=length, reduced=name in REDUCE)
+            say(events.Counted, length=length, reduced=name in REDUCE)
         return result
-
-    def tell(self, kind, **fields):
-        if first(kind, seen.passes, str(fields)):
-            say(kind, **fields)
 
 
 lengths = Lengths()

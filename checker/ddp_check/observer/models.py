@@ -142,29 +142,19 @@ def scale(do, self, outputs):
 
 @watch(torch.amp.GradScaler, "unscale_", "step")
 def unscale(do, self, *args, **kwargs):
-    before = seen.steps
     seen.scaled = False
     result = do(self, *args, **kwargs)
-    if do.__name__ == "step" and seen.steps == before:
-        forget()  # the scaler skips this step
+    if do.__name__ == "step":  # the scaler may skip that of the optimizer
+        forget()
     return result
 
 
-@reports(events.StateLoaded, nn.Module, "load_state_dict")
-@reports(events.StateLoaded, optimizers.Optimizer, "load_state_dict")
-def state_loaded(*_):
-    return {"wraps": len(seen.wrapped)}
-
-
-@reports(events.Clipped, nn.utils.clip_grad, "clip_grad_norm_", "clip_grad_value_")
-def clipped(*_):
-    return {"scaled": seen.scaled}
-
-
-@reports(events.Scheduled, lr_scheduler.LRScheduler, "step")
-@reports(events.Scheduled, lr_scheduler.ReduceLROnPlateau, "step")
-def scheduled(*_):
-    return seen.steps and {}
+for name in ("clip_grad_norm_", "clip_grad_value_"):
+    reports(events.Clipped, lambda *_: {"scaled": seen.scaled}, nn.utils.clip_grad, name)
+for owner in (nn.Module, optimizers.Optimizer):
+    reports(events.StateLoaded, lambda *_: {"wraps": len(seen.wrapped)}, owner, "load_state_dict")
+for owner in (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau):
+    reports(events.Scheduled, lambda *_: seen.steps and {}, owner, "step")
 
 
 @optimizers.register_optimizer_step_pre_hook

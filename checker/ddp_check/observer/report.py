@@ -68,8 +68,7 @@ def say(kind, at="", **fields):
         path, how = os.path.join(TASK.events, str(pid)), os.O_WRONLY | os.O_CREAT | os.O_APPEND
         seen.file = os.open(f"{path}.jsonl", how)
         faulthandler.register(STACKS, os.open(f"{path}.stack", how), all_threads=False)
-    event = kind(time=time.monotonic(), where=at or where(), **fields)
-    os.write(seen.file, f"{event}\n".encode())
+    os.write(seen.file, f"{kind(time=time.monotonic(), where=at or where(), **fields)}\n".encode())
 
 
 def first(*key):
@@ -118,20 +117,15 @@ def watch(owner, *names):
     return decorate
 
 
-def reports(kind, owner, *names):
-    """Report calls if the decorated function of their arguments returns the event's fields."""
+def reports(kind, fields, owner, *names):
+    """Report calls if this function of their arguments returns the event's fields."""
 
-    def decorate(fields):
-        @watch(owner, *names)
-        def call(do, *args, **kwargs):
-            found = fields(args, kwargs)
-            if isinstance(found, dict):
-                say(kind, **found)
-            return do(*args, **kwargs)
-
-        return fields
-
-    return decorate
+    @watch(owner, *names)
+    def call(do, *args, **kwargs):
+        found = fields(args, kwargs)
+        if isinstance(found, dict):
+            say(kind, **found)
+        return do(*args, **kwargs)
 
 
 def keep(name, values):

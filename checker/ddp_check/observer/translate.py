@@ -37,9 +37,8 @@ def is_gpu(value):
 
 def use(device, kind="use"):
     """Report the GPU that the script names: a device, a number, or None for the current one."""
-    line, index = where(), device
-    if not isinstance(device, int | None):
-        index = torch.device(device).index
+    line = where()
+    index = device if isinstance(device, int | None) else torch.device(device).index
     index = seen.gpu if index is None else index
     if line and first(kind, index):
         chosen = bool(os.environ.get("CUDA_VISIBLE_DEVICES"))  # the checker sets it to ""

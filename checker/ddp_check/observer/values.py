@@ -34,8 +34,7 @@ def checksums(named):
 
 def batch_checksum(batch):
     tensors = tensors_in(batch)
-    largest = max((value.numel() for value in tensors), default=0)
-    return checksum(tensors, 1 + largest // SAMPLE)
+    return checksum(tensors, 1 + max((one.numel() for one in tensors), default=0) // SAMPLE)
 
 
 def tensors_in(values):
@@ -80,6 +79,5 @@ def is_finite(value):
 
 def meshes(values):
     """Return the number of dimensions of the mesh that the values are sharded over, or 0."""
-    found = [v.device_mesh.ndim for v in values if hasattr(v, "device_mesh")]
-    flat = any(hasattr(v, "to_local") or hasattr(v, "_fsdp_flattened") for v in values)
-    return max([*found, int(flat)])
+    flat = any(hasattr(v, "_fsdp_flattened") for v in values)
+    return max([int(flat), *(v.device_mesh.ndim for v in values if hasattr(v, "device_mesh"))])

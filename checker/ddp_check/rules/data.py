@@ -21,8 +21,8 @@ def ranks_share_data(run):
     found = epochs(run)
     for number, epoch in enumerate(found, 1):
         for verdict in shared(epoch):
-            text, where = f"epoch {number}: {verdict.text}", lowest(epoch).where
-            yield replace(verdict, text=text, where=where)
+            text = f"epoch {number}: {verdict.text}"
+            yield replace(verdict, text=text, where=lowest(epoch).where)
     if not (rows or found):
         yield unseen("no DataLoader was used to train, nor a wrapped model")
 
@@ -171,8 +171,7 @@ def random_numbers_differ(run):
 def evaluations(run):
     """Return the evaluations: {size of a data set and line: [one pass of each rank]}.
 
-    Without those on the training set: they only show how training goes. In a run that failed, also
-    without those that some ranks did not come to.
+    Without those on the training set, and, in a run that failed, those that a rank did not reach.
     """
     looked, found = {}, passes(run)
     every = [one for of in found.values() for one in of]

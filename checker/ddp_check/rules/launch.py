@@ -118,8 +118,7 @@ def one_group(run):
         yield wrong(f"rank {min(missing)} did not join")
     for rank, found in run.of(events.Exit).items():
         if not found:
-            text = f"rank {rank} ends with os._exit: atexit functions are not called"
-            yield fragile(text, "", "os_exit")
+            yield fragile(f"rank {rank} ends with os._exit: no atexit function runs", "", "os_exit")
         elif found[0].open_group and not by_framework(run):
             text = f"rank {rank} did not call destroy_process_group"
             yield fragile(text, ranks[rank].where, "destroy_missing")
@@ -172,9 +171,8 @@ def same_collectives(run):
         if pair := differ({rank: event and event.name for rank, event in found.items()}):
             ends = [found[rank] for rank in pair]
             names = [f"{one.name} ({short(one.where)})" if one else "nothing" for one in ends]
-            said = f"rank {pair[0]} calls {names[0]} and rank {pair[1]} calls {names[1]}"
-            where = (ends[0] or ends[1]).where
-            yield wrong(f"call {number}: {said}", where, "collective_on_one_rank")
+            text = f"call {number}: rank {pair[0]} calls {names[0]} and rank {pair[1]} calls {names[1]}"
+            yield wrong(text, (ends[0] or ends[1]).where, "collective_on_one_rank")
     if run.returncode is None:
         until = counted(min(map(len, calls.values())), "call")
         yield unseen(f"the script hangs; {until} until then agree")

@@ -39,8 +39,7 @@ def one_rank_writes(run):
             steps += isinstance(event, events.Step)
             waited += isinstance(event, WAITS)
             if isinstance(event, WRITES) and event.path and not getattr(event, "append", False):
-                of = writes.setdefault(event.path, {}).setdefault(rank, {})
-                of[waited] = steps, event.where
+                writes.setdefault(event.path, {}).setdefault(rank, {})[waited] = steps, event.where
     together, apart = [], []
     for path, of in writes.items():
         text = f"ranks {', '.join(map(str, of))} write {Path(path).name}"

@@ -113,10 +113,9 @@ def reduced_twice(run):
 def gradients_pass_collectives(run):
     """gradients pass what is gathered"""
     lost = run.all(events.GradientLost)
-    for event in lost:
+    if own := [event.where for event in lost if event.own]:
         text = "the backward pass ends at what all_gather returned: AllGather would pass them on"
-        if event.own:
-            yield wrong(text, event.where, "recipes/contrastive")
+        yield wrong(text, own[0], "recipes/contrastive")
     if lost:
         text = "this rank's own part keeps its gradient, those of others lose it: is that intended?"
         yield unsure(text, lost[0].where)
@@ -145,8 +144,7 @@ def rates_are_equal(run):
         text = f"from step {number} on, they differ from rank to rank: {rates}"
         text += f"; the scheduler takes {counts}" if counts else "; does each see its own loss?"
         before = [one for one in scheduled if one.time < row[0].time]
-        where = max(before, key=lambda one: one.time, default=row[0]).where
-        yield wrong(text, where, PLATEAU)
+        yield wrong(text, max(before, key=lambda one: one.time, default=row[0]).where, PLATEAU)
     if counts:
         yield unsure(f"the scheduler takes {counts}: should all ranks step it?", scheduled[0].where)
     steps, taken = lowest(run.of(events.Step)), lowest(run.of(events.Scheduled))
@@ -208,10 +206,10 @@ def ended_apart(run):
     for field in ("rates", "gradients", "buffers"):
         before, *_ = run.first_difference(field)
         if before and before < (number or len(run.step_rows) + 1):
-            cause = field.replace("rates", "learning rates")
-            yield wrong(
-                f"{text}; it follows from the {cause} in step {before}", where, follows=True
+            text += (
+                f"; it follows from the {field.replace('rates', 'learning rates')} in step {before}"
             )
+            yield wrong(text, where, follows=True)
     loads = [(rank, one) for rank, of in run.of(events.StateLoaded).items() for one in of]
     times = Counter((one.where, rank) for rank, one in loads if one.wraps)
     for line, _ in times:

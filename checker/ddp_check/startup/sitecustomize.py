@@ -9,8 +9,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 
 def observe():
     sys.path.insert(0, ROOT)  # only for this import: the script must find its own modules
-    import ddp_check.observer  # noqa: F401
-
+    importlib.import_module("ddp_check.observer")
     sys.path.remove(ROOT)
 
 
