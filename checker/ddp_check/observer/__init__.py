@@ -48,12 +48,11 @@ def end_as_a_copy(_):
         multiprocessing.util.Finalize(None, end, exitpriority=-1000)
 
 
-reports(
-    Handler,
-    lambda to, _: to[0] == signal.SIGTERM and callable(to[1]) and where() and {},
-    signal,
-    "signal",
-)
+def handles(args, _):
+    return args[0] == signal.SIGTERM and callable(args[1]) and where() and {}
+
+
+reports(Handler, handles, signal, "signal")
 multiprocessing.util.register_after_fork(seen, end_as_a_copy)
 if TASK.translate:
     from ddp_check.observer import translate  # noqa: F401

@@ -170,8 +170,8 @@ def same_collectives(run):
         found = dict(zip(calls, row))
         if pair := differ({rank: event and event.name for rank, event in found.items()}):
             ends = [found[rank] for rank in pair]
-            names = [f"{one.name} ({short(one.where)})" if one else "nothing" for one in ends]
-            text = f"call {number}: rank {pair[0]} calls {names[0]} and rank {pair[1]} calls {names[1]}"
+            said = [f"{one.name} ({short(one.where)})" if one else "nothing" for one in ends]
+            text = f"call {number}: rank {pair[0]} calls {said[0]}, rank {pair[1]} calls {said[1]}"
             yield wrong(text, (ends[0] or ends[1]).where, "collective_on_one_rank")
     if run.returncode is None:
         until = counted(min(map(len, calls.values())), "call")

@@ -206,9 +206,8 @@ def ended_apart(run):
     for field in ("rates", "gradients", "buffers"):
         before, *_ = run.first_difference(field)
         if before and before < (number or len(run.step_rows) + 1):
-            text += (
-                f"; it follows from the {field.replace('rates', 'learning rates')} in step {before}"
-            )
+            cause = field.replace("rates", "learning rates")
+            text += f"; it follows from the {cause} in step {before}"
             yield wrong(text, where, follows=True)
     loads = [(rank, one) for rank, of in run.of(events.StateLoaded).items() for one in of]
     times = Counter((one.where, rank) for rank, one in loads if one.wraps)
