@@ -76,11 +76,8 @@ def run(trainer, steps, passes, no_sync):
 
 
 def spans(events, origin, *names):
-    """Return (start, end), in milliseconds of the machine's clock, of what begins with a name.
-
-    A range of the host in which kernels were launched is there again, with the GPU's times.
-    """
-    host = [event for event in events if event.device_type == DeviceType.CPU]
+    """Return (start, end) of the host's ranges of these names, in ms of the machine's clock."""
+    host = [event for event in events if event.device_type == DeviceType.CPU]  # a GPU repeats them
     ranges = [event.time_range for event in host if event.name.startswith(names)]
     return sorted((each.start / 1e3 + origin, each.end / 1e3 + origin) for each in ranges)
 
@@ -128,19 +125,13 @@ def steps_of(events, origin):
 
 
 def fastest_step(by_rank):
-    """Return the shortest step, of all ranks, from the moment that its first rank began.
+    """Return the shortest step, which others disturb least, from when its first rank began."""
 
-    Other programs disturb it least.
-    """
-
-    def begin(step):
-        return min(rank["data"][0][0] for rank in step)
-
-    def length(step):
-        return max(rank["optimizer"][0][1] for rank in step) - begin(step)
-
-    step = min(zip(*by_rank, strict=True), key=length)
-    origin = begin(step)
+    whole = []
+    for step in zip(*by_rank, strict=True):
+        origin = min(rank["data"][0][0] for rank in step)
+        whole.append((max(rank["optimizer"][0][1] for rank in step) - origin, origin, step))
+    _, origin, step = min(whole, key=lambda one: one[0])
     return [
         {name: [[round(at - origin, 3) for at in span] for span in rank[name]] for name in rank}
         for rank in step

@@ -3,8 +3,7 @@
     python benchmarks/learning_rate.py
 
 N processes with a batch of B train like one process with a batch of N x B. So each run is one
-process, with the recipe recipes/learning_rate.md and the batch of all N together. The runs differ
-in the rule for the rate, the number of processes and the seed.
+process, with the recipe recipes/learning_rate.md and the batch of all N together.
 """
 
 import re

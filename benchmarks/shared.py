@@ -139,7 +139,6 @@ def machine():
         "cpu": cpu[1] if cpu else platform.processor(),
         "cores": os.cpu_count(),
         "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
-        "python": platform.python_version(),
         "torch": torch.__version__,
         "load_average": BUSY,
     }

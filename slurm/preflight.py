@@ -63,9 +63,8 @@ def check_names(nodes):
     With a loopback address, gloo connects a host to itself; under a wrong name, torchrun announces
     it to the others. That an address has no name is no fault.
     """
-    if len(nodes) == 1:
-        return "ok"  # it meets nobody else, also at 127.0.1.1
-    for name in dict.fromkeys([*nodes, socket.gethostname()]):
+    names = [*nodes, socket.gethostname()] if len(nodes) > 1 else []  # one node meets no other
+    for name in dict.fromkeys(names):
         if (there := address_of(name)).startswith("127.") or there == "::1":
             raise RuntimeError(f"{name} is {there}, a loopback address")
         with contextlib.suppress(OSError):
@@ -77,10 +76,7 @@ def check_names(nodes):
 
 
 def gloo_address():
-    """Return the address that gloo uses on this host.
-
-    It is that of the interface in GLOO_SOCKET_IFNAME, or that of the host name, or else loopback.
-    """
+    """Return the address of gloo here: of GLOO_SOCKET_IFNAME, of the host name, or loopback."""
     if name := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:  # SIOCGIFADDR of Linux
             answer = fcntl.ioctl(query, 0x8915, name.encode().ljust(40, b"\0"))

@@ -46,10 +46,6 @@ def test_the_changed_lines_are_in_the_scripts(benchmark):
     changed("learning_rate", [(learning.ROOT_RULE, learning.RULES["linear"])])
 
 
-def test_the_lines_of_the_peers_are_counted(benchmark):
-    assert benchmark("peers").lines("x = 1\n\ndef parse_args():\n    return 1\n\n\nprint(x)\n") == 2
-
-
 def test_what_the_trace_of_a_gpu_repeats_is_no_second_step(benchmark):
     breakdown, name, gpu = benchmark("breakdown"), "Optimizer.step#AdamW.step", DeviceType.CUDA
     events = [  # the host's range is on the GPU's time axis, too; there, only kernels count
