@@ -14,7 +14,6 @@ import torch
 
 from ddp_check import events
 from ddp_check.keeper import signalled
-from ddp_check.passes import epochs
 from ddp_check.protocol import STEPS
 from ddp_check.ranks import counted, lowest
 from ddp_check.rules import base, judge, judged, launch, training
@@ -67,7 +66,7 @@ def once(ready, act, process, folder, end):
 
 def draws(run):
     """Return whether the training process draws random numbers between steps, as for dropout."""
-    parts = [lowest(epoch).steps for epoch in epochs(run)] or [steps_of(run)]
+    parts = [lowest(epoch).steps for epoch in run.epochs] or [steps_of(run)]
     return any(len({step.random for step in steps}) > 1 for steps in parts)
 
 
@@ -103,7 +102,7 @@ def why_apart(plan, resumed, text):
     if rates:
         text += "; the learning rate is {:.3g} instead of {:.3g}".format(*rates[0])
         text += ": is the scheduler restored?"
-    loaders = [lowest(epoch) for epoch in epochs(plan.undisturbed)]
+    loaders = [lowest(epoch) for epoch in plan.undisturbed.epochs]
     if draws(plan.undisturbed) or any(one.shuffle and not one.distributed for one in loaders):
         others = {one.source for one in plan.undisturbed.all(events.Drawn)} - {"torch"}
         which = f"that {' and '.join(sorted(others))} draws"
@@ -157,7 +156,7 @@ def resumes(plan, struck, promise, may_lose):
     if told := [reason for reason, holds in reasons.items() if holds]:
         yield GOES_ON, unseen(told[0])
         return
-    resumed = plan.run(struck.place, arguments=[*plan.arguments, *(plan.restart_args or [])])
+    resumed = plan.run(struck.cwd.name, arguments=[*plan.arguments, *(plan.restart_args or [])])
     line = "".join(one.where for one in resumed.all(events.Load)[:1])
     verdict = next(goes_on(plan, struck, resumed, line))
     yield GOES_ON, verdict
@@ -262,7 +261,7 @@ def not_kept(run):
 
 def other_samples(many, one):
     """Yield the verdict if the steps do not have the same samples, or that is not seen."""
-    pair = [list(of[0].values()) for of in map(epochs, (many, one)) if of]
+    pair = [list(of[0].values()) for of in (many.epochs, one.epochs) if of]
     if len(pair) < 2 or any(of.samples() is None for ranks in pair for of in ranks):
         yield unseen("no DataLoader was used to train, or its samples have no index")
     if pair[0][0].data != pair[1][0].data:

@@ -4,21 +4,107 @@ import os
 import re
 import signal
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
-from ddp_check.events import Final, Join, Step, Translated
+from ddp_check import events
 from ddp_check.protocol import FRAME, own_frame
 
 LACKS_GPUS = r"(?i)cuda|nccl|nvidia|\bgpu"  # in an error message
-ERROR = r"^(?:\[rank\d+\]: *)?((?:[\w.]*(?:Error|Exception)(?:: .+)?|[\w.-]+: error: .+))$"
-PREFIX = r"\[rank\d+\]: *"  # that PyTorch puts before each line of a traceback
-REPORT = r"^(?:[EW]\d{4} .*torch/distributed|srun: task)"  # a launcher's, of a failure
-STATUS = (  # of the rank that failed first, as torchrun and srun report it
-    r"Root Cause.*\n(?:.*\n)*?\s+rank\s+: (\d+).*\n\s+exitcode\s+: (-?\d+)",
-    r"^srun: task (\d+) ended with exit code (-?\d+)",
-)
+PREFIX = r"(?:\[rank\d+\]: ?)?"  # that PyTorch puts before each line of a traceback
 CHAINED = r"\s+(?:\[rank\d+\]:\s*)*(?:During handling of|The above exception was)"
+ERROR = rf"^{PREFIX}([\w.]*(?:Error|Exception)(?:: .+)?|[\w.-]+: error: .+)$(?!{CHAINED})"
+REPORT = r"^[EW]\d{4} .*torch/distributed"  # torchrun's, of a failure, and of which rank:
+STATUS = r"Root Cause.*\n(?:.*\n)*?\s+rank\s+: (\d+).*\n\s+exitcode\s+: (-?\d+)"
+
+
+@dataclass
+class Pass:
+    """A pass over the data: which batches it gave, and which steps used them."""
+
+    begun: events.PassBegun
+    batches: list = field(default_factory=list)
+    steps: list = field(default_factory=list)
+    steps_beside: int = 0  # credited to another pass, which gave a later batch
+    ended: bool = False
+    evaluates: bool = False  # a model was called without gradients
+    after: list = field(default_factory=list)  # events that follow one of its batches
+
+    def __getattr__(self, name):
+        return getattr(self.begun, name)
+
+    @property
+    def is_training(self):
+        """Whether its batches were trained on, perhaps together with those of another pass."""
+        return bool(self.steps) or self.steps_beside > 1
+
+    def seen(self, kind):
+        """Return the events of a kind that follow one of its batches."""
+        return [event for event in self.after if isinstance(event, kind)]
+
+    @property
+    def sizes(self):
+        """How many samples its batches have, as far as is known."""
+        return [len(batch.indices or batch.samples or ()) for batch in self.batches]
+
+    @property
+    def is_whole(self):
+        """Whether it gave all its batches."""
+        return self.ended or len(self.batches) == self.total
+
+    def samples(self, key="indices"):
+        """Return what is known of each of its samples, or None if it is unknown."""
+        found = [getattr(batch, key) for batch in self.batches]
+        return None if None in found else [value for of in found for value in of]
+
+
+def passes_of(found):
+    """Return the passes of one rank, whose events these are."""
+    passes = {}  # by number
+    fed = []  # passes with a batch since the last step
+    given = None  # the pass that gave the last batch
+    for event in found:
+        known = passes.get(getattr(event, "number", None))
+        match event:
+            case events.PassBegun():
+                passes[event.number] = Pass(event)
+            case events.Batch() if known:
+                known.batches.append(event)
+                given = known
+                fed = [one for one in fed if one is not known] + [known]
+            case events.PassEnded() if known:
+                known.ended = True
+            case events.Evaluated() if known:
+                known.evaluates = True
+            case events.Step():
+                credit(event, fed, list(passes.values()))
+                fed = []
+            case _ if given:
+                given.after.append(event)
+    for one in passes.values():
+        looked = len(one.seen(events.Looked))
+        if looked and not (one.ended or one.is_training):  # it may have fetched one more
+            del one.batches[looked:]
+    return list(passes.values())
+
+
+def credit(step, fed, passes):
+    """Credit a step to the pass that gave the last batch, preferably one that goes on.
+
+    If there was none since the previous step, its batches may have been fetched ahead. A pass that
+    only evaluates does not count.
+    """
+    known = [one for one in passes if one.steps]
+    lines = {one.where for one in known}
+    able = [one for one in passes if not (one.ended and one.evaluates) or one.where in lines]
+    fed = [one for one in fed if one in able] or known[-1:]
+    fed = fed or [one for one in passes[-1:] if one in able]
+    fed = [one for one in fed if not one.ended] or fed
+    for one in fed[-1:]:
+        one.steps.append(step)
+    for one in fed[:-1]:
+        one.steps_beside += 1
 
 
 @dataclass
@@ -26,8 +112,6 @@ class Run:
     nproc: int
     folder: Path  # of the events
     cwd: Path = Path()
-    place: str = ""  # its name
-    launcher: str = ""
     text: str = ""  # of the script
     others: dict = field(default_factory=dict)  # name of a small file beside it -> its text
     translate: bool = False  # its calls for GPUs were translated for the CPU
@@ -53,19 +137,30 @@ class Run:
         """Return the events of these kinds from all ranks, as one list."""
         return [event for found in self.of(*kinds).values() for event in found]
 
+    @cached_property
+    def passes(self):
+        """The passes of each rank over its data: {rank: [pass]}."""
+        return {rank: passes_of(found) for rank, found in self.ranks.items()}
+
+    @property
+    def epochs(self):
+        """The pass of each rank for each training epoch: [{rank: pass}]."""
+        columns = [[one for one in of if one.steps] for of in self.passes.values()]
+        return [dict(zip(self.ranks, row)) for row in zip(*columns)]
+
     @property
     def joins(self):
         """The `Join` event of each rank that has one."""
-        return {rank: found[0] for rank, found in self.of(Join).items() if found}
+        return {rank: found[0] for rank, found in self.of(events.Join).items() if found}
 
     @property
     def is_sharded(self):
-        return any(step.sharded for step in self.all(Step))
+        return any(step.sharded for step in self.all(events.Step))
 
     @property
     def in_join(self):
         """Whether a step was taken inside of join(), where some ranks run out before others."""
-        return any(step.joined for step in self.all(Step))
+        return any(step.joined for step in self.all(events.Step))
 
     @property
     def step_rows(self):
@@ -74,7 +169,7 @@ class Run:
         Without the last one if the run failed: whether a rank reports the step of the failure, or
         is killed before, is a matter of chance. And none from the first that was taken in join().
         """
-        rows = list(zip(*self.of(Step).values()))
+        rows = list(zip(*self.of(events.Step).values()))
         rows = rows[:-1] if self.returncode else rows
         end = next((at for at, row in enumerate(rows) if any(one.joined for one in row)), None)
         return rows[:end]
@@ -99,13 +194,13 @@ class Run:
     @property
     def first_infinite(self):
         """The number and the row of the first step with a number that is not finite."""
-        rows = enumerate(zip(*self.of(Step).values()), 1)
+        rows = enumerate(zip(*self.of(events.Step).values()), 1)
         return next((one for one in rows if any(step.infinite for step in one[1])), (None, ()))
 
     @property
     def final_weights(self):
         """Checksums of the final weights of each rank's models, or nothing if a rank has none."""
-        found = {rank: [one.weights for one in of] for rank, of in self.of(Final).items()}
+        found = {rank: [one.weights for one in of] for rank, of in self.of(events.Final).items()}
         return found if all(found.values()) else {}
 
     @property
@@ -119,7 +214,7 @@ class Run:
     @property
     def for_nccl(self):
         """Whether the script uses only NCCL, so faults of gloo do not affect it."""
-        calls = {event.call for event in self.all(Translated)}
+        calls = {event.call for event in self.all(events.Translated)}
         return '"nccl"' in calls or ("nccl" in self.text and "cpu:gloo" not in self.text)
 
     @property
@@ -130,9 +225,7 @@ class Run:
     @property
     def raised(self):
         """The matches of all errors in the output, except those that another one followed."""
-        text = self.printed
-        found = re.finditer(ERROR, text, re.M)
-        return [one for one in found if not re.match(CHAINED, text[one.end() :])]
+        return list(re.finditer(ERROR, self.printed, re.M))
 
     @property
     def traceback(self):
@@ -141,9 +234,8 @@ class Run:
             return []
         first = self.raised[0]
         text = first.string[: first.end()].replace(f"{self.cwd}{os.sep}", "")
-        prefix = re.match(rf"(?:{PREFIX})?", text.rpartition("\n")[2])[0].rstrip()
-        lines = [line for line in text.splitlines() if line.startswith(prefix)]
-        lines = [re.sub(PREFIX, "", line) if prefix else line for line in lines]
+        prefix = re.match(PREFIX, text.rpartition("\n")[2])[0]
+        lines = [line.removeprefix(prefix) for line in text.splitlines() if line.startswith(prefix)]
         starts = [at for at, line in enumerate(lines) if line.startswith("Traceback")]
         # A SyntaxError has only the frame.
         starts = starts or [at for at, line in enumerate(lines) if FRAME.match(line)]
@@ -167,7 +259,7 @@ class Run:
         """How a script that failed has ended, in words."""
         if self.raised:
             first = self.raised[0]
-            more = re.match(rf"\s*(?:{PREFIX})?\s*(\S.*)", first.string[first.end() :])
+            more = re.match(rf"\s*{PREFIX}\s*(\S.*)", first.string[first.end() :])
             text = f"{first[1]} {more[1]}" if more and first[1].endswith(":") else first[1]
             usage = re.findall(r"^usage: .+", self.printed, re.M)
             return "; ".join([text, *usage[:1]])
@@ -181,10 +273,8 @@ class Run:
     @property
     def status(self):
         """The rank that failed first, if the launcher names it, and its exit code or -signal."""
-        for pattern in STATUS:
-            if match := re.search(pattern, self.output, re.M):
-                return int(match[1]), int(match[2])
-        return None, self.returncode
+        found = re.search(STATUS, self.output)
+        return map(int, found.groups()) if found else (None, self.returncode)
 
     @property
     def lacks_gpus(self):

@@ -17,8 +17,7 @@ from ddp_check.rules import base, judge
 from ddp_check.run import Plan
 
 TAIL = 8  # lines of a traceback
-CLEAN, FAULTY, UNKNOWN = range(3)  # the exit codes
-SUMMARIES = ("nothing wrong", "wrong", "no verdict")
+SUMMARIES = ("nothing wrong", "wrong", "no verdict")  # by exit code
 
 
 @contextlib.contextmanager
@@ -38,32 +37,24 @@ def perform(name, plan):
 
 def check(plan, drills=()):
     """Run a script and the drills; return all verdicts as `judge` does."""
-    say(f"running {plan.script}: {plan.nproc} processes, {plan.launcher}")
-    verdicts = judge(plan.undisturbed)
-    for name in drills:
-        say(f"drill: {name}")
-        verdicts += perform(name, plan)
-    return verdicts
-
-
-def say(text):
-    print(f"ddp_check: {text}", file=sys.stderr, flush=True)
+    print(f"ddp_check: {plan.nproc} processes, {plan.launcher}", *drills, file=sys.stderr)
+    return judge(plan.undisturbed) + [one for name in drills for one in perform(name, plan)]
 
 
 def exit_code(plan, verdicts):
     """Return 0 if nothing is wrong, 1 if something is, 2 if that could not be seen."""
     found, run = {verdict.status for verdict in verdicts}, plan.undisturbed
     if base.WRONG in found:
-        return FAULTY
+        return 1
     seen = run.returncode == 0 and run.all(events.Step) and base.BROKEN not in found
-    return CLEAN if seen else UNKNOWN
+    return 0 if seen else 2
 
 
 def summary(plan, verdicts):
     code = exit_code(plan, verdicts)
     if broken := [verdict.rule for verdict in verdicts if verdict.status == base.BROKEN]:
         return f"{SUMMARIES[code]}, and the checker itself failed in {', '.join(broken)}"
-    idle = code == UNKNOWN and plan.undisturbed.returncode == 0
+    idle = code == 2 and plan.undisturbed.returncode == 0
     return "no training was seen" if idle else SUMMARIES[code]
 
 
@@ -110,7 +101,7 @@ def text_of(plan, verdicts, everything=False):
     reason = f"first: {message(first)}" if first.status in base.LEVELS else reason
     where = "its GPU calls translated for the CPU" if run.translate else "on the CPU"
     option = f" with {run.option}" if run.option else ""
-    ran = f"ran: {plan.nproc} processes under {run.launcher}{option}, {where}, {run.seconds:.0f} s"
+    ran = f"ran: {plan.nproc} processes under {plan.launcher}{option}, {where}, {run.seconds:.0f} s"
     lines = [f"{plan.script}: {summary(plan, verdicts)}: {found}", reason, ran, ""]
     lines += [line(one) for one in verdicts if everything or one.status not in base.FOLDED]
     folded = {one.rule: None for one in verdicts if one.status in base.FOLDED}

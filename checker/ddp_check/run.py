@@ -23,6 +23,7 @@ CONFIG = (".py", ".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".env")
 STARTS = r"\bspawn\(|\bstart_processes\(|\bProcess\(\s*target"  # starts its own processes
 SETS = r"""environ\[["'](\w+)["']\]\s*=[^=]"""
 ASKS = r"""(?:environ(?:\.get)?|getenv)[\[(]["']((?:LOCAL_)?RANK)["'][\],)]"""
+OPTION = r"""["'](--local[-_]rank)["']"""  # torch.distributed.launch passes that with a hyphen
 USES_GPUS = r"nccl|cuda|device_ids|torch\.accelerator|\.to\(\w*rank\)"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=NPROC"]
 IN_BASH = ["--no-python", "bash", "-c"]
@@ -51,14 +52,6 @@ def launcher_of(text):
         return "python"
     from_outside = set(re.findall(ASKS, text)) - set(re.findall(SETS, text))
     return "srun" if "SLURM_PROCID" in text and not from_outside else "torchrun"
-
-
-def local_rank_option(text):
-    """Return the option by which a script may learn its local rank, and its line, or ("", 0)."""
-    for option in ("--local-rank", "--local_rank"):  # torch.distributed.launch passes the first
-        if found := re.search(rf"""add_argument\([^)]*["']{option}["']""", text):
-            return option, text[: found.start()].count("\n") + 1
-    return "", 0
 
 
 def small_files(folder):
@@ -106,7 +99,9 @@ class Plan:
         self.path = module_path(self.script) if self.module else Path(self.script)
         self.text = self.path.read_text(encoding="utf-8", errors="replace")
         self.launcher = self.launcher or launcher_of(self.text)
-        self.may_need, self.option_line = local_rank_option(self.text)
+        lines = enumerate(self.text.splitlines(), 1)
+        found = ((option, at) for at, line in lines for option in re.findall(OPTION, line))
+        self.may_need, self.option_line = min(found, default=("", 0))
         self.option = ""  # it is passed only if the script does not do without it
         self.translated = self.translate == "yes"
         self.lacking = ""  # how the run without translated calls ended
@@ -144,7 +139,7 @@ class Plan:
         folder = cwd.with_name(f"{place}.run{len(list(cwd.parent.glob(f'{place}.run*')))}")
         folder.mkdir()
         task = Task(str(folder), f"{cwd}{os.sep}", nproc, translate=self.translated, **options)
-        run = Run(nproc, folder, cwd, place, self.launcher, self.text, small_files(cwd))
+        run = Run(nproc, folder, cwd, self.text, small_files(cwd))
         run.translate, run.begun = self.translated, time.monotonic()
         run.option, run.option_where = self.option, f"{self.path}:{self.option_line}"
         with open(folder / "output", "w+", encoding="utf-8", errors="replace") as output:
@@ -171,7 +166,7 @@ class Plan:
             run.output = output.read()
         run.ranks = {rank: found for rank, (_, found) in reports(folder).items()}
         words = re.findall(r"[\w.-]+", run.ending) if run.returncode else []
-        missed = {word for word in words if Path(word).suffix in CHECKPOINT}
+        missed = {word for word in words if word.endswith(CHECKPOINT)}
         run.left_out = [name for name in missed if any(Path.cwd().rglob(name))]
         return run
 
@@ -190,8 +185,8 @@ class Plan:
 
 def module_path(name):
     path = Path(*name.split("."))
-    found = [path.with_suffix(".py"), path / "__main__.py"]
-    return next((one for one in found if one.is_file()), found[0])
+    main = path / "__main__.py"
+    return main if main.is_file() else path.with_suffix(".py")
 
 
 def environment(task, variables, launcher):

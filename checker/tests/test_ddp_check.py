@@ -34,9 +34,8 @@ def test_our_scripts_pass(step, tmp_path):
 def test_observation_changes_no_bit(tmp_path, trained):
     """Nor does observation leave a file behind."""
     run = plan_of("05", tmp_path).undisturbed
-    here = run.folder.with_name(run.place)
-    assert same_bits(here / "checkpoint.pt", trained("05", *LONG))
-    assert os.listdir(here) == ["checkpoint.pt"]
+    assert same_bits(run.cwd / "checkpoint.pt", trained("05", *LONG))
+    assert os.listdir(run.cwd) == ["checkpoint.pt"]
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from dataclasses import replace
 from itertools import chain, pairwise
 
 from ddp_check import events
-from ddp_check.passes import epochs, passes
 from ddp_check.ranks import counted, differ, lowest
 from ddp_check.rules.base import not_applicable, passed, unseen, unsure, wrong
 
@@ -18,7 +17,7 @@ def ranks_share_data(run):
     if rows and all(step.inputs == row[0].inputs for row in rows for step in row):
         text = "in each step, all ranks train on the same batch"
         yield wrong(text, rows[0][0].where, "no_sampler")
-    found = epochs(run)
+    found = run.epochs
     for number, epoch in enumerate(found, 1):
         for verdict in shared(epoch):
             text = f"epoch {number}: {verdict.text}"
@@ -92,7 +91,7 @@ def dealt_by_data_set(epoch):
 def order_changes(run):
     """the order changes from epoch to epoch"""
     loops = {}  # line of the loop -> the passes of the lowest rank
-    for epoch in map(lowest, epochs(run)):
+    for epoch in map(lowest, run.epochs):
         loops.setdefault(epoch.where, []).append(epoch)
     most = max(loops.values(), key=len, default=[])
     if len(most) < 2:
@@ -132,7 +131,7 @@ def same_order(run, of):
 
 def random_numbers_differ(run):
     """ranks draw different random numbers in training"""
-    found = epochs(run)
+    found = run.epochs
     if not found:
         yield unseen("no DataLoader was used to train")
     drawn = {  # states of the generators of random samples: {rank: {source: (before, after)}}
@@ -173,7 +172,7 @@ def evaluations(run):
 
     Without those on the training set, and, in a run that failed, those that a rank did not reach.
     """
-    looked, found = {}, passes(run)
+    looked, found = {}, run.passes
     every = [one for of in found.values() for one in of]
     trained = {(one.data, one.part) for one in every if one.is_training}
     whole = {(one.data, one.part) for one in every if one.is_whole}

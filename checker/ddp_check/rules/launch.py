@@ -5,7 +5,6 @@ import signal
 from itertools import zip_longest
 
 from ddp_check import events
-from ddp_check.passes import passes
 from ddp_check.protocol import is_own, own_frame
 from ddp_check.ranks import counted, differ, lowest, short
 from ddp_check.rules.base import fragile, not_applicable, passed, unseen, unsure, wrong
@@ -61,7 +60,7 @@ def hang(run):
 def blamed(run, text, where, page="", details=()):
     """Return the verdict on a run that fails or hangs, perhaps as a rank does not take part."""
     syncs = [rank for rank, of in run.stacks.items() if "_sync_buffers" in [one[2] for one in of]]
-    found = passes(run)
+    found = run.passes
     loops = {one.where for of in found.values() for one in of if one.steps}
     begun = {r: sum(one.where in loops for one in of if one.batches) for r, of in found.items()}
     pair = sorted(differ(begun) or (), key=begun.get) if begun else ()

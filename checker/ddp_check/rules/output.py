@@ -5,7 +5,6 @@ from itertools import chain
 from pathlib import Path
 
 from ddp_check import events
-from ddp_check.passes import passes
 from ddp_check.ranks import differ, lowest
 from ddp_check.rules.base import fragile, not_applicable, passed, unseen, unsure, wrong
 
@@ -84,7 +83,7 @@ def printed_loss_is_of_all(run):
         yield not_applicable("ranks that share a model have the same loss")
     begun = taken = 0  # steps before this epoch, and until now
     summed = -2  # steps before something was reduced last: a loss may be printed a step later
-    training = {one.number for one in lowest(passes(run)) if one.is_training}
+    training = {one.number for one in lowest(run.passes) if one.is_training}
     left = None  # samples that an evaluation has still to see
     alone, reduced = "", False
     places = {}  # line and position of a number -> what is said of it each time
@@ -149,7 +148,7 @@ def mean(rows, weighted=True):
 
 def accuracy_is_of_samples(run):
     """a printed accuracy counts each sample once"""
-    found = {r: [one for one in of if not one.is_training] for r, of in passes(run).items()}
+    found = {r: [one for one in of if not one.is_training] for r, of in run.passes.items()}
     evaluated = {one.number: one for one in lowest(found)}
     sizes = {rank: [one.sizes for one in of] for rank, of in found.items()}
     if len({size for one in evaluated.values() for size in one.sizes}) < 2:

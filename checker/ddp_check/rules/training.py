@@ -3,7 +3,6 @@
 from collections import Counter
 
 from ddp_check import events
-from ddp_check.passes import passes
 from ddp_check.ranks import counted, differ, lowest, short
 from ddp_check.rules.base import not_applicable, passed, slow, unseen, unsure, wrong
 
@@ -251,7 +250,7 @@ def training_mode(run):
 
 def evaluation_mode(run):
     """the model is in evaluation mode when it is evaluated"""
-    found = {rank: [one for one in of if not one.is_training] for rank, of in passes(run).items()}
+    found = {rank: [one for one in of if not one.is_training] for rank, of in run.passes.items()}
     looked = {(rank, one.number) for rank, of in found.items() for one in of if one.batches}
     for rank, of in run.of(events.Evaluated).items():
         for event in of:
