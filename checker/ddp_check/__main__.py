@@ -15,7 +15,8 @@ from pathlib import Path
 
 try:
     from ddp_check.drills import DRILLS
-    from ddp_check.report import annotations, check, exit_code, json_of, planned, text_of
+    from ddp_check.report import annotations, exit_code, json_of, perform, planned, text_of
+    from ddp_check.rules import judge
     from ddp_check.run import LAUNCHERS, module_path
 except ModuleNotFoundError as error:
     print(f"ddp-check: {error.name} is missing here: pip install {error.name}", file=sys.stderr)
@@ -53,10 +54,7 @@ def parse_args():
     path = module_path(args.script) if args.module else Path(args.script)
     if not path.is_file():
         options.error(f"there is no {path}")
-    if bad := [one for one in args.env if "=" not in one]:
-        options.error(f"{bad[0]} is not NAME=VALUE")
-    args.env = dict(one.split("=", 1) for one in args.env)
-    args.arguments = args.arguments[args.arguments[:1] == ["--"] :]
+    args.env = {name: value for name, _, value in (one.partition("=") for one in args.env)}
     return args
 
 
@@ -64,17 +62,17 @@ def main():
     args = parse_args()
     for number in (signal.SIGINT, signal.SIGPIPE):  # as in `ddp-check train.py | head`
         signal.signal(number, signal.SIG_DFL)  # end at once, silently: the keeper cleans up
-    names = ("nproc", "timeout", "launcher", "module", "translate", "env", "restart_args")
-    options = {name: getattr(args, name) for name in names}
-    with planned(args.script, args.arguments, **options) as plan:
-        verdicts = check(plan, args.drill)
+    shown = ("drill", "all", "output", "format")
+    with planned(**{name: of for name, of in vars(args).items() if name not in shown}) as plan:
+        print(f"ddp_check: {plan.nproc} processes, {plan.launcher}", *args.drill, file=sys.stderr)
+        verdicts = judge(plan.undisturbed) + [one for of in args.drill for one in perform(of, plan)]
         as_json = args.format == "json"
         print(json_of(plan, verdicts) if as_json else text_of(plan, verdicts, args.all))
         if args.format == "github":
             print(annotations(plan, verdicts))
         if args.output:
-            where = sys.stderr if as_json else sys.stdout
-            print(f"\nThe script printed:\n{plan.undisturbed.output}", file=where)
+            text = f"\nThe script printed:\n{plan.undisturbed.output}"
+            print(text, file=sys.stderr if as_json else sys.stdout)
     sys.exit(exit_code(plan, verdicts))
 
 

@@ -32,10 +32,7 @@ def steps_of(run):
 
 
 def complete(found):
-    """Return the number of steps before each save that is complete.
-
-    It is once its rank has done something else: the file may have to be renamed first.
-    """
+    """Return the number of steps before each save that is complete: its rank has gone on since."""
     last = max((at for at, event in enumerate(found) if isinstance(event, DOING)), default=0)
     return [event.steps for event in found[:last] if isinstance(event, events.Save)]
 
@@ -219,8 +216,7 @@ def agree(plan):
     one = plan.run("one", nproc=1, scale=plan.nproc, start=start, during=after_some)
     yield from not_kept(one)
     if (len(one.ranks), len(many.ranks)) != (1, plan.nproc):
-        text = f"asked for 1 and {plan.nproc} processes, the script starts"
-        yield unseen(f"{text} {len(one.ranks)} and {len(many.ranks)}")
+        yield unseen(f"{len(one.ranks)} and {len(many.ranks)} ranks, not 1 and {plan.nproc}")
     pairs = list(zip(steps_of(many), steps_of(one)))[:STEPS]
     for number, (ours, theirs) in enumerate(pairs, 1):
         if any(not abs(a - b) <= TOLERANCE * abs(b) for a, b in zip(ours.rates, theirs.rates)):

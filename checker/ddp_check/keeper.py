@@ -14,6 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
+
 from ddp_check.protocol import HERE, VARIABLE
 
 
@@ -35,8 +37,6 @@ def kept_folder():
 
 def signalled(folder, method):
     """Terminate or kill all observed processes that report to a folder or inside it; count them."""
-    import psutil  # takes a while, and the keeper needs it only at the end
-
     count = 0
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

@@ -5,7 +5,7 @@ import re
 import signal
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 from ddp_check import events
@@ -90,13 +90,11 @@ def passes_of(found):
 
 
 def credit(step, fed, passes):
-    """Credit a step to the pass that gave the last batch, preferably one that goes on.
-
-    If there was none since the previous step, its batches may have been fetched ahead. A pass that
-    only evaluates does not count.
-    """
+    """Credit a step to the pass that gave the last batch, preferably one that goes on."""
     known = [one for one in passes if one.steps]
     lines = {one.where for one in known}
+    # Not to one that only evaluates. If none gave a batch since the previous step, it was fetched
+    # ahead.
     able = [one for one in passes if not (one.ended and one.evaluates) or one.where in lines]
     fed = [one for one in fed if one in able] or known[-1:]
     fed = fed or [one for one in passes[-1:] if one in able]
@@ -164,21 +162,15 @@ class Run:
 
     @property
     def step_rows(self):
-        """The steps that all ranks took: a tuple of their events for each.
+        """The steps that all ranks took before one in join(): a tuple of their events for each.
 
-        Without the last one if the run failed: whether a rank reports the step of the failure, or
-        is killed before, is a matter of chance. And none from the first that was taken in join().
+        Without the last of a failed run: whether a rank reports it or is killed before is chance.
         """
-        rows = list(zip(*self.of(events.Step).values()))
-        rows = rows[:-1] if self.returncode else rows
-        end = next((at for at, row in enumerate(rows) if any(one.joined for one in row)), None)
-        return rows[:end]
+        rows = list(zip(*self.of(events.Step).values()))[: -1 if self.returncode else None]
+        return list(takewhile(lambda row: not any(step.joined for step in row), rows))
 
     def first_difference(self, field):
-        """Return the number and the row of the first step in which ranks differ, and in what.
-
-        That is the name of a parameter or a buffer. Without a difference: None, (), "".
-        """
+        """Return the number and row of the first step in which ranks differ, and what differs."""
         known = [{} for _ in self.ranks]  # rank by rank, {name or position: value}
         for number, row in enumerate(self.step_rows, 1):
             values = [getattr(step, field) for step in row]

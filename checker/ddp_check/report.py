@@ -3,8 +3,6 @@
 import contextlib
 import json
 import os
-import sys
-import textwrap
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,10 +11,9 @@ from ddp_check import events
 from ddp_check.drills import DRILLS
 from ddp_check.keeper import kept_folder
 from ddp_check.ranks import short
-from ddp_check.rules import base, judge
+from ddp_check.rules import base
 from ddp_check.run import Plan
 
-TAIL = 8  # lines of a traceback
 SUMMARIES = ("nothing wrong", "wrong", "no verdict")  # by exit code
 
 
@@ -33,12 +30,6 @@ def perform(name, plan):
     except Exception as error:  # a drill that breaks must not cost the whole report
         verdicts = [("the drill", base.Verdict(base.BROKEN, repr(error)))]
     return [replace(one, rule=name, title=f"{name}: {title}") for title, one in verdicts]
-
-
-def check(plan, drills=()):
-    """Run a script and the drills; return all verdicts as `judge` does."""
-    print(f"ddp_check: {plan.nproc} processes, {plan.launcher}", *drills, file=sys.stderr)
-    return judge(plan.undisturbed) + [one for name in drills for one in perform(name, plan)]
 
 
 def exit_code(plan, verdicts):
@@ -69,7 +60,7 @@ def line(verdict):
     if verdict.status in base.LEVELS:
         page = verdict.page if "/" in verdict.page else f"pitfalls/{verdict.page}"
         lines += [f"{'':<8} see {page}.md"] if verdict.page else []
-        lines += [f"{'':<8} | {text}" for text in verdict.details[-TAIL:]]
+        lines += [f"{'':<8} | {text}" for text in verdict.details[-8:]]
     return "\n".join(lines)
 
 
@@ -100,8 +91,7 @@ def text_of(plan, verdicts, everything=False):
     reason = f"all {counts[base.PASS]} rules that saw something pass"
     reason = f"first: {message(first)}" if first.status in base.LEVELS else reason
     where = "its GPU calls translated for the CPU" if run.translate else "on the CPU"
-    option = f" with {run.option}" if run.option else ""
-    ran = f"ran: {plan.nproc} processes under {plan.launcher}{option}, {where}, {run.seconds:.0f} s"
+    ran = f"ran: {plan.nproc} processes under {plan.launcher}, {where}, {run.seconds:.0f} s"
     lines = [f"{plan.script}: {summary(plan, verdicts)}: {found}", reason, ran, ""]
     lines += [line(one) for one in verdicts if everything or one.status not in base.FOLDED]
     folded = {one.rule: None for one in verdicts if one.status in base.FOLDED}
@@ -109,17 +99,16 @@ def text_of(plan, verdicts, everything=False):
         lines.append(f"not seen: {', '.join(folded)} (--all says why)")
     drilled = {name: [one for one in verdicts if one.rule == name] for name in DRILLS}
     lines += ["", *(conclude(name, of) for name, of in drilled.items() if of)]
-    return "\n".join([*lines, *changes(plan, everything)]).rstrip("\n")
+    return "\n".join([*lines, *changes(plan)]).rstrip("\n")
 
 
-def changes(plan, everything):
+def changes(plan):
     """Return lines that say what the checker did that the script would not have done."""
     lines, run = [], plan.undisturbed
     if plan.lacking:
         lines.append(f"Without a GPU, the script ended with: {plan.lacking}")
-    if calls := ", ".join(translated(plan)):
-        shown = calls if everything else textwrap.shorten(calls, 200, placeholder=" … (--all)")
-        lines.append(f"Translated for the CPU: {shown}")
+    if calls := translated(plan):
+        lines.append(f"Translated for the CPU: {', '.join(calls)}")
     if left := run.all(events.Leave):
         lines.append("Changed: destroy_process_group waits 50 ms")
     if any(event.models for event in left) and not run.for_nccl:

@@ -47,13 +47,6 @@ SLURM = {  # value: variables that srun sets to it on one node; their names begi
 }
 
 
-def launcher_of(text):
-    if re.search(STARTS, text):
-        return "python"
-    from_outside = set(re.findall(ASKS, text)) - set(re.findall(SETS, text))
-    return "srun" if "SLURM_PROCID" in text and not from_outside else "torchrun"
-
-
 def small_files(folder):
     return {
         str(path.relative_to(folder)): path.read_text(encoding="utf-8", errors="replace")
@@ -63,10 +56,7 @@ def small_files(folder):
 
 
 def mirror(source, target, depth=3):
-    """Copy or link the files of a folder into a new one, without checkpoints.
-
-    What the script writes stays in the new folder, except inside folders of data.
-    """
+    """Copy or link the files of a folder into a new one, without checkpoints."""
     target.mkdir()
     for path in source.iterdir():
         new = target / path.name
@@ -98,7 +88,10 @@ class Plan:
     def __post_init__(self):
         self.path = module_path(self.script) if self.module else Path(self.script)
         self.text = self.path.read_text(encoding="utf-8", errors="replace")
-        self.launcher = self.launcher or launcher_of(self.text)
+        needs_torchrun = set(re.findall(ASKS, self.text)) - set(re.findall(SETS, self.text))
+        by_srun = "SLURM_PROCID" in self.text and not needs_torchrun
+        found = "python" if re.search(STARTS, self.text) else "srun" if by_srun else "torchrun"
+        self.launcher = self.launcher or found
         lines = enumerate(self.text.splitlines(), 1)
         found = ((option, at) for at, line in lines for option in re.findall(OPTION, line))
         self.may_need, self.option_line = min(found, default=("", 0))
@@ -129,10 +122,7 @@ class Plan:
         return run
 
     def run(self, place, nproc=None, during=None, arguments=None, **options):
-        """Run the script in a folder of this name, which need not exist, and return a Run.
-
-        Meanwhile, `during` is called with the process, the folder of the events and the deadline.
-        """
+        """Run the script in a folder of this name, call `during` meanwhile, and return a Run."""
         cwd, nproc = Path(self.folder, place).resolve(), nproc or self.nproc
         if not cwd.exists():
             mirror(Path.cwd(), cwd)
@@ -178,9 +168,8 @@ class Plan:
             words += [*IN_BASH, pass_on, "bash", sys.executable]
         if self.module:
             return [*words, "-m", self.script]
-        path, here = Path(self.script).resolve(), Path.cwd()
-        copied = path.is_relative_to(here) and path.suffix not in CHECKPOINT
-        return [*words, str(cwd / path.relative_to(here) if copied else path)]
+        path, here = self.path.resolve(), Path.cwd()
+        return [*words, str(cwd / path.relative_to(here) if path.is_relative_to(here) else path)]
 
 
 def module_path(name):
@@ -212,8 +201,7 @@ def environment(task, variables, launcher):
 def reports(folder):
     """Return the process ID and the events of each rank: {rank: (pid, events)}.
 
-    A process has the rank with which it joined a process group or, before that, the one from its
-    launcher. Of several with the same rank, the first that joined counts, else the first started.
+    That is the first process that joined a group with it, else the first that was started with it.
     """
     found = {}
     for path in folder.glob("*.jsonl"):
@@ -228,10 +216,7 @@ def reports(folder):
 
 
 def look(folder):
-    """Return the stack of each rank, innermost first, and which ranks use no CPU time.
-
-    A stack is a list of (file, line, function).
-    """
+    """Return {rank: its stack, as [(file, line, function)]}, and which ranks use no CPU time."""
     pids = {rank: pid for rank, (pid, _) in reports(folder).items()}
     before = {rank: cpu_time(pid) for rank, pid in pids.items()}
     for pid in pids.values():
@@ -248,8 +233,7 @@ def cpu_time(pid):
     """Return the seconds that a process and its descendants have computed, 0 if it has ended."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
-        spent = [one.cpu_times() for one in (process, *process.children(recursive=True))]
-        return sum(one.user + one.system for one in spent)
+        return sum(sum(of.cpu_times()[:2]) for of in (process, *process.children(recursive=True)))
     return 0
 
 
