@@ -52,9 +52,10 @@ def parse_args():
         words[at : at + 2] = ["=".join(words[at : at + 2])]
     args = options.parse_args(words)
     path = module_path(args.script) if args.module else Path(args.script)
-    if not path.is_file():
-        options.error(f"there is no {path}")
-    args.env = {name: value for name, _, value in (one.partition("=") for one in args.env)}
+    bad = [f"{one} is not NAME=VALUE" for one in args.env if "=" not in one]
+    if bad or not path.is_file():
+        options.error(next(iter(bad), f"there is no {path}"))
+    args.env = dict(one.split("=", 1) for one in args.env)
     return args
 
 

@@ -56,8 +56,7 @@ def once(ready, act, process, folder, end):
     while time.monotonic() < end and process.poll() is None:
         if any(ready(found) for _, found in reports(folder).values()):
             time.sleep(random.uniform(0, 0.2))
-            act(process, folder)
-            return
+            return act(process, folder)
         time.sleep(0.05)
 
 
@@ -276,14 +275,12 @@ def apart(one, other):
 
 
 def first_apart(many, one, step):
-    """Return the first gradient that differs in a step: (step, name, how far, both), or None.
-
-    Before BatchNorm, a bias has a gradient of about 0: those of that size do not count.
-    """
+    """Return the first gradient that differs in a step: (step, name, how far, both), or None."""
     models = (torch.load(run.folder / f"step{step}", weights_only=True) for run in (many, one))
     rows = [row for both in zip(*models) for row in zip(*both)]
     pairs = [(name, ours, theirs) for (name, ours), (_, theirs) in rows]
     pairs = [one for one in pairs if one[1] is not None and one[2] is not None]
+    # Before BatchNorm, a bias has a gradient of about 0.
     least = 1e-6 * max((theirs.abs().max().item() for *_, theirs in pairs), default=0)
     found = ((step, name, apart(*both), *both) for name, *both in pairs)
     found = (one for one in found if not max(value.abs().max() for value in one[3:]) < least)

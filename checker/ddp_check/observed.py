@@ -162,10 +162,8 @@ class Run:
 
     @property
     def step_rows(self):
-        """The steps that all ranks took before one in join(): a tuple of their events for each.
-
-        Without the last of a failed run: whether a rank reports it or is killed before is chance.
-        """
+        """The steps that all ranks took before one in join(): a tuple of their events for each."""
+        # Whether a rank reports the step of a failure, or is killed before, is a matter of chance.
         rows = list(zip(*self.of(events.Step).values()))[: -1 if self.returncode else None]
         return list(takewhile(lambda row: not any(step.joined for step in row), rows))
 

@@ -132,7 +132,7 @@ class Plan:
         run = Run(nproc, folder, cwd, self.text, small_files(cwd))
         run.translate, run.begun = self.translated, time.monotonic()
         run.option, run.option_where = self.option, f"{self.path}:{self.option_line}"
-        with open(folder / "output", "w+", encoding="utf-8", errors="replace") as output:
+        with open(folder / "output", "wb") as output:
             process = subprocess.Popen(
                 [*self.command(nproc, cwd), *map(str, arguments or self.arguments)],
                 cwd=cwd,
@@ -151,9 +151,8 @@ class Plan:
                 run.stacks, run.still = look(folder)
             finally:
                 kill_all(process, folder)
-            run.seconds = time.monotonic() - run.begun
-            output.seek(0)
-            run.output = output.read()
+        run.seconds = time.monotonic() - run.begun
+        run.output = (folder / "output").read_text(encoding="utf-8", errors="replace")
         run.ranks = {rank: found for rank, (_, found) in reports(folder).items()}
         words = re.findall(r"[\w.-]+", run.ending) if run.returncode else []
         missed = {word for word in words if word.endswith(CHECKPOINT)}
@@ -185,7 +184,6 @@ def environment(task, variables, launcher):
     mine = r"SLURM_|(LOCAL_)?RANK$|WORLD_SIZE$"  # of the job that the checker may run in
     env = {name: value for name, value in os.environ.items() if not re.match(mine, name)}
     env |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    env.setdefault("OMP_NUM_THREADS", "1")
     if launcher == "srun":
         own = {"NPROC": str(task.nproc), "RANKS": ",".join(map(str, range(task.nproc)))}
         for value, names in SLURM.items():
@@ -195,14 +193,11 @@ def environment(task, variables, launcher):
     own = Path(task.events).parent / "tmp"  # so that what a killed run leaves there is removed
     own.mkdir(exist_ok=True)
     mine = {VARIABLE: str(task), "PYTHONPATH": path.rstrip(os.pathsep), "TMPDIR": str(own)}
-    return env | variables | mine
+    return {"OMP_NUM_THREADS": "1"} | env | variables | mine
 
 
 def reports(folder):
-    """Return the process ID and the events of each rank: {rank: (pid, events)}.
-
-    That is the first process that joined a group with it, else the first that was started with it.
-    """
+    """Return the process ID and the events of each rank: {rank: (pid, events)}."""
     found = {}
     for path in folder.glob("*.jsonl"):
         whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")  # a line may be incomplete
@@ -210,7 +205,7 @@ def reports(folder):
         joined = next((event for event in lines if isinstance(event, events.Join)), None)
         rank = getattr(joined or next(iter(lines), None), "rank", None)
         if rank is not None:
-            order = not joined, lines[0].time
+            order = not joined, lines[0].time  # the first that joined with it, else that started
             found.setdefault(int(rank), []).append((order, int(path.stem), lines))
     return {rank: min(of)[1:] for rank, of in sorted(found.items())}
 
