@@ -62,12 +62,10 @@ Drawn = kind("Drawn", "source before after worker")
 # After a gather, a tensor was cut. order: it held what the ranks gave in "blocks" of one rank each,
 # or in "another" order; empty if in turns, as DistributedSampler deals, or unknown
 Cut = kind("Cut", "dropped order")
-# After a gather, a tensor was compared, or reduced to its sum or mean
-Counted = kind("Counted", "length reduced")
+Counted = kind("Counted", "length reduced")  # a gathered tensor was compared, or reduced by sum()
 Totalled = kind("Totalled", "values")  # whole numbers that were added up over all ranks
 
-# names: of the parameters; buffers: there are some that each rank updates
-Wrap = kind("Wrap", "names buffers")
+Wrap = kind("Wrap", "names buffers")  # names: of parameters; buffers: each rank updates some
 # An optimizer is about to take a step; what is counted is counted since the step before.
 # gradients, weights: {name: checksum}; weights may be None; losses: whose backward pass came;
 # samples: that were loaded; inputs: checksums of what entered the model; infinite: "loss",

@@ -157,10 +157,8 @@ def random_numbers_differ(run):
             if differ(numbers):
                 yield passed("dropout or augmentation differs from rank to rank", where)
             judge, what = wrong, "augmentation"
-            if not run.all(events.Wrap):  # where the model begins is not seen
+            if any(step.dropout for step in run.all(events.Step)) or not run.all(events.Wrap):
                 judge, what = unsure, "dropout or augmentation: should they?"
-            if any(step.dropout for step in run.all(events.Step)):  # some libraries want that
-                judge, what = unsure, "dropout: should they?"
             yield judge(f"all ranks have the same {what}", where, "same_augmentation")
     if not common:
         yield unseen("nothing is drawn, or by a generator that the checker does not know")
