@@ -30,12 +30,6 @@ def uneven(run, kind):
     return " and ".join(f"{counted(counts[rank], 'step')} on rank {rank}" for rank in pair)
 
 
-def reduced_by_hand(run):
-    """Return whether the script reduces the gradients itself, without DDP, in each step."""
-    calls = lowest(run.of(events.Collective))
-    return not run.first_difference("gradients")[0] and len(calls) >= len(run.step_rows) > 0
-
-
 def adds_at(run):
     """Return the line in which the script most often adds up tensors over the ranks, or ""."""
     calls = [one for one in run.all(events.Collective) if one.adds and one.elements > 1]
@@ -68,8 +62,6 @@ def gradients_are_averaged(run):
     where = run.all(events.Step)[0].where
     if counts := uneven(run, events.Step):
         yield wrong(f"the optimizer takes {counts}", where, "uneven_batches")
-    if not wrapped and not reduced_by_hand(run):
-        yield unseen("nothing reduces them: they are equal by chance")
     text = "" if wrapped else ", equal on all ranks: whether the mean or the sum, is not seen"
     yield passed(counted(len(lowest(steps)), "step") + text, where)
 
@@ -171,7 +163,9 @@ def weights_agree(run):
         yield unseen("nothing was trained")
     if weights_are_averaged(run):
         yield passed("the ranks average them", steps[0].where)
-    if not wrapped and not reduced_by_hand(run):
+    calls = lowest(run.of(events.Collective))
+    by_hand = not run.first_difference("gradients")[0] and len(calls) >= len(run.step_rows) > 0
+    if not wrapped and not by_hand:
         partly, text = bool(steps[0].by_hand[0]), "no model is wrapped in DistributedDataParallel"
         text += ", and not all gradients are reduced" if partly else ": each rank trains its own"
         yield wrong(text, steps[0].where, follows=partly)
