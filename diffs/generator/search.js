@@ -5,26 +5,28 @@ const PARTICULAR = [ // what differs from run to run, or stands above every erro
   /\bFile "[^"]*", line \d+(, in \S+)?/g,
   /\bhttps?:\/\/\S+/g,
   /\b(?:[a-z_]\w*\.)+(?=[A-Z])|\b[a-z_]+(?:\.[a-z_]+){2,}:/g, // the module of an exception or of a logger
-  /(?<![\w.)])(?:[A-Za-z]:)?[\\/](?!dev\b|proc\b)[\w.+@-]+(?:[\\/][\w.+@<>-]+)+/g, // a path
   /\b0x[0-9a-f]+\b/gi,
   /\b\d{1,3}(?:\.\d{1,3}){3}\b/g, // an address
 ];
+const PATH = /(?<![\w.)])(?:[A-Za-z]:)?[\\/](?!dev\b|proc\b)[\w.+@-]+(?:[\\/][\w.+@<>…-]+)+/g;
+const CACHE = /torchinductor|triton|tmp\.pid|\.arrow\b/g; // whose file it is, all that a path tells
 const CODE = /\b(exit ?code|status|signal|err(?:or|no)?|code|failure)\b\s*[:=]?\s*-?(\d{1,3})\b/gi;
 const SEVERAL = /\b(?:[2-9]|[1-9]\d+|two|three|four|six|eight|multi(?:ple)?|many|all|both|more)[ -]GPUs?\b/gi;
 // What is printed after every failure, whatever its cause, or before its cause is named.
-const ANNOUNCED = /ChildFailedError|CalledProcessError|exited unexpectedly|exitcode : [12]\b|Details are lost|ProcessRaisedException|nccl(?:Internal|System|UnhandledCuda)Error|watchdog thread terminated|SIGABRT|SIGTERM|Some NCCL operations/;
+const ANNOUNCED = /ChildFailedError|CalledProcessError|exited unexpectedly|exitcode : [12]\b|Details are lost|ProcessRaisedException|nccl(?:Internal|System|UnhandledCuda)Error|ncclInvalidUsage|watchdog thread terminated|SIGABRT|SIGTERM|Some NCCL operations/;
 const CLASS = /^(?:(?:runtime|value|type|key|attribute|assertion|import|os|user|future|module|not)_?(?:notfound|implemented)?(?:error|warn)|error|warn|exception|traceback|rank|assert|python|help|pleas)$/; // says little, alone
 
 // The words of a text, without what is particular, each with its parts: find_unused, TCPStore.
 function words(text) {
   for (const pattern of PARTICULAR) text = text.replace(pattern, " ");
+  text = text.replace(PATH, (path) => ` ${(path.match(CACHE) || []).join(" ")} `);
   text = text.replace(CODE, "$1 №$2 "); // the one kind of number that tells something
   text = text.replace(SEVERAL, "several GPU");
   text = text.replace(/\bout[ -]of[ -]memory\b|\bOutOfMemory(?:Error)?\b|\bOOM\b/gi, "OOM");
   return (text.match(/[A-Za-z_]+|№\d+/g) || []).filter((word) => word.length > 1);
 }
 
-const NAMED = /\w(?:Error|Exception|Warning)\b/;
+const NAMED = /\w(?:Error|Exception|Warning)\b *(?=:|$)/m; // not in the middle of a question
 const COMMON = new Set(`a an and any are as at be been but by can could do does did for from get gets had has have how however i
   if in into is it its me my no not of on one or our out so some still than that the their them then there these they this
   to up use used using was we what when where which while who why will with would you your`.split(/\s+/));
@@ -90,7 +92,7 @@ function entry(element) {
   const rest = [...element.children].slice(1);
   const { why, typed } = gist(rest);
   const question = element.matches("#see-questions ~ *");
-  const kind = question ? { worth: 0.8 }
+  const kind = question ? { worth: 0.9 }
     : { harmless: element.matches("#see-harmless_warnings ~ *"), announced: ANNOUNCED.test(title) };
   return found(`#${element.id}`, title, why, titles(title, rest), rest.map((part) => part.textContent).join(" "), { typed, ...kind });
 }
@@ -108,7 +110,8 @@ function article(element) {
   const command = element.matches("#recipes *") && note.querySelector(".command code").textContent;
   const why = row?.[0] ?? (command ? note.querySelector("p") : element.closest(".step").querySelector("h2"));
   const typed = row ? [row[1]] : command ? [code(command)] : [];
-  return found(`#${element.id}`, heading, why.textContent, [heading], note.textContent, { typed });
+  const worth = row ? 0.9 : 0.7; // a patch fits step 5 only: an answer for any script is before it
+  return found(`#${element.id}`, heading, why.textContent, [heading], note.textContent, { typed, worth });
 }
 
 function code(text) {
