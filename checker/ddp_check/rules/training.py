@@ -196,6 +196,8 @@ def ended_apart(run):
         text, judge = f"at the end, the weights of ranks {pair[0]} and {pair[1]} differ", unsure
     else:
         return
+    if run.in_join and not number:
+        yield wrong(f"{text}: join() should have made them equal", "", "uneven_batches")
     for field in ("rates", "gradients", "buffers"):
         before, *_ = run.first_difference(field)
         if before and before < (number or len(run.step_rows) + 1):
