@@ -28,13 +28,9 @@ def test_shards_cover_the_data_and_a_step_of_all_is_one_of_one_process():
     assert {*one} == {*range(12_942)}
 
 
-def test_a_new_order_each_epoch_thanks_to_set_epoch():
-    assert shards(2, 1) != shards(2, 2)
+def test_a_new_order_needs_set_epoch_and_the_padding_is_the_first_samples_again():
     sampler = DistributedSampler(range(100), 2, 0)
-    assert list(sampler) == list(sampler)
-
-
-def test_the_padding_is_the_first_samples_again():
+    assert list(sampler) == list(sampler) != shards(2, 1, 100)[0]
     assert shards(3, 0, 10, shuffle=False) == [[0, 3, 6, 9], [1, 4, 7, 0], [2, 5, 8, 1]]
     dropped = shards(3, 0, 10, shuffle=False, drop_last=True)
     assert dropped == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
