@@ -53,7 +53,8 @@ def test_links_lead_somewhere():
             path = (page.parent / name).resolve() if name else page
             if not path.exists() or (anchor and anchor not in anchors(path)):
                 broken.append(f"{page.relative_to(ROOT)}: {target}")
-    assert not broken, "\n".join(broken)
+    steps = {name for text in TEXTS.values() for name in re.findall(r"\b0\d_\w+\.py", text)}
+    assert not broken and steps == {path.name for path in SCRIPTS}, (steps, broken)
 
 
 def test_the_tests_that_pages_name_exist():
