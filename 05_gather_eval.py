@@ -177,7 +177,7 @@ def prepare_dataloader(data, args):
 @torch.inference_mode()
 def evaluate(model, test_set, device, args):
     model.eval()
-    for buffer in model.buffers():  # none here; BatchNorm's differ by each rank's last batch
+    for buffer in model.buffers():  # none here; each rank's last batch has changed BatchNorm's
         dist.broadcast(buffer, 0)
     shard = range(dist.get_rank(), len(test_set), dist.get_world_size())  # each sample once
     correct = torch.tensor(0)
