@@ -15,9 +15,9 @@ from pathlib import Path
 
 try:
     from ddp_check.drills import DRILLS
+    from ddp_check.plan import LAUNCHERS, module_path
     from ddp_check.report import annotations, exit_code, json_of, perform, planned, text_of
     from ddp_check.rules import judge
-    from ddp_check.run import LAUNCHERS, module_path
 except ModuleNotFoundError as error:
     print(f"ddp-check: {error.name} is missing here: pip install {error.name}", file=sys.stderr)
     sys.exit(2)

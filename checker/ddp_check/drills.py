@@ -14,11 +14,11 @@ import torch
 
 from ddp_check import events
 from ddp_check.keeper import signalled
+from ddp_check.plan import kill_all, reports
 from ddp_check.protocol import STEPS
 from ddp_check.ranks import counted, lowest
 from ddp_check.rules import base, judge, judged, launch, training
 from ddp_check.rules.base import not_applicable, passed, unseen, unsure, wrong
-from ddp_check.run import kill_all, reports
 
 TOLERANCE, ABOUT = 1e-6, 1e-2  # of equal values, and of a factor
 DOING = (events.Step, events.Batch, events.PassBegun, events.Collective, events.Final)
@@ -28,7 +28,7 @@ FORGOTTEN = "resume_without_optimizer"  # the page about what a resume has to re
 
 
 def steps_of(run):
-    return lowest(run.of(events.Step))
+    return lowest(run.by_rank(events.Step))
 
 
 def complete(found):
@@ -39,7 +39,7 @@ def complete(found):
 
 def saved_steps(run):
     """Return the number of steps before the last complete save, or None without one."""
-    return max(chain(*map(complete, run.ranks.values())), default=None)
+    return max(chain(*map(complete, run.events_by_rank.values())), default=None)
 
 
 def steps_in(found):
@@ -88,8 +88,10 @@ def differing(one, other):
 def why_apart(plan, resumed, text):
     """Return the verdict on a resumed run with other weights: what was not restored."""
     whole, after = steps_of(plan.undisturbed), steps_of(resumed)
-    line = "".join(one.where for one in lowest(resumed.of(events.Load, events.StateLoaded))[-1:])
-    new = [rank for rank, of in resumed.of(events.Step).items() if of and not of[0].state]
+    line = "".join(
+        one.where for one in lowest(resumed.by_rank(events.Load, events.StateLoaded))[-1:]
+    )
+    new = [rank for rank, of in resumed.by_rank(events.Step).items() if of and not of[0].state]
     if new and any(step.state for step in whole):
         text += f"; on rank {new[0]}, the optimizer starts again without its state"
         return wrong(text, line, FORGOTTEN)
@@ -214,8 +216,9 @@ def agree(plan):
     start = str(many.folder)
     one = plan.run("one", nproc=1, scale=plan.nproc, start=start, during=after_some)
     yield from not_kept(one)
-    if (len(one.ranks), len(many.ranks)) != (1, plan.nproc):
-        yield unseen(f"{len(one.ranks)} and {len(many.ranks)} ranks, not 1 and {plan.nproc}")
+    sizes = len(one.events_by_rank), len(many.events_by_rank)
+    if sizes != (1, plan.nproc):
+        yield unseen(f"{sizes[0]} and {sizes[1]} ranks, not 1 and {plan.nproc}")
     pairs = list(zip(steps_of(many), steps_of(one)))[:STEPS]
     for number, (ours, theirs) in enumerate(pairs, 1):
         if any(not abs(a - b) <= TOLERANCE * abs(b) for a, b in zip(ours.rates, theirs.rates)):
@@ -232,7 +235,7 @@ def agree(plan):
         yield unseen("the model has buffers, such as BatchNorm's, which each process updates")
     if found:
         step, name, far, ours, theirs = found
-        factor, ranks = (ours.norm() / theirs.norm()).item(), len(many.ranks)
+        factor, ranks = (ours.norm() / theirs.norm()).item(), len(many.events_by_rank)
         text = f"the gradient of {name} is off by {far:.1e}, its norm {factor:.2f} times as large"
         for expected, done in ((ranks, "their sum"), (1 / ranks, "divides it again")):
             if abs(factor / expected - 1) < ABOUT:

@@ -10,9 +10,9 @@ from pathlib import Path
 from ddp_check import events
 from ddp_check.drills import DRILLS
 from ddp_check.keeper import kept_folder
+from ddp_check.plan import Plan
 from ddp_check.ranks import short
 from ddp_check.rules import base
-from ddp_check.run import Plan
 
 SUMMARIES = ("nothing wrong", "wrong", "no verdict")  # by exit code
 

@@ -1,238 +1,279 @@
-"""Runs a script under observation."""
+"""What was observed in a run of the script."""
 
-import contextlib
 import os
 import re
-import shutil
-import subprocess
-import sys
-import time
+import signal
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise, takewhile
 from pathlib import Path
 
-import psutil
-
 from ddp_check import events
-from ddp_check.keeper import signalled
-from ddp_check.observed import Run
-from ddp_check.protocol import HERE, STACKS, VARIABLE, Task
+from ddp_check.protocol import FRAME, own_frame
 
-CHECKPOINT = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".new", ".interrupted")
-CONFIG = (".py", ".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".env")
-STARTS = r"\bspawn\(|\bstart_processes\(|\bProcess\(\s*target"  # starts its own processes
-SETS = r"""environ\[["'](\w+)["']\]\s*=[^=]"""
-ASKS = r"""(?:environ(?:\.get)?|getenv)[\[(]["']((?:LOCAL_)?RANK)["'][\],)]"""
-OPTION = r"""["'](--local[-_]rank)["']"""  # torch.distributed.launch passes that with a hyphen
-USES_GPUS = r"nccl|cuda|device_ids|torch\.accelerator|\.to\(\w*rank\)"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=NPROC"]
-IN_BASH = ["--no-python", "bash", "-c"]
-AS_TASK = """export MASTER_ADDR=localhost SLURM_PROCID=$RANK SLURM_LOCALID=$LOCAL_RANK
-unset RANK LOCAL_RANK ${!TORCHELASTIC_*}
-exec "$@" """
-LAUNCHERS = {  # what precedes the script on the command line
-    "python": [sys.executable],  # the script starts its own processes
-    "srun": [*TORCHRUN, *IN_BASH, AS_TASK, "bash", sys.executable],
-    "torchrun": TORCHRUN,
-}
-SLURM = {  # value: variables that srun sets to it on one node; their names begin with SLURM_
-    "NPROC": """NTASKS NPROCS NTASKS_PER_NODE TASKS_PER_NODE STEP_NUM_TASKS STEP_TASKS_PER_NODE
-        CPUS_ON_NODE JOB_CPUS_PER_NODE GPUS GPUS_ON_NODE GPUS_PER_NODE""",
-    "RANKS": "GTIDS JOB_GPUS STEP_GPUS",
-    "1": "NNODES JOB_NUM_NODES STEP_NUM_NODES JOB_ID JOBID CPUS_PER_TASK",
-    "0": "NODEID STEP_ID STEPID",
-    "localhost": "JOB_NODELIST NODELIST STEP_NODELIST SUBMIT_HOST TOPOLOGY_ADDR",
-    "127.0.0.1": "LAUNCH_NODE_IPADDR",
-    "ddp_check": "JOB_NAME CLUSTER_NAME JOB_PARTITION",
-}
-
-
-def small_files(folder):
-    return {
-        str(path.relative_to(folder)): path.read_text(encoding="utf-8", errors="replace")
-        for path in (*folder.glob("*.*"), *folder.glob("*/*.*"))
-        if path.suffix in CONFIG and path.is_file() and path.stat().st_size < 1 << 16
-    }
-
-
-def mirror(source, target, depth=3):
-    """Copy or link the files of a folder into a new one, without checkpoints."""
-    target.mkdir()
-    for path in source.iterdir():
-        new = target / path.name
-        if path.name.startswith(".") or path.name == "__pycache__" or path.suffix in CHECKPOINT:
-            continue
-        if path.is_dir() and depth and "data" not in path.name and os.access(path, os.R_OK):
-            mirror(path, new, depth - 1)
-        elif path.suffix == ".py":
-            shutil.copy(path, new)  # from a link, Python would import from its target's folder
-        else:
-            new.symlink_to(path)
+LACKS_GPUS = r"(?i)cuda|nccl|nvidia|\bgpu"  # in an error message
+PREFIX = r"(?:\[rank\d+\]: ?)?"  # that PyTorch puts before each line of a traceback
+CHAINED = r"\s+(?:\[rank\d+\]:\s*)*(?:During handling of|The above exception was)"
+ERROR = rf"^{PREFIX}([\w.]*(?:Error|Exception)(?:: .+)?|[\w.-]+: error: .+)$(?!{CHAINED})"
+REPORT = r"^[EW]\d{4} .*torch/distributed"  # torchrun's, of a failure, and of which rank:
+STATUS = r"Root Cause.*\n(?:.*\n)*?\s+rank\s+: (\d+).*\n\s+exitcode\s+: (-?\d+)"
 
 
 @dataclass
-class Plan:
-    """How a script is run: in a new folder, or in that of an earlier run."""
+class Pass:
+    """A pass over the data: which batches it gave, and which steps used them."""
 
-    script: str  # or the name of a module
-    arguments: list
+    begun: events.PassBegun
+    batches: list = field(default_factory=list)
+    steps: list = field(default_factory=list)
+    steps_beside: int = 0  # credited to another pass, which gave a later batch
+    ended: bool = False
+    evaluates: bool = False  # a model was called without gradients
+    after: list = field(default_factory=list)  # events that follow one of its batches
+
+    def __getattr__(self, name):
+        return getattr(self.begun, name)
+
+    @property
+    def is_training(self):
+        """Whether its batches were trained on, perhaps together with those of another pass."""
+        return bool(self.steps) or self.steps_beside > 1
+
+    def seen(self, kind):
+        """Return the events of a kind that follow one of its batches."""
+        return [event for event in self.after if isinstance(event, kind)]
+
+    @property
+    def sizes(self):
+        """How many samples its batches have, as far as is known."""
+        return [len(batch.indices or batch.samples or ()) for batch in self.batches]
+
+    @property
+    def is_whole(self):
+        """Whether it gave all its batches."""
+        return self.ended or len(self.batches) == self.total
+
+    def samples(self, key="indices"):
+        """Return what is known of each of its samples, or None if it is unknown."""
+        found = [getattr(batch, key) for batch in self.batches]
+        return None if None in found else [value for of in found for value in of]
+
+
+def passes_of(found):
+    """Return the passes of one rank, whose events these are."""
+    passes = {}  # by number
+    fed = []  # passes with a batch since the last step
+    given = None  # the pass that gave the last batch
+    for event in found:
+        known = passes.get(getattr(event, "number", None))
+        match event:
+            case events.PassBegun():
+                passes[event.number] = Pass(event)
+            case events.Batch() if known:
+                known.batches.append(event)
+                given = known
+                fed = [one for one in fed if one is not known] + [known]
+            case events.PassEnded() if known:
+                known.ended = True
+            case events.Evaluated() if known:
+                known.evaluates = True
+            case events.Step():
+                credit(event, fed, list(passes.values()))
+                fed = []
+            case _ if given:
+                given.after.append(event)
+    for one in passes.values():
+        looked = len(one.seen(events.Looked))
+        if looked and not (one.ended or one.is_training):  # it may have fetched one more
+            del one.batches[looked:]
+    return list(passes.values())
+
+
+def credit(step, fed, passes):
+    """Credit a step to the pass that gave the last batch, preferably one that goes on."""
+    known = [one for one in passes if one.steps]
+    lines = {one.where for one in known}
+    # Not to one that only evaluates. If none gave a batch since the previous step, it was fetched
+    # ahead.
+    able = [one for one in passes if not (one.ended and one.evaluates) or one.where in lines]
+    fed = [one for one in fed if one in able] or known[-1:]
+    fed = fed or [one for one in passes[-1:] if one in able]
+    fed = [one for one in fed if not one.ended] or fed
+    for one in fed[-1:]:
+        one.steps.append(step)
+    for one in fed[:-1]:
+        one.steps_beside += 1
+
+
+@dataclass
+class Run:
     nproc: int
-    timeout: float  # seconds
-    launcher: str | None  # None: chosen by the text of the script
-    folder: str  # temporary, for all runs
-    module: bool = False  # the script is a module, as after python -m
-    translate: str = "auto"  # GPU calls: auto, yes or no
-    env: dict = field(default_factory=dict)  # more variables
-    restart_args: list | None = None  # follow the arguments after an interruption
+    folder: Path  # of the events
+    cwd: Path = Path()
+    text: str = ""  # of the script
+    others: dict = field(default_factory=dict)  # name of a small file beside it -> its text
+    translate: bool = False  # its calls for GPUs were translated for the CPU
+    option: str = ""  # that tells it its local rank, if it asks for one, and where it does
+    option_where: str = ""
+    left_out: list = field(default_factory=list)  # checkpoints that the script missed
+    returncode: int | None = None  # None: it was killed after the timeout
+    seconds: float = 0
+    begun: float = 0  # when it was started
+    still: set = field(default_factory=set)  # ranks that used no CPU time when it ran out
+    output: str = ""
+    events_by_rank: dict = field(
+        default_factory=dict
+    )  # rank -> the events of its process, in order
+    stacks: dict = field(default_factory=dict)  # rank -> its frames when it hung, innermost first
 
-    def __post_init__(self):
-        self.path = module_path(self.script) if self.module else Path(self.script)
-        self.text = self.path.read_text(encoding="utf-8", errors="replace")
-        needs_torchrun = set(re.findall(ASKS, self.text)) - set(re.findall(SETS, self.text))
-        by_srun = "SLURM_PROCID" in self.text and not needs_torchrun
-        found = "python" if re.search(STARTS, self.text) else "srun" if by_srun else "torchrun"
-        self.launcher = self.launcher or found
-        lines = enumerate(self.text.splitlines(), 1)
-        found = ((option, at) for at, line in lines for option in re.findall(OPTION, line))
-        self.may_need, self.option_line = min(found, default=("", 0))
-        self.option = ""  # it is passed only if the script does not do without it
-        self.translated = self.translate == "yes"
-        self.lacking = ""  # how the run without translated calls ended
+    def by_rank(self, *kinds):
+        """Return the events of these kinds: {rank: [event]}."""
+        return {
+            rank: [event for event in found if isinstance(event, kinds)]
+            for rank, found in self.events_by_rank.items()
+        }
+
+    def all(self, *kinds):
+        """Return the events of these kinds from all ranks, as one list."""
+        return [event for found in self.by_rank(*kinds).values() for event in found]
 
     @cached_property
-    def undisturbed(self):
-        """An uninterrupted run, with GPU calls translated if the script fails without GPUs."""
-        run = self.run("undisturbed")
-        early = run.returncode is not None and not run.all(events.Step)
-        idle = early and re.search(USES_GPUS, self.text)
-        if self.translate == "auto" and (run.lacks_gpus or idle):
-            before, self.translated = run, True
-            self.lacking = run.ending if run.returncode else "no training"
-            run = self.run("translated")
-            if run.returncode and run.ending == before.ending and not before.lacks_gpus:
-                run, self.translated, self.lacking = before, False, ""  # it is not about GPUs
-        early = run.returncode != 0 and not run.all(events.Step)
-        same_gpu = len({event.index for event in run.all(events.Gpu)}) == 1 < self.nproc
-        if self.may_need and self.launcher == "torchrun" and (early or same_gpu):
-            self.option = self.may_need
-            other = self.run("with_option")
-            if other.returncode == 0 or len(other.all(object)) > len(run.all(object)):
-                return other
-            self.option = ""
-        return run
+    def passes_by_rank(self):
+        """The passes of each rank over its data: {rank: [pass]}."""
+        return {rank: passes_of(found) for rank, found in self.events_by_rank.items()}
 
-    def run(self, place, nproc=None, during=None, arguments=None, **options):
-        """Run the script in a folder of this name, call `during` meanwhile, and return a Run."""
-        cwd, nproc = Path(self.folder, place).resolve(), nproc or self.nproc
-        if not cwd.exists():
-            mirror(Path.cwd(), cwd)
-        folder = cwd.with_name(f"{place}.run{len(list(cwd.parent.glob(f'{place}.run*')))}")
-        folder.mkdir()
-        task = Task(str(folder), f"{cwd}{os.sep}", nproc, translate=self.translated, **options)
-        run = Run(nproc, folder, cwd, self.text, small_files(cwd))
-        run.translate, run.begun = self.translated, time.monotonic()
-        run.option, run.option_where = self.option, f"{self.path}:{self.option_line}"
-        with open(folder / "output", "wb") as output:
-            process = subprocess.Popen(
-                [*self.command(nproc, cwd), *map(str, arguments or self.arguments)],
-                cwd=cwd,
-                env=environment(task, self.env, self.launcher),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            end = run.begun + self.timeout
-            try:
-                if during:
-                    during(process, folder, end)
-                run.returncode = process.wait(max(1, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                run.stacks, run.still = look(folder)
-            finally:
-                kill_all(process, folder)
-        run.seconds = time.monotonic() - run.begun
-        run.output = (folder / "output").read_text(encoding="utf-8", errors="replace")
-        run.ranks = {rank: found for rank, (_, found) in reports(folder).items()}
-        words = re.findall(r"[\w.-]+", run.ending) if run.returncode else []
-        missed = {word for word in words if word.endswith(CHECKPOINT)}
-        run.left_out = [name for name in missed if any(Path.cwd().rglob(name))]
-        return run
+    @property
+    def epochs(self):
+        """The pass of each rank for each training epoch: [{rank: pass}]."""
+        columns = [[one for one in of if one.steps] for of in self.passes_by_rank.values()]
+        return [dict(zip(self.events_by_rank, row)) for row in zip(*columns)]
 
-    def command(self, nproc, cwd):
-        """Return the words that start the script: its copy in this folder, if there is one."""
-        words = [word.replace("NPROC", str(nproc)) for word in LAUNCHERS[self.launcher]]
-        if self.option:
-            pass_on = f'exec "$@" {self.option}="$LOCAL_RANK"'
-            words += [*IN_BASH, pass_on, "bash", sys.executable]
-        if self.module:
-            return [*words, "-m", self.script]
-        path, here = self.path.resolve(), Path.cwd()
-        return [*words, str(cwd / path.relative_to(here) if path.is_relative_to(here) else path)]
+    @property
+    def joins(self):
+        """The `Join` event of each rank that has one."""
+        return {rank: found[0] for rank, found in self.by_rank(events.Join).items() if found}
 
+    @property
+    def is_sharded(self):
+        return any(step.sharded for step in self.all(events.Step))
 
-def module_path(name):
-    path = Path(*name.split("."))
-    main = path / "__main__.py"
-    return main if main.is_file() else path.with_suffix(".py")
+    @property
+    def in_join(self):
+        """Whether a step was taken inside of join(), where some ranks run out before others."""
+        return any(step.joined for step in self.all(events.Step))
 
+    @property
+    def step_rows(self):
+        """The steps that all ranks took before one in join(): a tuple of their events for each."""
+        # Whether a rank reports the step of a failure, or is killed before, is a matter of chance.
+        rows = list(zip(*self.by_rank(events.Step).values()))[: -1 if self.returncode else None]
+        return list(takewhile(lambda row: not any(step.joined for step in row), rows))
 
-def environment(task, variables, launcher):
-    """Return the environment of an observed script, without GPUs, with these variables."""
-    theirs = variables.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-    path = os.pathsep.join([str(HERE / "startup"), theirs])
-    mine = r"SLURM_|(LOCAL_)?RANK$|WORLD_SIZE$"  # of the job that the checker may run in
-    env = {name: value for name, value in os.environ.items() if not re.match(mine, name)}
-    env |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    if launcher == "srun":
-        own = {"NPROC": str(task.nproc), "RANKS": ",".join(map(str, range(task.nproc)))}
-        for value, names in SLURM.items():
-            env |= {f"SLURM_{name}": own.get(value, value) for name in names.split()}
-        # Each process joins the group as one that torchrun has not started
-        env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "SLURM_SUBMIT_DIR": os.getcwd()}
-    own = Path(task.events).parent / "tmp"  # so that what a killed run leaves there is removed
-    own.mkdir(exist_ok=True)
-    mine = {VARIABLE: str(task), "PYTHONPATH": path.rstrip(os.pathsep), "TMPDIR": str(own)}
-    return {"OMP_NUM_THREADS": "1"} | env | variables | mine
+    def first_difference(self, field):
+        """Return the number and row of the first step in which ranks differ, and what differs."""
+        known = [{} for _ in self.events_by_rank]  # rank by rank, {name or position: value}
+        for number, row in enumerate(self.step_rows, 1):
+            values = [getattr(step, field) for step in row]
+            if None in values:  # a rank may report its weights more often
+                continue
+            for of, value in zip(known, values):
+                of.update(value if isinstance(value, dict) else enumerate(value))
+            for key, value in known[0].items():
+                if any(of.get(key) != value for of in known):
+                    return number, row, key
+        return None, (), ""
 
+    @property
+    def first_infinite(self):
+        """The number and the row of the first step with a number that is not finite."""
+        rows = enumerate(zip(*self.by_rank(events.Step).values()), 1)
+        return next((one for one in rows if any(step.infinite for step in one[1])), (None, ()))
 
-def reports(folder):
-    """Return the process ID and the events of each rank: {rank: (pid, events)}."""
-    found = {}
-    for path in folder.glob("*.jsonl"):
-        whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")  # a line may be incomplete
-        lines = [events.read(line) for line in whole.splitlines()]
-        joined = next((event for event in lines if isinstance(event, events.Join)), None)
-        rank = getattr(joined or next(iter(lines), None), "rank", None)
-        if rank is not None:
-            order = not joined, lines[0].time  # the first that joined with it, else that started
-            found.setdefault(int(rank), []).append((order, int(path.stem), lines))
-    return {rank: min(of)[1:] for rank, of in sorted(found.items())}
+    @property
+    def final_weights(self):
+        """Checksums of the final weights of each rank's models, or nothing if a rank has none."""
+        found = {
+            rank: [one.weights for one in of] for rank, of in self.by_rank(events.Final).items()
+        }
+        return found if all(found.values()) else {}
 
+    @property
+    def hangs(self):
+        """Whether nothing happened for twice as long as ever before, while a rank stood still."""
+        times = sorted(event.time for found in self.events_by_rank.values() for event in found)
+        gaps = [after - before for before, after in pairwise([self.begun, *times])]
+        idle = self.begun + self.seconds - max(times, default=self.begun)
+        return self.returncode is None and bool(self.still) and idle > 2 * max(gaps, default=0)
 
-def look(folder):
-    """Return {rank: its stack, as [(file, line, function)]}, and which ranks use no CPU time."""
-    pids = {rank: pid for rank, (pid, _) in reports(folder).items()}
-    before = {rank: cpu_time(pid) for rank, pid in pids.items()}
-    for pid in pids.values():
-        with contextlib.suppress(ProcessLookupError):  # it may have ended
-            os.kill(pid, STACKS)
-    time.sleep(1)
-    still = {rank for rank, pid in pids.items() if cpu_time(pid) - before[rank] < 0.05}
-    texts = {rank: (folder / f"{pid}.stack").read_text() for rank, pid in pids.items()}
-    frame = r'File "(.+)", line (\d+) in (\S+)'
-    return {rank: re.findall(frame, text) for rank, text in texts.items()}, still
+    @property
+    def for_nccl(self):
+        """Whether the script uses only NCCL, so faults of gloo do not affect it."""
+        calls = {event.call for event in self.all(events.Translated)}
+        return '"nccl"' in calls or ("nccl" in self.text and "cpu:gloo" not in self.text)
 
+    @property
+    def printed(self):
+        """The output without the launcher's report of a failure."""
+        return re.split(REPORT, self.output, maxsplit=1, flags=re.M)[0]
 
-def cpu_time(pid):
-    """Return the seconds that a process and its descendants have computed, 0 if it has ended."""
-    with contextlib.suppress(psutil.Error):
-        process = psutil.Process(pid)
-        return sum(sum(of.cpu_times()[:2]) for of in (process, *process.children(recursive=True)))
-    return 0
+    @property
+    def raised(self):
+        """The matches of all errors in the output, except those that another one followed."""
+        return list(re.finditer(ERROR, self.printed, re.M))
 
+    @property
+    def traceback(self):
+        """The lines of the first error's traceback, without those of other ranks."""
+        if not self.raised:
+            return []
+        first = self.raised[0]
+        text = first.string[: first.end()].replace(f"{self.cwd}{os.sep}", "")
+        prefix = re.match(PREFIX, text.rpartition("\n")[2])[0]
+        lines = [line.removeprefix(prefix) for line in text.splitlines() if line.startswith(prefix)]
+        starts = [at for at, line in enumerate(lines) if line.startswith("Traceback")]
+        # A SyntaxError has only the frame.
+        starts = starts or [at for at, line in enumerate(lines) if FRAME.match(line)]
+        return lines[starts[-1] :] if starts else []
 
-def kill_all(process, folder):
-    """Kill the command and all its descendants, including the ranks that torchrun started."""
-    signalled(folder, "kill")
-    process.wait()
+    @property
+    def error_where(self):
+        """The innermost line of the script in the first error's traceback, as "path:line"."""
+        return next(filter(None, map(own_frame, reversed(self.traceback))), "")
+
+    @property
+    def fails_in_an_import(self):
+        """Whether the error is that of a library while the script imports it."""
+        frames = [at for at, line in enumerate(self.traceback) if FRAME.match(line)]
+        own = [at for at in frames if own_frame(self.traceback[at])]
+        statement = self.traceback[own[-1] + 1] if own and own[-1] != frames[-1] else ""
+        return bool(re.match(r"\s*(import|from)\s", statement))
+
+    @property
+    def ending(self):
+        """How a script that failed has ended, in words."""
+        if self.raised:
+            first = self.raised[0]
+            more = re.match(rf"\s*{PREFIX}\s*(\S.*)", first.string[first.end() :])
+            text = f"{first[1]} {more[1]}" if more and first[1].endswith(":") else first[1]
+            usage = re.findall(r"^usage: .+", self.printed, re.M)
+            return "; ".join([text, *usage[:1]])
+        rank, code = self.status
+        who = f"rank {rank}" if rank is not None else "it"
+        if code < 0:
+            return f"{who} is killed by {signal.Signals(-code).name}"
+        last = self.printed.strip().rpartition("\n")[2] or "nothing is printed"
+        return f"{who} exits with code {code}: {last}"
+
+    @property
+    def status(self):
+        """The rank that failed first, if the launcher names it, and its exit code or -signal."""
+        found = re.search(STATUS, self.output)
+        return map(int, found.groups()) if found else (None, self.returncode)
+
+    @property
+    def lacks_gpus(self):
+        """Whether the script failed because there are none."""
+        if not self.returncode:  # it has not failed
+            return False
+        bare = self.traceback[1:] if self.ending == "AssertionError" else []  # says what it asserts
+        return bool(re.search(LACKS_GPUS, "\n".join([self.ending, *bare[-3:]])))

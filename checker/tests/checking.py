@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
+from ddp_check.plan import LAUNCHERS, Plan
 from ddp_check.report import planned
 from ddp_check.rules import judge
 from ddp_check.rules.base import BROKEN, NONE, PASS, UNSEEN
-from ddp_check.run import LAUNCHERS, Plan
 from support import server
 from support.once import once
 from support.scripts import LONG, ROOT, SCRIPT

@@ -42,17 +42,22 @@ def test_observation_changes_no_bit(tmp_path, trained):
 def test_whatever_is_missing_each_rule_has_a_verdict(tmp_path):
     """Ranks that never join, missing kinds of events, and runs cut short anywhere."""
     run, chance = plan_of("05", tmp_path).undisturbed, random.Random(0)
-    kinds = {type(event) for event in run.ranks[0]}
+    kinds = {type(event) for event in run.events_by_rank[0]}
     assert {one.__name__ for one in kinds} >= {"Join", "Wrap", "PassBegun", "Step", "Save", "Exit"}
-    less = [{}, {0: run.ranks[0]}, {1: run.ranks[1]}, {0: [], 1: run.ranks[1]}]
+    less = [
+        {},
+        {0: run.events_by_rank[0]},
+        {1: run.events_by_rank[1]},
+        {0: [], 1: run.events_by_rank[1]},
+    ]
     for kind in kinds:
-        left = {r: [e for e in of if type(e) is not kind] for r, of in run.ranks.items()}
-        less += [left, {**run.ranks, 0: left[0]}, {**run.ranks, 1: left[1]}]
+        left = {r: [e for e in of if type(e) is not kind] for r, of in run.events_by_rank.items()}
+        less += [left, {**run.events_by_rank, 0: left[0]}, {**run.events_by_rank, 1: left[1]}]
     for _ in range(10):
-        less.append({r: of[: chance.randrange(len(of))] for r, of in run.ranks.items()})
+        less.append({r: of[: chance.randrange(len(of))] for r, of in run.events_by_rank.items()})
     for ranks in less:
         for code in (0, 1, None):
-            named(judge(dataclasses.replace(run, ranks=ranks, returncode=code)))
+            named(judge(dataclasses.replace(run, events_by_rank=ranks, returncode=code)))
 
 
 # ---------------------------------------------------------------- drills

@@ -233,7 +233,7 @@ def test_what_the_command_says(tmp_path, script, line):
 
 def test_a_rule_that_breaks_is_an_error_of_the_checker(tmp_path):
     plan = plan_of("05", tmp_path)
-    plan.undisturbed.of(events.Step)[0][3].rates = 3  # as no observer reports it
+    plan.undisturbed.by_rank(events.Step)[0][3].rates = 3  # as no observer reports it
     verdicts = judge(plan.undisturbed)
     assert exit_code(plan, verdicts) == 2
     first = text_of(plan, verdicts).splitlines()[0]

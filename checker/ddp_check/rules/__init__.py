@@ -64,7 +64,7 @@ def judged(rule, run):
         verdict = Verdict(BROKEN, f"the checker does not understand this run: {error!r}")
     if verdict is None:
         (kind, found), *_ = seen.items()
-        number = max(map(len, run.of(kind).values()))
+        number = max(map(len, run.by_rank(kind).values()))
         verdict = passed(counted(number, SEEN[kind][0]), found[0].where)
     return replace(verdict, rule=rule.__name__, title=rule.__doc__)
 

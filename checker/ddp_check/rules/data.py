@@ -124,7 +124,7 @@ def same_order(run, of):
         yield unsure(f"{text}: is that intended?", line)
     if not one.shuffle:
         yield unseen("the sampler does not shuffle: is that intended?", line)
-    told = lowest(run.of(events.EpochSet))
+    told = lowest(run.by_rank(events.EpochSet))
     text += f"; set_epoch gets {told[-1].value} last" if told else "; set_epoch is never called"
     yield wrong(text, told[0].where if told else line, "no_set_epoch")
 
@@ -136,7 +136,7 @@ def random_numbers_differ(run):
         yield unseen("no DataLoader was used to train")
     drawn = {  # states of the generators of random samples: {rank: {source: (before, after)}}
         rank: {(one.worker, one.source): (one.before, one.after) for one in reversed(of)}
-        for rank, of in run.of(events.Drawn).items()
+        for rank, of in run.by_rank(events.Drawn).items()
     }
     common = set.intersection(*map(set, drawn.values())) if len(drawn) > 1 else ()
     same = [key for key in common if len({of[key] for of in drawn.values()}) == 1]
@@ -170,7 +170,7 @@ def evaluations(run):
 
     Without those on the training set, and, in a run that failed, those that a rank did not reach.
     """
-    looked, found = {}, run.passes
+    looked, found = {}, run.passes_by_rank
     every = [one for of in found.values() for one in of]
     trained = {(one.data, one.part) for one in every if one.is_training}
     whole = {(one.data, one.part) for one in every if one.is_whole}
@@ -180,7 +180,7 @@ def evaluations(run):
             left = same not in whole and one.seen(events.Looked)  # an evaluation that ends early
             if (one.is_whole or left) and one.length and same not in trained:
                 looked.setdefault((one.length, one.where), {}).setdefault(rank, []).append(one)
-    least = 1 if run.returncode == 0 else len(run.ranks)
+    least = 1 if run.returncode == 0 else len(run.events_by_rank)
     return {key: list(zip(*of.values())) for key, of in looked.items() if len(of) >= least}
 
 
@@ -196,7 +196,7 @@ def each_sample_is_evaluated_once(run):
             if row[0].data == rows[0][0].data and row[0].length < total and alike(row, "base")
         ]
         for row in rows:
-            for verdict in missed(row, left[:1], total, len(run.ranks)):
+            for verdict in missed(row, left[:1], total, len(run.events_by_rank)):
                 yield replace(verdict, where=where, page="padded_evaluation")
     total, where = max(looked)
     yield passed(f"{total} samples", where)

@@ -34,7 +34,7 @@ def script_ends(run):
         yield hang(run)
     elif run.returncode is None:
         yield unsure(f"still busy {text}: shorten the run, or raise --timeout")
-    elif code == -signal.SIGABRT and run.of(events.Exit).get(rank):
+    elif code == -signal.SIGABRT and run.by_rank(events.Exit).get(rank):
         text += f"; rank {rank} was aborted after its last line, a rare race of gloo's threads"
         yield passed(text) if by_framework(run) else fragile(text, "", "late_import")
     else:
@@ -51,7 +51,7 @@ def hang(run):
         lines += own[:1]
     told = "; ".join(places) or "no rank has joined a process group"
     text = f"still running after {run.seconds:.0f} s; {told}"
-    if run.joins and all(run.of(events.Leave).values()):
+    if run.joins and all(run.by_rank(events.Leave).values()):
         text += f". All ranks have left the process group. To rule out a race: {DROP_THE_MODEL}"
         return wrong(text, "", "handler_holds_model")
     return blamed(run, text, next(iter(lines), ""), "collective_on_one_rank" if run.joins else "")
@@ -60,12 +60,12 @@ def hang(run):
 def blamed(run, text, where, page="", details=()):
     """Return the verdict on a run that fails or hangs, perhaps as a rank does not take part."""
     syncs = [rank for rank, of in run.stacks.items() if "_sync_buffers" in [one[2] for one in of]]
-    found = run.passes
+    found = run.passes_by_rank
     loops = {one.where for of in found.values() for one in of if one.steps}
     begun = {r: sum(one.where in loops for one in of if one.batches) for r, of in found.items()}
     pair = sorted(differ(begun) or (), key=begun.get) if begun else ()
     if pair and min(begun.values()) and pair[0] not in syncs:  # it evaluates the DDP model
-        step = f"{begun[pair[0]]}, in step {len(run.of(events.Step)[pair[0]])}"
+        step = f"{begun[pair[0]]}, in step {len(run.by_rank(events.Step)[pair[0]])}"
         early = f"rank {pair[0]} left the loop over the epochs after {step}, and rank {pair[1]} "
         early += "began the next: does each decide by its own loss?"
         return wrong(f"{early}; {text}", where, "recipes/early_stopping", details)
@@ -113,9 +113,9 @@ def one_group(run):
                 yield fragile(said, line, "fixed_port")
     if run.returncode != 0:
         yield unseen("the script did not finish")
-    if missing := run.ranks.keys() - ranks.keys():
+    if missing := run.events_by_rank.keys() - ranks.keys():
         yield wrong(f"rank {min(missing)} did not join")
-    for rank, found in run.of(events.Exit).items():
+    for rank, found in run.by_rank(events.Exit).items():
         if not found:
             yield fragile(f"rank {rank} ends with os._exit: no atexit function runs", "", "os_exit")
         elif found[0].open_group and not by_framework(run):
@@ -136,7 +136,7 @@ def no_thread_left(run):
         yield not_applicable("with NCCL, for which the script is written, there are none")
     if by_framework(run) or run.is_sharded:
         yield not_applicable("a library joined the group, or keeps it alive for sharded parameters")
-    exits = run.of(events.Exit)
+    exits = run.by_rank(events.Exit)
     for rank, event in ((rank, one) for rank, of in exits.items() for one in of if one.threads):
         text = f"rank {rank} has some, and in rare cases aborts after its work is done"
         if event.nn and not ranks[rank].nn:
@@ -152,7 +152,7 @@ def own_gpu(run):
     if any(event.chosen for event in run.all(events.Gpu)):
         yield unseen("the script chooses what each rank can see")
     first = {}  # number of a GPU -> the first rank that uses it
-    for rank, of in run.of(events.Gpu).items():
+    for rank, of in run.by_rank(events.Gpu).items():
         for event in [one for one in of if one.use == "use"] or of:
             if not 0 <= event.index < event.count:
                 text = f"rank {rank} uses GPU {event.index}, but a node has {event.count}"
@@ -163,7 +163,7 @@ def own_gpu(run):
 
 def same_collectives(run):
     """all ranks call the same collectives in the same order"""
-    calls = run.of(events.Collective)
+    calls = run.by_rank(events.Collective)
     together = zip_longest(*calls.values()) if run.returncode == 0 else zip(*calls.values())
     for number, row in enumerate(together, 1):
         found = dict(zip(calls, row))

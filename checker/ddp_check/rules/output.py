@@ -17,7 +17,7 @@ WRITES = events.Opened | events.Save | events.Renamed
 def one_rank_prints(run):
     """one rank prints the progress, or each with its number"""
     places = {}  # line of the script -> rank -> what it prints
-    for rank, found in run.of(events.Print).items():
+    for rank, found in run.by_rank(events.Print).items():
         for event in found:
             places.setdefault(event.where, {}).setdefault(rank, []).append(event.text)
     for where, texts in places.items():
@@ -32,7 +32,7 @@ def one_rank_prints(run):
 def one_rank_writes(run):
     """one rank writes each file, whole or not at all"""
     writes = {}  # file -> rank -> how often it has waited -> steps it has taken, and the line
-    for rank, found in run.ranks.items():
+    for rank, found in run.events_by_rank.items():
         waited = steps = 0
         for event in found:
             steps += isinstance(event, events.Step)
@@ -78,16 +78,16 @@ def safe_loads(run):
 
 def printed_loss_is_of_all(run):
     """printed values are summed over all ranks"""
-    steps = list(run.of(events.Step).values())
+    steps = list(run.by_rank(events.Step).values())
     if run.is_sharded and not any(step.inputs for step in run.all(events.Step)):
         yield not_applicable("ranks that share a model have the same loss")
     begun = taken = 0  # steps before this epoch, and until now
     summed = -2  # steps before something was reduced last: a loss may be printed a step later
-    training = {one.number for one in lowest(run.passes) if one.is_training}
+    training = {one.number for one in lowest(run.passes_by_rank) if one.is_training}
     left = None  # samples that an evaluation has still to see
     alone, reduced = "", False
     places = {}  # line and position of a number -> what is said of it each time
-    for event in lowest(run.ranks):
+    for event in lowest(run.events_by_rank):
         match event:
             case events.Step():
                 taken, left = taken + 1, None
@@ -148,7 +148,7 @@ def mean(rows, weighted=True):
 
 def accuracy_is_of_samples(run):
     """a printed accuracy counts each sample once"""
-    found = {r: [one for one in of if not one.is_training] for r, of in run.passes.items()}
+    found = {r: [one for one in of if not one.is_training] for r, of in run.passes_by_rank.items()}
     evaluated = {one.number: one for one in lowest(found)}
     sizes = {rank: [one.sizes for one in of] for rank, of in found.items()}
     if len({size for one in evaluated.values() for size in one.sizes}) < 2:
@@ -157,7 +157,7 @@ def accuracy_is_of_samples(run):
     totals |= {sum(map(sum, row)) for row in zip(*sizes.values())}
     totals |= {one.length for one in evaluated.values() if one.length}
     last = None  # the evaluation that has just ended
-    for event in lowest(run.ranks):
+    for event in lowest(run.events_by_rank):
         match event:
             case events.PassEnded():
                 last = evaluated.get(event.number)

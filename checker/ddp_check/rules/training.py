@@ -15,7 +15,7 @@ def values_are_finite(run):
     """losses, gradients and weights are finite"""
     number, row = run.first_infinite
     if number:
-        found = [(rank, step) for rank, step in zip(run.ranks, row) if step.infinite]
+        found = [(rank, step) for rank, step in zip(run.events_by_rank, row) if step.infinite]
         rank, step = min(found, key=lambda one: one[1].infinite != "loss")
         text = f"from step {number} on; the first rank whose {step.infinite} is not finite is"
         yield wrong(f"{text} {rank}", step.where)
@@ -25,7 +25,7 @@ def values_are_finite(run):
 
 def uneven(run, kind):
     """Return how many events of a kind two ranks have, in words, if these numbers differ."""
-    counts = {rank: len(of) for rank, of in run.of(kind).items()}
+    counts = {rank: len(of) for rank, of in run.by_rank(kind).items()}
     pair = () if run.returncode != 0 or run.in_join else differ(counts) or ()
     return " and ".join(f"{counted(counts[rank], 'step')} on rank {rank}" for rank in pair)
 
@@ -38,7 +38,7 @@ def adds_at(run):
 
 def gradients_are_averaged(run):
     """each step takes the mean gradient of all ranks"""
-    steps, wrapped = run.of(events.Step), run.all(events.Wrap)
+    steps, wrapped = run.by_rank(events.Step), run.all(events.Wrap)
     if run.is_sharded:
         yield not_applicable("the gradients are sharded")
     if any(step.closure for step in run.all(events.Step)):
@@ -91,13 +91,15 @@ def reduced_twice(run):
     same = [row for row in rows if all(step.by_hand[0] == row[0].by_hand[0] for step in row)]
     often = len(same) > max(1, len(rows) / 2)  # with some, more is reduced, such as losses
     where = adds_at(run)
-    if not where or not often or len(run.ranks) < 2 or same[0][0].zero:
+    if not where or not often or len(run.events_by_rank) < 2 or same[0][0].zero:
         return
     text = "before they are all-reduced, all ranks have the same"
     if not run.all(events.Wrap):
         yield wrong(f"{text}: the same data everywhere?", same[0][0].where, "no_sampler")
     elif len(same[0][0].by_hand[0]) >= len(same[0][0].gradients):  # else they are no gradients
-        text += f": DDP has averaged them, and their sum is {len(run.ranks)} times as large"
+        text += (
+            f": DDP has averaged them, and their sum is {len(run.events_by_rank)} times as large"
+        )
         yield unsure(f"{text}. Is it divided?", where)
 
 
@@ -138,8 +140,8 @@ def rates_are_equal(run):
         yield wrong(text, max(before, key=lambda one: one.time, default=row[0]).where, PLATEAU)
     if counts:
         yield unsure(f"the scheduler takes {counts}: should all ranks step it?", scheduled[0].where)
-    steps, taken = lowest(run.of(events.Step)), lowest(run.of(events.Scheduled))
-    if len(run.ranks) > 1 and len(taken) >= len(run.ranks) * len(steps) > 0:
+    steps, taken = lowest(run.by_rank(events.Step)), lowest(run.by_rank(events.Scheduled))
+    if len(run.events_by_rank) > 1 and len(taken) >= len(run.events_by_rank) * len(steps) > 0:
         text = f"the scheduler takes {len(taken)} steps, the optimizer {len(steps)}: is that meant?"
         yield unsure(text, taken[0].where)
 
@@ -163,7 +165,7 @@ def weights_agree(run):
         yield unseen("nothing was trained")
     if weights_are_averaged(run):
         yield passed("the ranks average them", steps[0].where)
-    calls = lowest(run.of(events.Collective))
+    calls = lowest(run.by_rank(events.Collective))
     by_hand = not run.first_difference("gradients")[0] and len(calls) >= len(run.step_rows) > 0
     if not wrapped and not by_hand:
         partly, text = bool(steps[0].by_hand[0]), "no model is wrapped in DistributedDataParallel"
@@ -204,10 +206,10 @@ def ended_apart(run):
             cause = field.replace("rates", "learning rates")
             text += f"; it follows from the {cause} in step {before}"
             yield wrong(text, where, follows=True)
-    loads = [(rank, one) for rank, of in run.of(events.StateLoaded).items() for one in of]
+    loads = [(rank, one) for rank, of in run.by_rank(events.StateLoaded).items() for one in of]
     times = Counter((one.where, rank) for rank, one in loads if one.wraps)
     for line, _ in times:
-        if len({times[line, rank] for rank in run.ranks}) > 1:
+        if len({times[line, rank] for rank in run.events_by_rank}) > 1:
             yield judge(f"{text}: not all ranks load a state here", line, "edit_on_one_rank")
     if number == 1 and not run.all(events.Wrap):
         text += "; broadcast them at the start, or seed all ranks alike"
@@ -217,7 +219,7 @@ def ended_apart(run):
 def evaluated_models_agree(run):
     """all ranks evaluate the same model, buffers included"""
     found = {}  # what is evaluated, where and when -> rank -> checksums
-    for rank, of in run.of(events.Evaluated).items():
+    for rank, of in run.by_rank(events.Evaluated).items():
         for event in of:
             key = event.model, event.where, event.steps, tuple(event.values)
             found.setdefault(key, {}).setdefault(rank, event.values)
@@ -234,7 +236,7 @@ def evaluated_models_agree(run):
 
 def training_mode(run):
     """the model is in training mode in each step"""
-    steps = lowest(run.of(events.Step)) or run.all(events.Step)
+    steps = lowest(run.by_rank(events.Step)) or run.all(events.Step)
     if not any(step.training for step in steps):
         yield unsure("all steps are taken in evaluation mode", steps[0].where)
     for number, step in enumerate(steps, 1):
@@ -244,9 +246,11 @@ def training_mode(run):
 
 def evaluation_mode(run):
     """the model is in evaluation mode when it is evaluated"""
-    found = {rank: [one for one in of if not one.is_training] for rank, of in run.passes.items()}
+    found = {
+        rank: [one for one in of if not one.is_training] for rank, of in run.passes_by_rank.items()
+    }
     looked = {(rank, one.number) for rank, of in found.items() for one in of if one.batches}
-    for rank, of in run.of(events.Evaluated).items():
+    for rank, of in run.by_rank(events.Evaluated).items():
         for event in of:
             if event.wrapped and event.noisy and (rank, event.number) in looked:
                 text = f"it is in training mode: {event.noisy} changes what it returns"

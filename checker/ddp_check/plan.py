@@ -1,0 +1,238 @@
+"""Runs a script under observation."""
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import psutil
+
+from ddp_check import events
+from ddp_check.keeper import signalled
+from ddp_check.protocol import HERE, STACKS, VARIABLE, Task
+from ddp_check.run import Run
+
+CHECKPOINT = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".new", ".interrupted")
+CONFIG = (".py", ".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".env")
+STARTS = r"\bspawn\(|\bstart_processes\(|\bProcess\(\s*target"  # starts its own processes
+SETS = r"""environ\[["'](\w+)["']\]\s*=[^=]"""
+ASKS = r"""(?:environ(?:\.get)?|getenv)[\[(]["']((?:LOCAL_)?RANK)["'][\],)]"""
+OPTION = r"""["'](--local[-_]rank)["']"""  # torch.distributed.launch passes that with a hyphen
+USES_GPUS = r"nccl|cuda|device_ids|torch\.accelerator|\.to\(\w*rank\)"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=NPROC"]
+IN_BASH = ["--no-python", "bash", "-c"]
+AS_TASK = """export MASTER_ADDR=localhost SLURM_PROCID=$RANK SLURM_LOCALID=$LOCAL_RANK
+unset RANK LOCAL_RANK ${!TORCHELASTIC_*}
+exec "$@" """
+LAUNCHERS = {  # what precedes the script on the command line
+    "python": [sys.executable],  # the script starts its own processes
+    "srun": [*TORCHRUN, *IN_BASH, AS_TASK, "bash", sys.executable],
+    "torchrun": TORCHRUN,
+}
+SLURM = {  # value: variables that srun sets to it on one node; their names begin with SLURM_
+    "NPROC": """NTASKS NPROCS NTASKS_PER_NODE TASKS_PER_NODE STEP_NUM_TASKS STEP_TASKS_PER_NODE
+        CPUS_ON_NODE JOB_CPUS_PER_NODE GPUS GPUS_ON_NODE GPUS_PER_NODE""",
+    "RANKS": "GTIDS JOB_GPUS STEP_GPUS",
+    "1": "NNODES JOB_NUM_NODES STEP_NUM_NODES JOB_ID JOBID CPUS_PER_TASK",
+    "0": "NODEID STEP_ID STEPID",
+    "localhost": "JOB_NODELIST NODELIST STEP_NODELIST SUBMIT_HOST TOPOLOGY_ADDR",
+    "127.0.0.1": "LAUNCH_NODE_IPADDR",
+    "ddp_check": "JOB_NAME CLUSTER_NAME JOB_PARTITION",
+}
+
+
+def small_files(folder):
+    return {
+        str(path.relative_to(folder)): path.read_text(encoding="utf-8", errors="replace")
+        for path in (*folder.glob("*.*"), *folder.glob("*/*.*"))
+        if path.suffix in CONFIG and path.is_file() and path.stat().st_size < 1 << 16
+    }
+
+
+def mirror(source, target, depth=3):
+    """Copy or link the files of a folder into a new one, without checkpoints."""
+    target.mkdir()
+    for path in source.iterdir():
+        new = target / path.name
+        if path.name.startswith(".") or path.name == "__pycache__" or path.suffix in CHECKPOINT:
+            continue
+        if path.is_dir() and depth and "data" not in path.name and os.access(path, os.R_OK):
+            mirror(path, new, depth - 1)
+        elif path.suffix == ".py":
+            shutil.copy(path, new)  # from a link, Python would import from its target's folder
+        else:
+            new.symlink_to(path)
+
+
+@dataclass
+class Plan:
+    """How a script is run: in a new folder, or in that of an earlier run."""
+
+    script: str  # or the name of a module
+    arguments: list
+    nproc: int
+    timeout: float  # seconds
+    launcher: str | None  # None: chosen by the text of the script
+    folder: str  # temporary, for all runs
+    module: bool = False  # the script is a module, as after python -m
+    translate: str = "auto"  # GPU calls: auto, yes or no
+    env: dict = field(default_factory=dict)  # more variables
+    restart_args: list | None = None  # follow the arguments after an interruption
+
+    def __post_init__(self):
+        self.path = module_path(self.script) if self.module else Path(self.script)
+        self.text = self.path.read_text(encoding="utf-8", errors="replace")
+        needs_torchrun = set(re.findall(ASKS, self.text)) - set(re.findall(SETS, self.text))
+        by_srun = "SLURM_PROCID" in self.text and not needs_torchrun
+        found = "python" if re.search(STARTS, self.text) else "srun" if by_srun else "torchrun"
+        self.launcher = self.launcher or found
+        lines = enumerate(self.text.splitlines(), 1)
+        found = ((option, at) for at, line in lines for option in re.findall(OPTION, line))
+        self.may_need, self.option_line = min(found, default=("", 0))
+        self.option = ""  # it is passed only if the script does not do without it
+        self.translated = self.translate == "yes"
+        self.lacking = ""  # how the run without translated calls ended
+
+    @cached_property
+    def undisturbed(self):
+        """An uninterrupted run, with GPU calls translated if the script fails without GPUs."""
+        run = self.run("undisturbed")
+        early = run.returncode is not None and not run.all(events.Step)
+        idle = early and re.search(USES_GPUS, self.text)
+        if self.translate == "auto" and (run.lacks_gpus or idle):
+            before, self.translated = run, True
+            self.lacking = run.ending if run.returncode else "no training"
+            run = self.run("translated")
+            if run.returncode and run.ending == before.ending and not before.lacks_gpus:
+                run, self.translated, self.lacking = before, False, ""  # it is not about GPUs
+        early = run.returncode != 0 and not run.all(events.Step)
+        same_gpu = len({event.index for event in run.all(events.Gpu)}) == 1 < self.nproc
+        if self.may_need and self.launcher == "torchrun" and (early or same_gpu):
+            self.option = self.may_need
+            other = self.run("with_option")
+            if other.returncode == 0 or len(other.all(object)) > len(run.all(object)):
+                return other
+            self.option = ""
+        return run
+
+    def run(self, place, nproc=None, during=None, arguments=None, **options):
+        """Run the script in a folder of this name, call `during` meanwhile, and return a Run."""
+        cwd, nproc = Path(self.folder, place).resolve(), nproc or self.nproc
+        if not cwd.exists():
+            mirror(Path.cwd(), cwd)
+        folder = cwd.with_name(f"{place}.run{len(list(cwd.parent.glob(f'{place}.run*')))}")
+        folder.mkdir()
+        task = Task(str(folder), f"{cwd}{os.sep}", nproc, translate=self.translated, **options)
+        run = Run(nproc, folder, cwd, self.text, small_files(cwd))
+        run.translate, run.begun = self.translated, time.monotonic()
+        run.option, run.option_where = self.option, f"{self.path}:{self.option_line}"
+        with open(folder / "output", "wb") as output:
+            process = subprocess.Popen(
+                [*self.command(nproc, cwd), *map(str, arguments or self.arguments)],
+                cwd=cwd,
+                env=environment(task, self.env, self.launcher),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            end = run.begun + self.timeout
+            try:
+                if during:
+                    during(process, folder, end)
+                run.returncode = process.wait(max(1, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                run.stacks, run.still = look(folder)
+            finally:
+                kill_all(process, folder)
+        run.seconds = time.monotonic() - run.begun
+        run.output = (folder / "output").read_text(encoding="utf-8", errors="replace")
+        run.events_by_rank = {rank: found for rank, (_, found) in reports(folder).items()}
+        words = re.findall(r"[\w.-]+", run.ending) if run.returncode else []
+        missed = {word for word in words if word.endswith(CHECKPOINT)}
+        run.left_out = [name for name in missed if any(Path.cwd().rglob(name))]
+        return run
+
+    def command(self, nproc, cwd):
+        """Return the words that start the script: its copy in this folder, if there is one."""
+        words = [word.replace("NPROC", str(nproc)) for word in LAUNCHERS[self.launcher]]
+        if self.option:
+            pass_on = f'exec "$@" {self.option}="$LOCAL_RANK"'
+            words += [*IN_BASH, pass_on, "bash", sys.executable]
+        if self.module:
+            return [*words, "-m", self.script]
+        path, here = self.path.resolve(), Path.cwd()
+        return [*words, str(cwd / path.relative_to(here) if path.is_relative_to(here) else path)]
+
+
+def module_path(name):
+    path = Path(*name.split("."))
+    main = path / "__main__.py"
+    return main if main.is_file() else path.with_suffix(".py")
+
+
+def environment(task, variables, launcher):
+    """Return the environment of an observed script, without GPUs, with these variables."""
+    theirs = variables.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    path = os.pathsep.join([str(HERE / "startup"), theirs])
+    mine = r"SLURM_|(LOCAL_)?RANK$|WORLD_SIZE$"  # of the job that the checker may run in
+    env = {name: value for name, value in os.environ.items() if not re.match(mine, name)}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    if launcher == "srun":
+        own = {"NPROC": str(task.nproc), "RANKS": ",".join(map(str, range(task.nproc)))}
+        for value, names in SLURM.items():
+            env |= {f"SLURM_{name}": own.get(value, value) for name in names.split()}
+        # Each process joins the group as one that torchrun has not started
+        env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "SLURM_SUBMIT_DIR": os.getcwd()}
+    own = Path(task.events).parent / "tmp"  # so that what a killed run leaves there is removed
+    own.mkdir(exist_ok=True)
+    mine = {VARIABLE: str(task), "PYTHONPATH": path.rstrip(os.pathsep), "TMPDIR": str(own)}
+    return {"OMP_NUM_THREADS": "1"} | env | variables | mine
+
+
+def reports(folder):
+    """Return the process ID and the events of each rank: {rank: (pid, events)}."""
+    found = {}
+    for path in folder.glob("*.jsonl"):
+        whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")  # a line may be incomplete
+        lines = [events.read(line) for line in whole.splitlines()]
+        joined = next((event for event in lines if isinstance(event, events.Join)), None)
+        rank = getattr(joined or next(iter(lines), None), "rank", None)
+        if rank is not None:
+            order = not joined, lines[0].time  # the first that joined with it, else that started
+            found.setdefault(int(rank), []).append((order, int(path.stem), lines))
+    return {rank: min(of)[1:] for rank, of in sorted(found.items())}
+
+
+def look(folder):
+    """Return {rank: its stack, as [(file, line, function)]}, and which ranks use no CPU time."""
+    pids = {rank: pid for rank, (pid, _) in reports(folder).items()}
+    before = {rank: cpu_time(pid) for rank, pid in pids.items()}
+    for pid in pids.values():
+        with contextlib.suppress(ProcessLookupError):  # it may have ended
+            os.kill(pid, STACKS)
+    time.sleep(1)
+    still = {rank for rank, pid in pids.items() if cpu_time(pid) - before[rank] < 0.05}
+    texts = {rank: (folder / f"{pid}.stack").read_text() for rank, pid in pids.items()}
+    frame = r'File "(.+)", line (\d+) in (\S+)'
+    return {rank: re.findall(frame, text) for rank, text in texts.items()}, still
+
+
+def cpu_time(pid):
+    """Return the seconds that a process and its descendants have computed, 0 if it has ended."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        return sum(sum(of.cpu_times()[:2]) for of in (process, *process.children(recursive=True)))
+    return 0
+
+
+def kill_all(process, folder):
+    """Kill the command and all its descendants, including the ranks that torchrun started."""
+    signalled(folder, "kill")
+    process.wait()
