@@ -6,7 +6,8 @@ import textwrap
 
 import pytest
 from support.jobs import finished
-from support.scripts import ROOT
+from support.results import said
+from support.scripts import ROOT, forked
 
 PLAIN = '''
 # imports
@@ -112,3 +113,27 @@ def test_the_checker_calls_them_right(tmp_path):
     job = finished(words, tmp_path, {"PYTHONPATH": str(ROOT / "checker")}, timeout=600)
     assert "FAIL" not in job.stdout
     assert "WARN" not in job.stdout
+
+
+PRINTED = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+weight = torch.ones(1, requires_grad=True)
+loss = (1 + dist.get_rank()) * weight.sum()
+LINES
+loss.backward()
+print(f"rank {dist.get_rank()}: {mean_loss.item()} {weight.grad.item()}\\n", end="")
+dist.destroy_process_group()
+"""
+
+
+def test_the_loss_to_print_may_be_computed_before_backward(tmp_path):
+    """The mean is that of both ranks, and each gradient is what it would be without it."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"^ # the loss to print.*\n((?:\+.*\n)+)", page, re.MULTILINE)
+    program = PRINTED.replace("LINES\n", re.sub(r"^\+", "", lines, flags=re.MULTILINE))
+    (tmp_path / "program.py").write_text(program, encoding="utf-8")
+    job = finished(forked(tmp_path / "program.py"), tmp_path)
+    assert said(job, 0) + said(job, 1) == ["1.5 1.0", "1.5 2.0"]
