@@ -91,8 +91,8 @@ def why_apart(plan, resumed, text):
     line = "".join(
         one.where for one in lowest(resumed.by_rank(events.Load, events.StateLoaded))[-1:]
     )
-    new = [rank for rank, of in resumed.by_rank(events.Step).items() if of and not of[0].state]
-    if new and any(step.state for step in whole):
+    new = [rank for rank, of in resumed.by_rank(events.Step).items() if of and not of[0].has_state]
+    if new and any(step.has_state for step in whole):
         text += f"; on rank {new[0]}, the optimizer starts again without its state"
         return wrong(text, line, FORGOTTEN)
     pairs = list(zip(whole[-len(after) :], after[-len(whole) :]))
@@ -166,7 +166,7 @@ def resumes(plan, struck, promise, may_lose):
         text = f"{lost} steps are repeated, although {lost - before + saved} of them were saved"
         kept = wrong(text, line, "epoch_starts_again")
     elif lost and not may_lose:
-        where = struck.all(events.Handler)[0].where
+        where = struck.all(events.SigtermHandler)[0].where
         kept = wrong(f"{lost} steps are lost: they are not saved when it stops", where)
     yield promise, kept
     pairs = zip(judge(plan.undisturbed), judge(resumed))
@@ -196,7 +196,7 @@ def sigterm(plan):
     """when the scheduler stops the job, no step is lost"""
     stop_all = partial(once, trains_on, lambda _, folder: signalled(folder, "terminate"))
     interrupted = plan.run("stopped", during=stop_all)  # as Slurm does
-    if not interrupted.all(events.Handler):
+    if not interrupted.all(events.SigtermHandler):
         lost = len(steps_of(interrupted)) - (saved_steps(interrupted) or 0)
         yield GOES_ON, not_applicable(f"nothing handles SIGTERM: {lost} steps are lost")
         return

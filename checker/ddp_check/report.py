@@ -111,7 +111,7 @@ def changes(plan):
         lines.append(f"Translated for the CPU: {', '.join(calls)}")
     if left := run.all(events.Leave):
         lines.append("Changed: destroy_process_group waits 50 ms")
-    if any(event.models for event in left) and not run.for_nccl:
+    if any(event.live_wrappers for event in left) and not run.for_nccl:
         lines[-1] += ". Without it, a model that is freed later, as here, can hang in rare cases"
         lines[-1] += " (pitfalls/handler_holds_model.md)"
     return lines

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ddp_check.events import Exit, Handler, Start
+from ddp_check.events import Exit, SigtermHandler, Start
 from ddp_check.observer import data, files  # noqa: F401  # each observes one subject
+from ddp_check.observer.base import TASK, first, reports, say, seen, where
 from ddp_check.observer.models import describe_models
-from ddp_check.observer.report import TASK, first, reports, say, seen, where
 
 
 def gloo_threads():
@@ -32,14 +32,15 @@ def gloo_threads():
 def end():
     if seen.pid != os.getpid() or not first("end"):
         return
-    open_group = dist.is_initialized()
+    group_open = dist.is_initialized()
     describe_models()
     left = 0
-    for _ in range(0 if open_group else 20):
+    for _ in range(0 if group_open else 20):
         if not (left := gloo_threads()):
             break
         time.sleep(0.1)  # Linux lists a thread for a moment after it has ended
-    say(Exit, open_group=open_group, threads=left, nn="torch.distributed.nn" in sys.modules)
+    nn_imported = "torch.distributed.nn" in sys.modules
+    say(Exit, group_open=group_open, gloo_threads=left, nn_imported=nn_imported)
 
 
 def end_as_a_copy(_):
@@ -52,7 +53,7 @@ def handles(args, _):
     return args[0] == signal.SIGTERM and callable(args[1]) and where() and {}
 
 
-reports(Handler, handles, signal, "signal")
+reports(SigtermHandler, handles, signal, "signal")
 multiprocessing.util.register_after_fork(seen, end_as_a_copy)
 if TASK.translate:
     from ddp_check.observer import translate  # noqa: F401

@@ -14,8 +14,8 @@ from torch.utils import data
 from torch.utils.data.distributed import DistributedSampler
 
 from ddp_check import events
+from ddp_check.observer.base import TASK, first, say, seen, watch
 from ddp_check.observer.group import watch_no_lengths
-from ddp_check.observer.report import TASK, first, say, seen, watch
 from ddp_check.observer.values import checksum, fingerprint, parts_of, sample_checksums
 
 

@@ -10,7 +10,7 @@ import sys
 import torch
 
 from ddp_check.events import Load, Opened, Print, Renamed, Save
-from ddp_check.observer.report import TASK, reports, say, seen, watch, where
+from ddp_check.observer.base import TASK, reports, say, seen, watch, where
 from ddp_check.protocol import is_own
 
 

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from ddp_check import events
-from ddp_check.observer.report import TASK, reports, say, seen, watch, where
+from ddp_check.observer.base import TASK, reports, say, seen, watch, where
 from ddp_check.observer.values import checksum, tensors_in
 
 COLLECTIVE = "all_|reduce(?!_op)|broadcast|gather|scatter|barrier|monitored_barrier"
@@ -47,7 +47,7 @@ def init_process_group(do, *args, **kwargs):
     port = urlsplit(method).port or os.environ.get("MASTER_PORT")
     seen.rank, own = dist.get_rank(), bool(where(direct=True))
     seen.gpu = seen.gpu if own else int(os.environ.get("LOCAL_RANK", 0))  # as a framework sets it
-    say(events.Join, rank=seen.rank, port=port, nn=early, own=own)
+    say(events.Join, rank=seen.rank, port=port, nn_imported=early, by_script=own)
     return result
 
 
@@ -55,7 +55,7 @@ def mark_ends(parts, line):
     """Notice a backward pass that ends at what each rank gave, in the script's list."""
     for rank, part in enumerate(parts):
         leaf, own = part.detach().requires_grad_(), rank == dist.get_rank()
-        leaf.register_hook(lambda _, own=own: say(events.GradientLost, line, own=own))
+        leaf.register_hook(lambda _, own=own: say(events.GradientLost, line, own_part=own))
         parts[rank] = leaf.view_as(leaf)
 
 
@@ -91,11 +91,18 @@ def report_collective(name, arguments):
     lost = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
     elements = max((one.numel() for one in tensors), default=0)
     ops = [value for value in arguments if isinstance(value, dist.ReduceOp)]
-    adds = name in ADD and all(op in SUMS for op in ops)
-    inside = seen.in_forward or torch._C._current_graph_task_id() >= 0
-    if adds and elements > 1 and not (seen.in_forward or seen.in_step):
+    sums = name in ADD and all(op in SUMS for op in ops)
+    in_model = seen.in_forward or torch._C._current_graph_task_id() >= 0
+    if sums and elements > 1 and not (seen.in_forward or seen.in_step):
         seen.by_hand.append((checksum(tensors), elements))
-    say(events.Collective, name=name, adds=adds, inside=inside, elements=elements, gradient=lost)
+    say(
+        events.Collective,
+        name=name,
+        sums=sums,
+        in_model=in_model,
+        elements=elements,
+        cuts_gradient=lost,
+    )
     return lost
 
 

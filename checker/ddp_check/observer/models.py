@@ -17,9 +17,9 @@ from torch.optim import optimizer as optimizers
 from torch.utils._pytree import tree_map_only
 
 from ddp_check import events
-from ddp_check.observer import report, values
+from ddp_check.observer import base, values
+from ddp_check.observer.base import TASK, first, reports, say, seen, watch, where
 from ddp_check.observer.group import watch_no_lengths
-from ddp_check.observer.report import TASK, first, reports, say, seen, watch, where
 from ddp_check.observer.values import batch_checksum, checksums, is_finite, meshes, tensors_in
 from ddp_check.protocol import STEPS
 
@@ -40,10 +40,10 @@ def wrap(do, self, module, *args, **kwargs):
         module.double()
     path = os.path.join(TASK.start, f"start{number}")  # the weights it had in another run
     if TASK.start and os.path.exists(path):
-        module.load_state_dict(report.torch_load(path, weights_only=True))
+        module.load_state_dict(base.torch_load(path, weights_only=True))
     do(self, module, *args, **kwargs)
     if TASK.scale:
-        report.keep(f"start{number}", module.state_dict())
+        base.keep(f"start{number}", module.state_dict())
     inside.update((id(part), number) for part in module.modules())
     seen.wrapped.append(module)
     seen.wrappers.append(weakref.ref(self))
@@ -166,7 +166,7 @@ def step(optimizer, args, kwargs):
     watch_no_lengths()
     if TASK.scale and seen.steps <= STEPS and seen.wrapped:
         models = [module.named_parameters() for module in seen.wrapped]
-        report.keep(f"step{seen.steps}", [[(name, one.grad) for name, one in of] for of in models])
+        base.keep(f"step{seen.steps}", [[(name, one.grad) for name, one in of] for of in models])
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     report_step(optimizer, closure is not None)
     forget()
@@ -216,11 +216,12 @@ def report_step(optimizer, closure):
         foreign=0 if sharded else sum(at < 0 for _, at in owned),
         bypassed=sorted(trained - {call.model for call in seen.forwards}),
         sharded=sharded,
-        state=bool(optimizer.state),
+        has_state=bool(optimizer.state),
         closure=closure,
         synced=all(call.synced for call in seen.forwards[-1:]),
         reductions=max(Counter(model for model, _ in reduced).values(), default=0),
-        by_hand=[[one for one, _ in seen.by_hand], sum(n for _, n in seen.by_hand) >= size],
+        reduced=[one for one, _ in seen.by_hand],
+        reduced_all=sum(n for _, n in seen.by_hand) >= size,
         training=all(seen.wrapped[at].training for _, at in owned if at >= 0),
         buffers={at: batch_checksum(one) for at, one in buffers if not re.search(STATISTICS, at)},
         random=values.checksum([torch.get_rng_state()]),
@@ -238,12 +239,12 @@ def describe_models():
     for named in weights:
         say(events.Final, weights=checksums(named), finite=all(map(is_finite, named.values())))
     if any(weights):
-        report.keep("final", [module.state_dict() for module in seen.wrapped] or weights)
+        base.keep("final", [module.state_dict() for module in seen.wrapped] or weights)
 
 
 @watch(c10d, "destroy_process_group")
 def destroy_process_group(do, *args, **kwargs):
     describe_models()
-    say(events.Leave, models=sum(one() is not None for one in seen.wrappers))
+    say(events.Leave, live_wrappers=sum(one() is not None for one in seen.wrappers))
     time.sleep(0.05)  # gloo's threads forget their last work, or freeing a DDP model could hang
     return do(*args, **kwargs)

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from ddp_check.events import Gpu, Translated
-from ddp_check.observer.report import TASK, first, say, seen, watch, where
+from ddp_check.observer.base import TASK, first, say, seen, watch, where
 
 CPU = torch.device("cpu")
 COUNT = int(os.environ.get("LOCAL_WORLD_SIZE", TASK.nproc))
@@ -41,8 +41,8 @@ def use(device, kind="use"):
     index = device if isinstance(device, int | None) else torch.device(device).index
     index = seen.gpu if index is None else index
     if line and first(kind, index):
-        chosen = bool(os.environ.get("CUDA_VISIBLE_DEVICES"))  # the checker sets it to ""
-        say(Gpu, line, use=kind, index=index, count=COUNT, chosen=chosen)
+        visible_chosen = bool(os.environ.get("CUDA_VISIBLE_DEVICES"))  # the checker sets it to ""
+        say(Gpu, line, use=kind, index=index, count=COUNT, visible_chosen=visible_chosen)
     return index
 
 

@@ -236,7 +236,7 @@ def counted_twice(row, twice, total):
     text = f"{loaded} samples, {loaded - twice} of them distinct, of {total}"
     orders = {cut.order for one in row for cut in one.seen(events.Cut) if cut.dropped == twice}
     counts = [count for one in row for count in one.seen(events.Counted)]
-    calls = [[call for call in one.seen(events.Collective) if not call.inside] for one in row]
+    calls = [[call for call in one.seen(events.Collective) if not call.in_model] for one in row]
     gathers = [sum("gather" in call.name for call in of) for of in calls]
     if row[0].distributed and "blocks" in orders:
         lost = "what is gathered is in blocks, not in the data set's order, when its end is cut"
@@ -245,7 +245,7 @@ def counted_twice(row, twice, total):
         yield unsure("what is gathered is sorted when its end is cut off: is that the padding?")
     if orders or any(count.length == loaded - twice for count in counts):
         return
-    first = [[call.adds for call in of if call.adds or "gather" in call.name][:1] for of in calls]
+    first = [[call.sums for call in of if call.sums or "gather" in call.name][:1] for of in calls]
     if not any(gathers) or all(of == [True] for of in first):  # added up before it is gathered
         totals = {n for one in row for event in one.seen(events.Totalled) for n in event.values}
         if loaded - twice in totals and loaded not in totals:

@@ -118,7 +118,7 @@ def one_group(run):
     for rank, found in run.by_rank(events.Exit).items():
         if not found:
             yield fragile(f"rank {rank} ends with os._exit: no atexit function runs", "", "os_exit")
-        elif found[0].open_group and not by_framework(run):
+        elif found[0].group_open and not by_framework(run):
             text = f"rank {rank} did not call destroy_process_group"
             yield fragile(text, ranks[rank].where, "destroy_missing")
     yield passed(counted(len(ranks), "rank"), lowest(ranks).where)
@@ -126,7 +126,7 @@ def one_group(run):
 
 def by_framework(run):
     """Return whether a library joined the process group, so leaving it is not the script's task."""
-    return not all(event.own for event in run.all(events.Join))
+    return not all(event.by_script for event in run.all(events.Join))
 
 
 def no_thread_left(run):
@@ -137,19 +137,21 @@ def no_thread_left(run):
     if by_framework(run) or run.is_sharded:
         yield not_applicable("a library joined the group, or keeps it alive for sharded parameters")
     exits = run.by_rank(events.Exit)
-    for rank, event in ((rank, one) for rank, of in exits.items() for one in of if one.threads):
+    for rank, event in (
+        (rank, one) for rank, of in exits.items() for one in of if one.gloo_threads
+    ):
         text = f"rank {rank} has some, and in rare cases aborts after its work is done"
-        if event.nn and not ranks[rank].nn:
+        if event.nn_imported and not ranks[rank].nn_imported:
             cure = "import torch.distributed.nn at the top: DDP and optimizers import it too late"
             yield fragile(f"{text}: {cure}", ranks[rank].where, "late_import", follows=True)
         yield fragile(f"{text}: {DROP_THE_MODEL}", "", "handler_holds_model", follows=True)
-    if not all(exits.values()) or any(event.open_group for event in run.all(events.Exit)):
+    if not all(exits.values()) or any(event.group_open for event in run.all(events.Exit)):
         yield unseen("a rank did not finish, or did not destroy the process group")
 
 
 def own_gpu(run):
     """each rank uses a GPU of its own"""
-    if any(event.chosen for event in run.all(events.Gpu)):
+    if any(event.visible_chosen for event in run.all(events.Gpu)):
         yield unseen("the script chooses what each rank can see")
     first = {}  # number of a GPU -> the first rank that uses it
     for rank, of in run.by_rank(events.Gpu).items():

@@ -91,7 +91,7 @@ def printed_loss_is_of_all(run):
         match event:
             case events.Step():
                 taken, left = taken + 1, None
-            case events.Collective(inside=False) if event.adds or "gather" in event.name:
+            case events.Collective(in_model=False) if event.sums or "gather" in event.name:
                 summed = taken
             case events.PassBegun():
                 begun, left = taken if event.number in training else begun, event.length

@@ -32,7 +32,7 @@ def uneven(run, kind):
 
 def adds_at(run):
     """Return the line in which the script most often adds up tensors over the ranks, or ""."""
-    calls = [one for one in run.all(events.Collective) if one.adds and one.elements > 1]
+    calls = [one for one in run.all(events.Collective) if one.sums and one.elements > 1]
     return max(lines, key=lines.get) if (lines := Counter(one.where for one in calls)) else ""
 
 
@@ -80,15 +80,15 @@ def reduced_apart(run):
         text += "; the last backward() was under no_sync"
         yield wrong(text, row[0].where, "accumulation_without_no_sync")
     cause = row[0].foreign and name.startswith("parameter ")  # it has no name in a wrapped model
-    by_hand = row[0].by_hand[0] and adds_at(run)
+    by_hand = row[0].reduced and adds_at(run)
     follows = bool(cause or not (run.all(events.Wrap) or by_hand))
     yield wrong(text, by_hand or row[0].where, follows=follows)
 
 
 def reduced_twice(run):
     """Yield the verdict if all ranks reduce the same gradients by hand in each step."""
-    rows = [row for row in run.step_rows if all(step.by_hand[1] for step in row)]
-    same = [row for row in rows if all(step.by_hand[0] == row[0].by_hand[0] for step in row)]
+    rows = [row for row in run.step_rows if all(step.reduced_all for step in row)]
+    same = [row for row in rows if all(step.reduced == row[0].reduced for step in row)]
     often = len(same) > max(1, len(rows) / 2)  # with some, more is reduced, such as losses
     where = adds_at(run)
     if not where or not often or len(run.events_by_rank) < 2 or same[0][0].zero:
@@ -96,7 +96,7 @@ def reduced_twice(run):
     text = "before they are all-reduced, all ranks have the same"
     if not run.all(events.Wrap):
         yield wrong(f"{text}: the same data everywhere?", same[0][0].where, "no_sampler")
-    elif len(same[0][0].by_hand[0]) >= len(same[0][0].gradients):  # else they are no gradients
+    elif len(same[0][0].reduced) >= len(same[0][0].gradients):  # else they are no gradients
         text += (
             f": DDP has averaged them, and their sum is {len(run.events_by_rank)} times as large"
         )
@@ -106,13 +106,13 @@ def reduced_twice(run):
 def gradients_pass_collectives(run):
     """gradients pass what is gathered"""
     lost = run.all(events.GradientLost)
-    if own := [event.where for event in lost if event.own]:
+    if own := [event.where for event in lost if event.own_part]:
         text = "the backward pass ends at what all_gather returned: AllGather would pass them on"
         yield wrong(text, own[0], "recipes/contrastive")
     if lost:
         text = "this rank's own part keeps its gradient, those of others lose it: is that intended?"
         yield unsure(text, lost[0].where)
-    calls = [one for one in run.all(events.Collective) if one.gradient and one.elements > 1]
+    calls = [one for one in run.all(events.Collective) if one.cuts_gradient and one.elements > 1]
     if calls and NO_KERNEL in run.output:
         yield wrong(f'{calls[0].name} has no gradient: "{NO_KERNEL} …"', calls[0].where)
     for event in calls:
@@ -168,7 +168,7 @@ def weights_agree(run):
     calls = lowest(run.by_rank(events.Collective))
     by_hand = not run.first_difference("gradients")[0] and len(calls) >= len(run.step_rows) > 0
     if not wrapped and not by_hand:
-        partly, text = bool(steps[0].by_hand[0]), "no model is wrapped in DistributedDataParallel"
+        partly, text = bool(steps[0].reduced), "no model is wrapped in DistributedDataParallel"
         text += ", and not all gradients are reduced" if partly else ": each rank trains its own"
         yield wrong(text, steps[0].where, follows=partly)
     if wrapped and (foreign := next((step for step in steps if step.foreign), None)):
