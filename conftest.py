@@ -8,6 +8,7 @@ import tempfile
 import pytest
 import torch
 import torch.distributed as dist
+from support import gpus
 from support.jobs import RESTARTS, Job, finished
 from support.once import FOLDER, once
 from support.positions import GATE, KILLED, ON_RANK_1, at, wait_at_the_gate
@@ -16,9 +17,18 @@ from support.scripts import LONG, SCRIPT, command, edited, forked
 # ---------------------------------------------------------------- what runs
 
 
+def pytest_addoption(parser):
+    parser.addoption("--gpus", action="store_true", help="run what is marked gpu, on GPUs")
+
+
 def pytest_configure(config):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
     os.environ.pop("PYTHONUNBUFFERED", None)  # would divide the lines that ranks print
+    if config.option.gpus:
+        config.option.markexpr = "gpu"
+        os.environ.setdefault(gpus.VARIABLE, str(torch.cuda.device_count()))
+        if not gpus.count():
+            raise pytest.UsageError("no GPU here, or a PyTorch without CUDA")
     if FOLDER not in os.environ:
         folder = tempfile.TemporaryDirectory(prefix="trained-")
         config.add_cleanup(folder.cleanup)

@@ -1,52 +1,56 @@
-"""The steps on this machine's GPUs, over NCCL; without one, a single skip says so."""
+"""The steps on this machine's GPUs, over NCCL: `pytest --gpus`. Several ranks may share a GPU.
+
+On a shared GPU, which rank takes which is not seen here, nor is any link between GPUs.
+"""
 
 import pytest
 import torch
-from support.gpus import GPUS, ON_GPUS
+from support import gpus
 from support.jobs import RESTARTS, finished, run
-from support.positions import KILLED, TOLD, at
+from support.positions import KILLED, ON_RANK_1, TOLD, at
 from support.results import accuracy, check_report, epochs, resumed, said, same_bits
-from support.scripts import SMALL, command, edited, exact, on_each_rank
+from support.scripts import ON_PATH, SMALL, command, edited, exact, on_each_rank
 
-if not GPUS:
-    reason = "no GPU here, or a PyTorch without CUDA: pip install torch (not its CPU build)"
-    pytest.skip(reason, allow_module_level=True)
+if not gpus.count():
+    pytest.skip("runs on GPUs: pytest --gpus", allow_module_level=True)
 
+pytestmark = pytest.mark.gpu
 SHORT = ("2", *SMALL)
-WORLD_SIZES = range(1, GPUS + 1)
+WORLD_SIZES = sorted({1, 2, 4, *range(1, gpus.count() + 1)})
 TRAINED = "    trainer.train(args.total_epochs, args.save_every)\n"
-SEED = "    torch.manual_seed(args.seed)\n"
 
 
-def deterministic(folder, step, *changes):
-    """Copy a step, with deterministic algorithms; each rank also prints which GPUs it uses."""
-    folder.mkdir()
-    settings = "    torch.use_deterministic_algorithms(True)\n"
-    settings += "    torch.backends.cudnn.benchmark = False\n"
-    gpus = "[n for n in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(n)]"
-    say = (TRAINED, f"{TRAINED}    {on_each_rank(gpus)}")
-    return edited(folder, step, (SEED, settings + SEED), say, *changes)
+def says_its_gpus(folder, step, *changes):
+    """Copy a step; each rank also prints which GPUs it uses."""
+    folder.mkdir(exist_ok=True)
+    used = "[n for n in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(n)]"
+    return edited(folder, step, (TRAINED, f"{TRAINED}    {on_each_rank(used)}"), *changes)
 
 
-def each_rank_occupies_its_own_gpu(job, nprocs):
-    return [said(job, rank) for rank in range(nprocs)] == [[f"[{rank}]"] for rank in range(nprocs)]
+def each_rank_used_one_gpu(job, nprocs):
+    """Return whether it was its own or, where they share one, the first."""
+    own = [0] * nprocs if gpus.shared(nprocs) else range(nprocs)
+    return [said(job, rank) for rank in range(nprocs)] == [[f"[{n}]"] for n in own]
 
 
 @pytest.fixture(scope="module", params=WORLD_SIZES)
 def undisturbed(request, tmp_path_factory):
-    """Run step 2 with deterministic algorithms; return the world size and the Result."""
-    folder = tmp_path_factory.mktemp("step02")
-    path = deterministic(folder / ".script", "02", *exact(request.param))
-    job = finished(command(path, *SHORT, nprocs=request.param), folder, ON_GPUS)
-    assert each_rank_occupies_its_own_gpu(job, request.param), job
-    return request.param, job
+    """Run step 2 or, as its ranks share no GPU, step 3; return the world size and the Result."""
+    nprocs, folder = request.param, tmp_path_factory.mktemp("undisturbed")
+    step = "03" if gpus.shared(nprocs) else "02"
+    path = says_its_gpus(folder / ".script", step, *exact(nprocs))
+    job = finished(command(path, *SHORT, nprocs=nprocs), folder)
+    assert each_rank_used_one_gpu(job, nprocs), job
+    return nprocs, job
 
 
 @pytest.mark.parametrize("step", ["02", "03", "04", "05"])
 @pytest.mark.parametrize("nprocs", WORLD_SIZES)
 def test_it_learns_on_gpus_and_nothing_warns(tmp_path, nprocs, step):
+    if step == "02" and gpus.shared(nprocs):
+        pytest.skip("each rank of step 2 needs a GPU of its own")
     batch = f"--batch-size={256 // nprocs}"  # the same effective batch everywhere
-    job = finished(command(step, batch, nprocs=nprocs), tmp_path, ON_GPUS)
+    job = finished(command(step, batch, nprocs=nprocs), tmp_path)
     assert accuracy(job)[0] >= 98
     assert epochs(job) == [1, 2, 3, 4]
     assert "warning" not in job.stderr.lower(), job
@@ -57,24 +61,36 @@ def test_it_learns_on_gpus_and_nothing_warns(tmp_path, nprocs, step):
 def test_it_survives_a_kill_on_gpus(undisturbed, tmp_path):
     nprocs, other = undisturbed
     killed = at(1, 1, KILLED, f"dist.get_rank() == {nprocs - 1}")
-    path = deterministic(tmp_path / "script", "03", killed, *exact(nprocs))
+    path = says_its_gpus(tmp_path / "script", "03", killed, *exact(nprocs))
     start = command(path, *SHORT, nprocs=nprocs, torchrun=("--max-restarts=1",))
-    job = finished(start, tmp_path, ON_GPUS | RESTARTS)
+    job = finished(start, tmp_path, RESTARTS)
     assert resumed(job) == [1]
-    assert each_rank_occupies_its_own_gpu(job, nprocs), job
+    assert each_rank_used_one_gpu(job, nprocs), job
     assert same_bits(job, other)
 
 
 def test_told_to_stop_on_gpus_it_loses_no_step(undisturbed, tmp_path):
     nprocs, other = undisturbed
     told = at(1, 3, TOLD, f"dist.get_rank() == {nprocs - 1}")
-    path = deterministic(tmp_path / "script", "04", told, *exact(nprocs))
+    path = says_its_gpus(tmp_path / "script", "04", told, *exact(nprocs))
     start = command(path, *SHORT, nprocs=nprocs)
-    first = run(start, tmp_path, ON_GPUS)
+    first = run(start, tmp_path)
     assert (tmp_path / "checkpoint.pt.interrupted").exists(), first
     saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert (saved["EPOCHS_RUN"], saved["SAMPLES_RUN"]) == (1, 10 * 64 * nprocs)
-    second = finished(start, tmp_path, ON_GPUS)
+    second = finished(start, tmp_path)
     assert epochs(first) + epochs(second) == [1, 2]
-    assert each_rank_occupies_its_own_gpu(second, nprocs), second
+    assert each_rank_used_one_gpu(second, nprocs), second
     assert same_bits(second, other)
+
+
+def test_a_rank_that_stays_away_is_named(tmp_path):
+    """NCCL's watchdog ends the rank that waits, and the flight recorder says for whom."""
+    away = at(0, 101, "time.sleep(60)", ON_RANK_1)  # in the last step, after the last vote
+    path = edited(tmp_path, "05", away, ("timedelta(minutes=5)", "timedelta(seconds=10)"))
+    traces = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/trace_"}
+    job = run(command(path, *SHORT), tmp_path, {**traces, "TORCH_FR_BUFFER_SIZE": "2000"})
+    assert job.returncode == 1
+    assert "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=" in job.stderr, job
+    report = finished(["torchfrtrace", "--prefix", "trace_", tmp_path], tmp_path, ON_PATH)
+    assert "missing ranks {1}" in report.stdout + report.stderr, report

@@ -49,6 +49,7 @@ def test_it_learns_and_writes(tmp_path):
     assert len(text.split()) > 20  # it has learned to write words
 
 
+@pytest.mark.gpu
 @SLOW
 def test_two_ranks_follow_one_with_twice_the_batch(tmp_path):
     """One rank with the normal batch, in twice as many steps, continues from the checkpoint."""
@@ -66,6 +67,7 @@ def test_two_ranks_follow_one_with_twice_the_batch(tmp_path):
     assert saved["param_groups"][0]["lr"] == 0  # the schedule ended with the last step
 
 
+@pytest.mark.gpu
 @SLOW
 def test_a_solution_that_is_told_to_stop_loses_no_step(tmp_path):
     """Rank 1 is told to at step 5 of epoch 2; the ranks stop at step 10, and are started again."""

@@ -95,6 +95,7 @@ say("own", torch.rand(()).item())
 """
 
 
+@pytest.mark.gpu
 def test_accelerate(tmp_path, trained):
     path = program(tmp_path, "accelerate", "model, optimizer = accelerator.free", ACCELERATE)
     job, one, two = run(path, *ONE)
@@ -138,6 +139,7 @@ say("same", torch.rand(()).item())
 """
 
 
+@pytest.mark.gpu
 def test_fabric(tmp_path, trained):
     two_epochs = ("2", *SMALL)
     path = program(tmp_path, "lightning_fabric", BARRIER, FABRIC)
@@ -165,6 +167,7 @@ del again
 """
 
 
+@pytest.mark.gpu
 def test_trainer(tmp_path):
     half = ('save_strategy="epoch"', 'save_strategy="steps", save_steps=51, logging_steps=60')
     path = program(tmp_path, "transformers", BARRIER, TRAINER, half)
@@ -189,6 +192,7 @@ def test_trainer(tmp_path):
     assert set(state["_last_lr"]) == {0}  # the learning rate has fallen to zero
 
 
+@pytest.mark.gpu
 def test_huggingface(tmp_path):
     """What `save_pretrained` wrote is loaded without DDP, and reads as many digits."""
     from transformers import AutoModelForImageClassification  # slow, and not always there

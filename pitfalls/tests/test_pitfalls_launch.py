@@ -27,6 +27,7 @@ def test_global_rank_as_device(pitfall):
     pitfall.refused(node, IMPATIENT, env=env)
 
 
+@pytest.mark.gpu
 def test_collective_on_one_rank(pitfall):
     job = pitfall.refused(IMPATIENT)
     assert re.search(r"^\[rank0\]: .* in evaluate$", job.stderr, re.MULTILINE)
@@ -100,6 +101,7 @@ def test_localhost_fallback(pitfall):
     assert "environment variable RANK expected, but not set" in step.stderr
 
 
+@pytest.mark.gpu
 def test_sigterm_with_workers(pitfall):
     """torchrun tells all processes to stop, and the ranks wait until their workers have ended."""
     library = ("import time\n", "import time\n\nimport psutil\n")
@@ -126,6 +128,7 @@ def test_os_exit(pitfall):
     assert [path.stat().st_size for path in job.cwd.glob("log?.txt")] == [0, 0]
 
 
+@pytest.mark.gpu
 def test_no_record(pitfall):
     """It finds a file that is not a checkpoint, and torchrun does not say so."""
     (pitfall.folder / "checkpoint.pt").write_bytes(b"not a checkpoint")

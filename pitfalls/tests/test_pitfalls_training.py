@@ -33,6 +33,7 @@ LOAD = "        checkpoint = torch.load(args.checkpoint_path, map_location=devic
 WAIT = "        while not os.path.exists(args.checkpoint_path):\n            time.sleep(0.1)\n"
 
 
+@pytest.mark.gpu
 def test_missing_barrier(pitfall):
     """Rank 1 finds no file, half of one, or that of the previous epoch."""
     patient = ("timedelta(minutes=5)", "timedelta(seconds=10)")  # longer than the writer is slow
@@ -59,6 +60,7 @@ def test_persistent_workers(pitfall):
         assert (first == second) == persistent
 
 
+@pytest.mark.gpu
 def test_rank_0_loss(both):
     """The weights are bit-for-bit identical; the printed loss is that of rank 0's samples."""
     line = "        loss, samples = total.tolist()"
@@ -93,6 +95,7 @@ def test_accumulation_undivided(pitfall):
     assert broken == pytest.approx([4 * norm for norm in remedied], rel=0.05)
 
 
+@pytest.mark.gpu
 def test_find_unused_without_need(both, pitfall):
     broken, ours = both()
     assert same_bits(broken, ours)
@@ -101,6 +104,7 @@ def test_find_unused_without_need(both, pitfall):
     assert text not in ours.stderr
 
 
+@pytest.mark.gpu
 def test_mean_of_means(both):
     """The weights are those of step 5, whose accuracy is right."""
     broken, ours = both(args=("1", "--batch-size=179", "--width=4"))
@@ -109,6 +113,7 @@ def test_mean_of_means(both):
     assert float(percent) != accuracy(ours)[0]
 
 
+@pytest.mark.gpu
 def test_rank_0_evaluates_the_wrapper(pitfall):
     job = pitfall.refused(IMPATIENT)
     assert "accuracy" not in job.stdout

@@ -17,7 +17,9 @@ AT_ONCE = (RESUMED, f"        stop_signals.append(signal.SIGTERM)\n{RESUMED}")
 RESTARTS = 'int(os.environ["TORCHELASTIC_RESTART_COUNT"])'
 PROFILED = (TRAIN, f"    with torch.profiler.profile(record_shapes=True) as profiler:\n    {TRAIN}")
 EVENTS = "profiler.profiler.kineto_results.events()"  # `profiler.events()` takes seconds
-SENT = f"[(e.dtypes()[0], e.shapes()[0]) for e in {EVENTS} if 'gloo:' in e.name()]"
+# The kernel on a GPU is an event of the same name, without shapes.
+REDUCED = "e.name() in ('gloo:all_reduce', 'nccl:all_reduce') and e.shapes()"
+SENT = f"[(e.dtypes()[0], e.shapes()[0]) for e in {EVENTS} if {REDUCED}]"
 
 
 def told(epoch, samples=25 * 128):

@@ -45,6 +45,7 @@ def dealt(job, *ranks, epoch):
     return [index for rank in ranks for batch, _ in seen(job, rank, epoch) for index in batch]
 
 
+@pytest.mark.gpu
 def test_loader_workers(recipe):
     """Forked workers, spawned ones after a stop mid-epoch, or no workers: the noise is the same."""
     spawned = f'multiprocessing_context=["fork", "spawn"][{RESTARTS}]'
@@ -53,6 +54,7 @@ def test_loader_workers(recipe):
     recipe.with_and_without_a_stop(others=others)
 
 
+@pytest.mark.gpu
 def test_stateful_loader(recipe):
     """A resumed run is bit-for-bit identical, but not without the states of the workers."""
     nothing_loaded = ("staticmethod(torch.set_rng_state)", "lambda *_: None")
@@ -76,6 +78,7 @@ def test_stateful_loader_wants_as_many_workers():
         iter(one)
 
 
+@pytest.mark.gpu
 def test_streaming(recipe):
     """Of 12 941 samples, each rank gets 6470 per epoch, in 102 batches; one is dropped.
 
@@ -94,6 +97,7 @@ def test_streaming(recipe):
     assert first != sorted(first)
 
 
+@pytest.mark.gpu
 def test_weighted_sampler(recipe):
     """One sample in 90 is a zero, but one in ten of those that are drawn."""
     rare = (
@@ -124,6 +128,7 @@ def test_prepare_once(recipe):
     recipe.at("impatient").refused(*changes, ("dist.barrier(patient)", "dist.barrier()"))
 
 
+@pytest.mark.gpu
 def test_uneven_inputs(recipe):
     """Of 12 929 samples, rank 0 gets 102 batches, the last with one sample; rank 1 gets 101.
 

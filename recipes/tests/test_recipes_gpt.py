@@ -10,7 +10,8 @@ from running import same, saved, writes_nothing_again
 from support.results import losses, said
 from support.scripts import digest, on_each_rank
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("gpt")]  # which shares its fixture
+# All in one process, which shares their fixture.
+pytestmark = [pytest.mark.slow, pytest.mark.gpu, pytest.mark.xdist_group("gpt")]
 PARAMETERS, DEEP_PARAMETERS = 117_479, 217_447  # of the GPT, with two layers and with four
 END = "model.eval()\n"
 SHARDS = digest("[getattr(p, '_local_tensor', p) for p in model.parameters()]")
@@ -104,7 +105,8 @@ def test_local_sgd(tmp_path):
     profiled = f"""\
                 with torch.profiler.profile(record_shapes=True) as exchanged:
                     synchronize()
-                calls = [(e.name, e.input_shapes) for e in exchanged.events() if "gloo:" in e.name]
+                events = [e for e in exchanged.events() if e.name[:5] in ("gloo:", "nccl:")]
+                calls = [(e.name[5:], e.input_shapes) for e in events if e.input_shapes]
                 sizes = [t.numel() for t in (common, common.grad, *outer.state[common].values())]
                 {on_each_rank("calls, sizes")}"""
     call = "interrupted = train("
@@ -114,7 +116,7 @@ def test_local_sgd(tmp_path):
     first, *others = [said(job, rank) for rank in range(4)]
     assert others == [first] * 3  # the weights, too
     counts, final, _ = (text for text in first[1:] if "held" not in text)
-    assert counts == f"([('gloo:all_reduce', [[{PARAMETERS}]])], {[PARAMETERS] * 3})"
+    assert counts == f"([('all_reduce', [[{PARAMETERS}]])], {[PARAMETERS] * 3})"
     again = trained(tmp_path, "local_sgd", (call, state + call), epochs=2, nprocs=2)
     assert said(again, 1)[0] == final  # what it loads
     assert held_out(again) < held_out(job)

@@ -26,6 +26,7 @@ META = [  # no rank ever holds the whole model: each allocates its shards, then 
 ]
 
 
+@pytest.mark.gpu
 def test_fsdp2(recipe, trained_with):
     """The same weights as DDP; two ranks resume, and four load the same."""
     job, ddp = recipe.ran(*DOUBLE, args=UNEVEN), trained_with("05", (*DOUBLE,), UNEVEN)
@@ -71,6 +72,7 @@ CRASHES = {  # how a rank is killed in the second save, and what slows the last 
 }
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", CRASHES)
 def test_a_crash_in_a_save_leaves_the_last_checkpoint(tmp_path, trained, name):
     """A rank is killed while it writes its part; later, the ranks are told to stop."""
@@ -98,6 +100,7 @@ def test_async_checkpoint_in_the_group_of_training(recipe):
     assert not (recipe.folder / "checkpoint.pt").exists()
 
 
+@pytest.mark.gpu
 def test_contrastive(recipe):
     """Two ranks take the same steps as one with the whole batch, but not without the gradients."""
     one = recipe.ran(*DOUBLE, args=("1", "--batch-size=256", "--width=2"), nprocs=1)
@@ -109,6 +112,7 @@ def test_contrastive(recipe):
     assert losses(recipe.at("own").ran(*DOUBLE, own, args=args)) != losses(one)
 
 
+@pytest.mark.gpu
 def test_gan(recipe):
     """Both models are the same on all ranks; a mid-epoch resume is bit-for-bit identical."""
     models = digest("[*trainer.model.parameters(), *trainer.generator.parameters()]")
@@ -116,6 +120,7 @@ def test_gan(recipe):
         assert said(job, 0)[-1:] == said(job, 1)[-1:] != []
 
 
+@pytest.mark.gpu
 def test_frozen_layers(recipe, trained):
     """Layers that are frozen before DDP do not change, and are not reduced."""
     pretrained = trained("05", *ONE)
@@ -130,6 +135,7 @@ def test_frozen_layers(recipe, trained):
     assert len(saved(job)["OPTIMIZER_STATE"]["state"]) == 4
 
 
+@pytest.mark.gpu
 def test_compressed_gradients(recipe, trained):
     """All gradients are sent with two bytes each; the ranks still have the same weights."""
     types = f"{{kind for kind, shape in {SENT} if shape == [4074]}}"  # all parameters
@@ -141,6 +147,7 @@ def test_compressed_gradients(recipe, trained):
     assert float(losses(job)[0]) == pytest.approx(float(losses(step_5)[0]), abs=0.02)
 
 
+@pytest.mark.gpu
 def test_export(recipe):
     """The page's code reads the file without a process group, and gets the same accuracy."""
     job = recipe.ran()

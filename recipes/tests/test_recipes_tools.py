@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 MANY = ("9", *SMALL)
 
 
+@pytest.mark.gpu
 def test_early_stopping(recipe, trained):
     """From the third epoch on, all answers of rank 1 are wrong, so the second is the best.
 
@@ -86,6 +87,7 @@ def test_log_mlflow(recipe):
         assert steps.fetchall() == [(1,), (2,), (3,)]
 
 
+@pytest.mark.gpu
 def test_progress(recipe):
     """No bar in a file; in a terminal, one bar, which starts where the run was stopped."""
     assert "%|" not in recipe.stopped(told(0)).stderr
@@ -97,6 +99,7 @@ def test_progress(recipe):
     assert len(re.findall("epoch 1  loss", shown)) == 1
 
 
+@pytest.mark.gpu
 def test_profiler(recipe):
     """Of three ranks, two are profiled: each writes a trace of three steps with an all-reduce."""
     recipe.ran(("range(8)", "range(2)"), nprocs=3)
@@ -112,6 +115,7 @@ def test_profiler(recipe):
         assert names.count("DistributedDataParallel.forward") == 3
 
 
+@pytest.mark.gpu
 def test_eval_torchmetrics(recipe, trained):
     """The same number as in step 5, from 180 samples on rank 0 and 179 on rank 1."""
     job = recipe.ran()
@@ -160,6 +164,7 @@ def test_any_accelerator(trained, tmp_path):
         assert ["pin_memory", f"cuda:{rank}"] in others
 
 
+@pytest.mark.gpu
 def test_unequal_gpus(recipe, trained_with):
     """Of each 128 samples, rank 0 gets 96 and rank 1 gets 32: step 5's steps, with 64 each.
 

@@ -7,16 +7,17 @@ import pytest
 from changes import PROFILED, SENT, STEP, STEPS, TRAINED, said_at_the_end
 from patching import text_of
 from running import ONE, TWO, same_but_for_rounding, saved
-from support.gpus import GPUS, ON_GPUS
+from support import gpus
 from support.jobs import finished
 from support.positions import BATCH
 from support.results import resumed, said, same_bits, weights
-from support.scripts import DOUBLE, SMALL, command, digest, edited, exact, forked, on_each_rank
+from support.scripts import DOUBLE, digest, edited, exact, forked, on_each_rank
 
 pytestmark = pytest.mark.slow
 WEIGHTS = digest("model.parameters()")
 
 
+@pytest.mark.gpu
 def test_accumulation(recipe, trained_with):
     """A group of four batches acts as one large batch, and all-reduces once; so does a shorter one.
 
@@ -30,6 +31,7 @@ def test_accumulation(recipe, trained_with):
     same_but_for_rounding(parts, whole)
 
 
+@pytest.mark.gpu
 def test_learning_rate(recipe):
     """The batch is half the one for which --lr was chosen."""
     rate = "        log(f'rate {self.optimizer.param_groups[0][\"lr\"]!r}')\n"
@@ -42,6 +44,7 @@ def test_learning_rate(recipe):
         assert rates == pytest.approx(wanted, rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.gpu
 def test_bf16(recipe):
     """All ranks clip to the same norm, and end with the same weights."""
     norm = "nn.utils.get_total_norm([p.grad for p in self.model.parameters()]).item()"
@@ -55,6 +58,7 @@ def test_bf16(recipe):
     assert {weight.dtype.itemsize for weight in weights(job).values()} == {4}
 
 
+@pytest.mark.gpu
 def test_fp16_scaler(recipe):
     """The gradient overflows once, on the last rank: all ranks skip only that step."""
     scale = "        self.scaler.scale(loss)"
@@ -93,6 +97,7 @@ RANDOM = (
 )
 
 
+@pytest.mark.gpu
 def test_bitwise_resume(recipe, trained, tmp_path):
     """Four ranks, started again after an epoch; without the recipe the bits differ."""
     args = ("--batch-size=256", "--width=4")
@@ -105,6 +110,7 @@ def test_bitwise_resume(recipe, trained, tmp_path):
     assert not same_bits(step_5, trained("05", "2", *args, nprocs=4))
 
 
+@pytest.mark.gpu
 def test_randomness(recipe):
     """With dropout, and with augmentation in the training process."""
     stopped, undisturbed = recipe.with_and_without_a_stop(*RANDOM)
@@ -113,6 +119,7 @@ def test_randomness(recipe):
     assert len({*said(stopped, 0), *said(stopped, 1)}) == 4
 
 
+@pytest.mark.gpu
 def test_ema(recipe):
     """The evaluated average is the same on all ranks and in the checkpoint."""
     start = "    model.eval()\n    for buffer"
@@ -133,14 +140,16 @@ def test_sync_batchnorm_on_a_cpu(recipe):
     assert said(job, 0) == [f"{weights(job)['1.running_mean'].tolist()}"] != said(job, 1)
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.gpu
+@pytest.mark.skipif(not gpus.count(), reason="runs on GPUs: pytest --gpus")
 def test_sync_batchnorm_on_gpus(recipe):
     """Each rank updates its statistics from the batches of all ranks."""
-    job = finished(command(recipe.script(MEAN), "1", *SMALL, nprocs=2), recipe.folder, ON_GPUS)
+    job = recipe.ran(MEAN)
     assert len(said(job, 0)) == 1
     assert said(job, 0) == said(job, 1)
 
 
+@pytest.mark.gpu
 def test_compile(recipe, trained):
     """One graph for each of the two batch sizes; the weights are those of step 5."""
     eager = ("dynamic=False)", 'dynamic=False, backend="aot_eager")')
@@ -150,5 +159,6 @@ def test_compile(recipe, trained):
     assert same_bits(job, trained("05", *TWO))
 
 
+@pytest.mark.gpu
 def test_activation_checkpointing(recipe, trained):
     assert same_bits(recipe.ran(), trained("05", *ONE))

@@ -252,6 +252,7 @@ if dist.get_rank() == last and self.loaded > 14000 // (last + 1):
 )
 
 
+@pytest.mark.gpu
 @SLOW
 @pytest.mark.skipif(os.geteuid() != 0, reason="py-spy may need to be root")
 def test_a_rank_hangs_on_this_machine(tmp_path):

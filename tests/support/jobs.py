@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support import gpus
 
 # For --max-restarts only: with it, torchrun chooses a port long before anything listens there.
 RESTARTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -138,7 +139,7 @@ def printed(path):
 
 def environment(**changes):
     """Return this process's environment, with what would make a difference set or removed."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **changes}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **gpus.environment(), **changes}
     same = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     for name in (*same, *RESTARTS):
         env[name] = changes.get(name)

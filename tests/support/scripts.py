@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from support import server
+from support import gpus, server
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(ROOT.glob("0[1-9]_*.py"))
@@ -29,7 +29,8 @@ def command(step, *args, nprocs=2, torchrun=()):
         return [sys.executable, path, *args]
     if path.name.startswith("02"):
         return [sys.executable, path, f"--nprocs={nprocs}", *args]
-    return [TORCHRUN, "--standalone", f"--nproc-per-node={nprocs}", *torchrun, path, *args]
+    launch = [TORCHRUN, "--standalone", f"--nproc-per-node={nprocs}", *torchrun]
+    return [*launch, *(["--no-python", gpus.SHARE] if gpus.shared(nprocs) else []), path, *args]
 
 
 def forked(step, *args, nprocs=2, restarts=0):
@@ -112,7 +113,8 @@ def on_each_rank(expression):
 
 def digest(tensors):
     """Return an expression that computes a checksum of the bits of these tensors."""
-    return f"__import__('zlib').crc32(b''.join(t.detach().numpy().tobytes() for t in {tensors}))"
+    each = f"t.detach().cpu().numpy().tobytes() for t in {tensors}"
+    return f"__import__('zlib').crc32(b''.join({each}))"
 
 
 # ---------------------------------------------------------------- scripts as modules

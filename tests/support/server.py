@@ -22,6 +22,8 @@ import time
 
 VARIABLE = "DDP_LADDER_SERVER"  # holds its socket; tests that run tests share the server
 GRACE = 60  # seconds for the other ranks to end after one has failed
+# A process that has asked CUDA for its GPUs cannot fork others that use them.
+WITHOUT_CUDA = {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 SET_CHILD_SUBREAPER = 36  # prctl: adopt orphaned descendants
 
 
@@ -44,7 +46,7 @@ def start():
     address = f"{folder.name}/socket"
     process = subprocess.Popen(
         [sys.executable, __file__, address, str(os.getpid())],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, **WITHOUT_CUDA, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C ends the tests, which end the server
@@ -85,12 +87,12 @@ def serve(address, tests):
     runpy.run_path(f"{os.path.dirname(__file__)}/exits/sitecustomize.py")  # before PyTorch
     import gc
 
-    import jobs  # noqa: F401
     import sklearn.datasets
     import sklearn.metrics
     import sklearn.model_selection  # noqa: F401
     import torch._dynamo
     import torch.distributed.nn  # noqa: F401  # before there is a process group, as in the scripts
+    from support import jobs  # noqa: F401
 
     gc.freeze()  # so forked processes share the memory of the imports
     tests = os.pidfd_open(int(tests))  # readable once the process has ended
@@ -140,8 +142,10 @@ def perform(connection, tests):
 def fork(nprocs, argv):
     """Fork the ranks and return their process IDs, in order."""
     if nprocs:
-        from jobs import free_port  # as a program, this file has its folder on sys.path
+        from support import gpus
+        from support.jobs import free_port
 
+        shared = gpus.shared(nprocs)
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
         os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(nprocs))
     ranks = []
@@ -152,6 +156,7 @@ def fork(nprocs, argv):
         os.setsid()  # as torchrun does
         if nprocs:
             os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+            os.environ |= {"LOCAL_RANK": "0", "NCCL_HOSTID": str(rank)} if shared else {}
         become(argv)
     return ranks
 
@@ -211,4 +216,5 @@ def become(argv):
 if __name__ == "__main__":
     if sys.argv[1] == "run":
         ask(*sys.argv[2:])
+    sys.path[0] = os.path.dirname(os.path.dirname(__file__))  # so that `support` is found
     serve(*sys.argv[1:])
