@@ -6,7 +6,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused; if DDP(model) imports it first, a run may abort at exit
+import torch.distributed.nn  # unused; imported late, gloo may abort at exit: pytorch#179291
 import torch.multiprocessing as mp
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -42,10 +42,17 @@ def load_datasets():
 
 def build_model(width):
     """Return a network that maps images, N x 1 x 8 x 8, to logits, N x 10."""
-    first = [nn.Conv2d(1, width, 3, padding=1), nn.ReLU()]
-    second = [nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]  # now 4 x 4
-    third = [nn.Conv2d(2 * width, 4 * width, 3, padding=1), nn.ReLU(), nn.Flatten()]
-    return nn.Sequential(*first, *second, *third, nn.Linear(4 * width * 4 * 4, 10))
+    return nn.Sequential(
+        nn.Conv2d(1, width, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(width, 2 * width, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),  # from 8 x 8 to 4 x 4
+        nn.Conv2d(2 * width, 4 * width, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(4 * width * 4 * 4, 10),
+    )
 
 
 def log(message):
@@ -108,13 +115,14 @@ class Trainer:
     def _load_checkpoint(self):
         try:
             checkpoint = torch.load(self.path, map_location="cpu", weights_only=True)
-            if checkpoint["CONFIG"] != self.config:
-                raise ValueError(f"it was saved with {checkpoint['CONFIG']}")
-            self.model.load_state_dict(checkpoint["MODEL_STATE"])
-            self.optimizer.load_state_dict(checkpoint["OPTIMIZER_STATE"])
-            self.epochs_run = checkpoint["EPOCHS_RUN"]
+            config = checkpoint["CONFIG"]
         except Exception as error:
             raise RuntimeError(f"cannot load {self.path}, move it away: {error!r}") from error
+        if config != self.config:
+            raise RuntimeError(f"cannot load {self.path}, move it away: it was saved with {config}")
+        self.model.load_state_dict(checkpoint["MODEL_STATE"])
+        self.optimizer.load_state_dict(checkpoint["OPTIMIZER_STATE"])
+        self.epochs_run = checkpoint["EPOCHS_RUN"]
         log(f"resuming from {self.path} after epoch {self.epochs_run}")
 
     def train(self, total_epochs, save_every):
@@ -127,7 +135,12 @@ class Trainer:
 
 def prepare_dataloader(data, args):
     sampler = DistributedSampler(data, seed=args.seed)  # shuffles, and deals equal shares
-    return DataLoader(data, args.batch_size, sampler=sampler, pin_memory=torch.cuda.is_available())
+    return DataLoader(
+        data,
+        args.batch_size,
+        sampler=sampler,
+        pin_memory=torch.cuda.is_available(),
+    )
 
 
 @torch.inference_mode()

@@ -6,7 +6,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused; if DDP(model) imports it first, a run may abort at exit
+import torch.distributed.nn  # unused; imported late, gloo may abort at exit: pytorch#179291
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
@@ -39,10 +39,17 @@ def load_datasets():
 
 def build_model(width):
     """Return a network that maps images, N x 1 x 8 x 8, to logits, N x 10."""
-    first = [nn.Conv2d(1, width, 3, padding=1), nn.ReLU()]
-    second = [nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]  # now 4 x 4
-    third = [nn.Conv2d(2 * width, 4 * width, 3, padding=1), nn.ReLU(), nn.Flatten()]
-    return nn.Sequential(*first, *second, *third, nn.Linear(4 * width * 4 * 4, 10))
+    return nn.Sequential(
+        nn.Conv2d(1, width, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(width, 2 * width, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),  # from 8 x 8 to 4 x 4
+        nn.Conv2d(2 * width, 4 * width, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(4 * width * 4 * 4, 10),
+    )
 
 
 def log(message):
@@ -61,6 +68,11 @@ class Trainer:
         self.epochs_run = 0
         if os.path.exists(self.path):
             self._load_checkpoint()
+        starts = [None] * dist.get_world_size()  # where each rank starts, to be filled
+        dist.all_gather_object(starts, f"after epoch {self.epochs_run}")
+        if len(set(starts)) > 1:  # DDP would make nothing but the weights equal
+            by_rank = dict(enumerate(starts))
+            raise RuntimeError(f"the ranks start {by_rank}: all must see the same {self.path}")
         self.model = DDP(model)  # rank 0's weights go to all; backward() averages the gradients
 
     def _run_batch(self, source, targets):
@@ -105,13 +117,14 @@ class Trainer:
     def _load_checkpoint(self):
         try:
             checkpoint = torch.load(self.path, map_location="cpu", weights_only=True)
-            if checkpoint["CONFIG"] != self.config:
-                raise ValueError(f"it was saved with {checkpoint['CONFIG']}")
-            self.model.load_state_dict(checkpoint["MODEL_STATE"])
-            self.optimizer.load_state_dict(checkpoint["OPTIMIZER_STATE"])
-            self.epochs_run = checkpoint["EPOCHS_RUN"]
+            config = checkpoint["CONFIG"]
         except Exception as error:
             raise RuntimeError(f"cannot load {self.path}, move it away: {error!r}") from error
+        if config != self.config:
+            raise RuntimeError(f"cannot load {self.path}, move it away: it was saved with {config}")
+        self.model.load_state_dict(checkpoint["MODEL_STATE"])
+        self.optimizer.load_state_dict(checkpoint["OPTIMIZER_STATE"])
+        self.epochs_run = checkpoint["EPOCHS_RUN"]
         log(f"resuming from {self.path} after epoch {self.epochs_run}")
 
     def train(self, total_epochs, save_every):
@@ -124,7 +137,12 @@ class Trainer:
 
 def prepare_dataloader(data, args):
     sampler = DistributedSampler(data, seed=args.seed)  # shuffles, and deals equal shares
-    return DataLoader(data, args.batch_size, sampler=sampler, pin_memory=torch.cuda.is_available())
+    return DataLoader(
+        data,
+        args.batch_size,
+        sampler=sampler,
+        pin_memory=torch.cuda.is_available(),
+    )
 
 
 @torch.inference_mode()

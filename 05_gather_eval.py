@@ -5,10 +5,11 @@ import os
 import signal
 import time
 from datetime import timedelta
+from itertools import islice
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused; if DDP(model) imports it first, a run may abort at exit
+import torch.distributed.nn  # unused; imported late, gloo may abort at exit: pytorch#179291
 from sklearn.datasets import load_digits
 from sklearn.metrics import classification_report
 from sklearn.model_selection import train_test_split
@@ -44,10 +45,17 @@ def load_datasets():
 
 def build_model(width):
     """Return a network that maps images, N x 1 x 8 x 8, to logits, N x 10."""
-    first = [nn.Conv2d(1, width, 3, padding=1), nn.ReLU()]
-    second = [nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]  # now 4 x 4
-    third = [nn.Conv2d(2 * width, 4 * width, 3, padding=1), nn.ReLU(), nn.Flatten()]
-    return nn.Sequential(*first, *second, *third, nn.Linear(4 * width * 4 * 4, 10))
+    return nn.Sequential(
+        nn.Conv2d(1, width, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(width, 2 * width, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),  # from 8 x 8 to 4 x 4
+        nn.Conv2d(2 * width, 4 * width, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(4 * width * 4 * 4, 10),
+    )
 
 
 def log(message):
@@ -64,7 +72,7 @@ class ResumableSampler(DistributedSampler):
         return super().__len__() - self.samples_run // self.num_replicas
 
     def __iter__(self):
-        return iter(list(super().__iter__())[self.samples_run // self.num_replicas :])
+        return islice(super().__iter__(), self.samples_run // self.num_replicas, None)
 
 
 class Trainer:
@@ -80,6 +88,11 @@ class Trainer:
         self.interrupted = False
         if os.path.exists(self.path):
             self._load_checkpoint()
+        starts = [None] * dist.get_world_size()  # where each rank starts, to be filled
+        dist.all_gather_object(starts, f"after epoch {self.epochs_run}, sample {self.samples_run}")
+        if len(set(starts)) > 1:  # DDP would make nothing but the weights equal
+            by_rank = dict(enumerate(starts))
+            raise RuntimeError(f"the ranks start {by_rank}: all must see the same {self.path}")
         self.model = DDP(model)  # rank 0's weights go to all; backward() averages the gradients
 
     def _run_batch(self, source, targets):
@@ -101,7 +114,7 @@ class Trainer:
         epoch_seed = self.config["seed"] + self.epochs_run  # so a resume between epochs is exact
         torch.manual_seed(epoch_seed + 1000 * dist.get_rank())  # own random numbers on each rank
         self.train_loader.sampler.set_epoch(self.epochs_run)  # or every epoch has the same order
-        self.train_loader.sampler.samples_run = self.samples_run  # skipped: not in the printed loss
+        self.train_loader.sampler.samples_run = self.samples_run  # how many to skip
         self.model.train()
         start = time.perf_counter()
         total = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss and samples
@@ -138,14 +151,15 @@ class Trainer:
     def _load_checkpoint(self):
         try:
             checkpoint = torch.load(self.path, map_location="cpu", weights_only=True)
-            if checkpoint["CONFIG"] != self.config:
-                raise ValueError(f"it was saved with {checkpoint['CONFIG']}")
-            self.model.load_state_dict(checkpoint["MODEL_STATE"])
-            self.optimizer.load_state_dict(checkpoint["OPTIMIZER_STATE"])
-            self.epochs_run = checkpoint["EPOCHS_RUN"]
-            self.samples_run = checkpoint.get("SAMPLES_RUN", 0)  # scripts 01 to 03 save none
+            config = checkpoint["CONFIG"]
         except Exception as error:
             raise RuntimeError(f"cannot load {self.path}, move it away: {error!r}") from error
+        if config != self.config:
+            raise RuntimeError(f"cannot load {self.path}, move it away: it was saved with {config}")
+        self.model.load_state_dict(checkpoint["MODEL_STATE"])
+        self.optimizer.load_state_dict(checkpoint["OPTIMIZER_STATE"])
+        self.epochs_run = checkpoint["EPOCHS_RUN"]
+        self.samples_run = checkpoint.get("SAMPLES_RUN", 0)  # scripts 01 to 03 save none
         log(f"resuming from {self.path} after epoch {self.epochs_run}")
 
     def train(self, total_epochs, save_every):
@@ -167,17 +181,20 @@ def outlive_sigterm(worker_id):
 
 
 def prepare_dataloader(data, args):
-    pin = torch.cuda.is_available()
     sampler = ResumableSampler(data, seed=args.seed)  # shuffles, and deals equal shares
     return DataLoader(
-        data, args.batch_size, sampler=sampler, pin_memory=pin, worker_init_fn=outlive_sigterm
+        data,
+        args.batch_size,
+        sampler=sampler,
+        pin_memory=torch.cuda.is_available(),
+        worker_init_fn=outlive_sigterm,
     )
 
 
 @torch.inference_mode()
 def evaluate(model, test_set, device, args):
     model.eval()
-    for buffer in model.buffers():  # none here; each rank's last batch has changed BatchNorm's
+    for buffer in model.buffers():  # such as BatchNorm's, which each rank has updated by itself
         dist.broadcast(buffer, 0)
     shard = range(dist.get_rank(), len(test_set), dist.get_world_size())  # each sample once
     correct = torch.tensor(0)
@@ -187,7 +204,9 @@ def evaluate(model, test_set, device, args):
         correct += (predictions == targets).sum()
         results.extend(zip(targets.tolist(), predictions.tolist()))
     dist.all_reduce(correct)  # a tensor: every rank gets the sum
-    gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None  # to be filled
+    gathered = None  # only rank 0 receives
+    if dist.get_rank() == 0:
+        gathered = [None] * dist.get_world_size()  # to be filled
     dist.gather_object(results, gathered)  # any picklable object: rank 0 gets every rank's list
     if dist.get_rank() == 0:
         targets = [target for part in gathered for target, _ in part]
@@ -204,7 +223,7 @@ def train_and_evaluate(device, args):
     trainer.train(args.total_epochs, args.save_every)
     if not trainer.interrupted:
         evaluate(model, test_set, device, args)  # the plain model: DDP may wait for other ranks
-    return 75 if trainer.interrupted else 0  # EX_TEMPFAIL, try again later; torchrun exits with 1
+    return trainer.interrupted
 
 
 def parse_args():
@@ -230,10 +249,10 @@ def main(args):
     ddp_setup()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(args.seed)
-    exit_code = train_and_evaluate(device, args)
+    interrupted = train_and_evaluate(device, args)
     dist.barrier()  # wait until every rank has finished with the group
     dist.destroy_process_group()
-    raise SystemExit(exit_code)
+    raise SystemExit(1 if interrupted else 0)  # an interrupted run has not succeeded
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ import signal
 import sys
 import time
 from datetime import timedelta
+from itertools import islice
 from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused; if DDP(model) imports it first, a run may abort at exit
+import torch.distributed.nn  # unused; imported late, gloo may abort at exit: pytorch#179291
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -73,7 +74,7 @@ class ResumableSampler(DistributedSampler):
         return super().__len__() - self.samples_run // self.num_replicas
 
     def __iter__(self):
-        return iter(list(super().__iter__())[self.samples_run // self.num_replicas :])
+        return islice(super().__iter__(), self.samples_run // self.num_replicas, None)
 
 
 class Attention(nn.Module):
@@ -222,6 +223,10 @@ if os.path.exists(path):
     epochs_run = checkpoint["epochs_run"]
     samples_run = checkpoint.get("samples_run", 0)
     log(f"resuming from {path} after epoch {epochs_run}")
+starts = [None] * dist.get_world_size()  # where each rank starts, to be filled
+dist.all_gather_object(starts, f"after epoch {epochs_run}, sample {samples_run}")
+if len(set(starts)) > 1:  # DDP would make nothing but the weights equal
+    raise RuntimeError(f"the ranks start {dict(enumerate(starts))}: all must see the same {path}")
 # The steps taken so far, counted at the current world size, which may have changed.
 steps_run = epochs_run * len(train_data) + samples_run // (batch_size * dist.get_world_size())
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule, last_epoch=steps_run - 1)
@@ -234,4 +239,4 @@ if not interrupted:
         print(write(model, 300))
 dist.barrier()  # wait until every rank has finished with the group
 dist.destroy_process_group()
-raise SystemExit(75 if interrupted else 0)  # EX_TEMPFAIL, try again later; torchrun exits with 1
+raise SystemExit(1 if interrupted else 0)  # an interrupted run has not succeeded

@@ -9,17 +9,17 @@ import torch
 from changes import IMPATIENT
 from running import ONE, TWO
 from support.jobs import run
-from support.positions import BATCH, TOLD
-from support.results import error_lines, same_bits, weights
+from support.positions import BATCH, RANK_1_LOOKS_ELSEWHERE, TOLD
+from support.results import error_lines, losses, same_bits, weights
 from support.scripts import edited, forked
 
 pytestmark = pytest.mark.slow
 REPLACE = '        os.replace(f"{self.path}.new", self.path)\n'
 
 
-def alone(script, *args):
-    """Run a script on one rank; return the Result."""
-    return run(forked(script, *args, nprocs=1), script.parent)
+def alone(script, *args, nprocs=1):
+    """Run a script, on one rank unless more are wanted; return the Result."""
+    return run(forked(script, *args, nprocs=nprocs), script.parent)
 
 
 @pytest.fixture
@@ -38,12 +38,12 @@ def undisturbed(trained):
 def resumed(pitfall):
     """Return a function that resumes a checkpoint with a pitfall's script and with step 5."""
 
-    def resume(checkpoint, *changes, args=TWO):
+    def resume(checkpoint, *changes, args=TWO, nprocs=1):
         step = edited(pitfall.at("step").folder, "05", *changes)
         scripts = pitfall.at("broken").script(*changes), step
         for script in scripts:
             shutil.copy(checkpoint, script.with_name("checkpoint.pt"))
-        return [alone(script, *args) for script in scripts]
+        return [alone(script, *args, nprocs=nprocs) for script in scripts]
 
     return resume
 
@@ -75,13 +75,12 @@ def test_module_prefix_saved(pitfall, saved):
 
 def test_module_regex(pitfall, resumed):
     """The last part of the model has a name that ends like DDP's prefix."""
-    line = "    return nn.Sequential(*first, *second, *third, nn.Linear(4 * width * 4 * 4, 10))\n"
-    model = "    model = nn.Sequential(*first, *second, *third)\n"
+    line = "        nn.Linear(4 * width * 4 * 4, 10),\n    )\n"
     last = "    model.attention_module = nn.Linear(4 * width * 4 * 4, 10)\n    return model\n"
-    named = (line, model + last)
-    assert alone(edited(pitfall.folder, "05", named), *ONE).returncode == 0
-    broken, step = resumed(pitfall.folder / "checkpoint.pt", named, args=ONE)
-    assert all(text in refused(broken) for text in pitfall.on_screen())
+    named = ("    return nn.Sequential(", "    model = nn.Sequential("), (line, f"    )\n{last}")
+    assert alone(edited(pitfall.folder, "05", *named), *ONE).returncode == 0
+    broken, step = resumed(pitfall.folder / "checkpoint.pt", *named, args=ONE)
+    assert all(text in broken.stderr for text in pitfall.on_screen())
     assert step.returncode == 0, step
 
 
@@ -118,6 +117,17 @@ class Program:
 
     def __reduce__(self):
         return os.mkdir, ("executed",)
+
+
+def test_unseen_checkpoint(trained, resumed):
+    """Rank 1 does not see the checkpoint: the broken script trains with other losses, and hangs."""
+    path = trained("03", *ONE).cwd / "checkpoint.pt"
+    jobs = resumed(path, RANK_1_LOOKS_ELSEWHERE, IMPATIENT, nprocs=2)
+    right = losses(trained("05", *TWO))[1:]
+    assert losses(jobs[0]) not in ([], right)
+    assert "Timed out waiting" in jobs[0].stderr, jobs[0]
+    assert all("all must see the same" in line for line in error_lines(jobs[1])), jobs[1]
+    assert losses(jobs[1]) == []
 
 
 def test_weights_only_false(pitfall, saved, resumed):

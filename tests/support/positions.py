@@ -14,6 +14,8 @@ STEP = (
 
 ON_RANK_1 = "dist.get_rank() == 1"
 TOLD = "signal.raise_signal(signal.SIGTERM)"
+PATH = "        self.path = args.checkpoint_path\n"
+RANK_1_LOOKS_ELSEWHERE = (PATH, f"{PATH}        self.path += '1' * dist.get_rank()\n")
 KILLED = """\
 if not os.path.exists(f"{self.path}.killed"):  # only once
     open(f"{self.path}.killed", "x").close()

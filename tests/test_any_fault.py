@@ -1,0 +1,80 @@
+"""Random faults at random moments: the same command, typed again, ends as if there were none."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+from support.jobs import RESTARTS, Job, kill
+from support.results import same_bits
+from support.scripts import LONG, command
+
+LIFE = 9  # seconds that a start takes, about
+STARTS = 50  # of each step
+
+
+def kill_a_rank(job, rank):
+    kill(rank)
+
+
+def kill_torchrun_and_its_ranks(job, rank):
+    for process in job.processes():
+        kill(process)
+
+
+def freeze_a_rank(job, rank):
+    kill(rank, signal.SIGSTOP)
+    time.sleep(3)
+    kill(rank, signal.SIGCONT)
+
+
+def tell_torchrun(job, rank):
+    kill(job.process, signal.SIGTERM)
+
+
+def tell_torchrun_twice(job, rank):
+    kill(job.process, signal.SIGTERM)
+    time.sleep(random.uniform(0, 1))
+    kill(job.process, signal.SIGTERM)
+
+
+def tell_a_rank(job, rank):
+    kill(rank, signal.SIGTERM)
+
+
+def press_ctrl_c(job, rank):
+    os.killpg(job.process.pid, signal.SIGINT)
+
+
+FAULTS = [kill_a_rank, kill_torchrun_and_its_ranks, freeze_a_rank, press_ctrl_c]
+FAULTS += [tell_torchrun, tell_torchrun_twice, tell_a_rank]
+
+
+def disturb(job):
+    """Do one thing or two to a start, at random moments; return what, and when."""
+    done, start = [], time.monotonic()
+    for moment in sorted(random.uniform(0, LIFE) for _ in range(random.choice([1, 2]))):
+        time.sleep(max(0, start + moment - time.monotonic()))
+        if (ranks := job.workers()) and job.process.poll() is None:
+            fault = random.choice(FAULTS)
+            fault(job, random.choice([*ranks.values()]))
+            done.append((fault.__name__, round(moment, 1)))
+    return done
+
+
+@pytest.mark.weekly("fifty starts of a step, with a random fault or two in each")
+@pytest.mark.parametrize("step", ["03", "04"])
+def test_whatever_happens_the_same_command_again_ends_with_the_same_bits(trained, tmp_path, step):
+    start, starts = command(step, *LONG, torchrun=("--max-restarts=1",)), 0
+    while starts < STARTS:
+        folder, history, code = tmp_path / str(starts), [], None
+        folder.mkdir()
+        while code != 0:
+            (folder / "checkpoint.pt.interrupted").unlink(missing_ok=True)  # as a batch file does
+            with Job(start, folder, RESTARTS) as job:
+                history.append(disturb(job))
+                code = job.wait(180).wait_until_gone() or job.returncode
+        assert same_bits(job, trained("03", *LONG)), (history, job)
+        assert [path.name for path in folder.glob("[!.]*")] == ["checkpoint.pt"], history
+        starts += len(history)
