@@ -52,7 +52,8 @@ def test_missing_barrier(pitfall):
 def test_persistent_workers(pitfall):
     """Print the first batch of both epochs; without persistent workers, they differ."""
     line = "            total[0] += self._run_batch("
-    show = f"            if total[1] == 0:\n                {on_each_rank(digest('[source]'))}{line}"
+    say = on_each_rank(digest("[source]"))
+    show = f"            if total[1] == 0:\n                {say}{line}"
     for persistent in True, False:
         change = ("persistent_workers=True", f"persistent_workers={persistent}")
         job = pitfall.at(f"{persistent}").ran(change, (line, show), args=("2", *SMALL))
