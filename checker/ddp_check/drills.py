@@ -63,7 +63,7 @@ def once(ready, act, process, folder, end):
 def draws(run):
     """Return whether the training process draws random numbers between steps, as for dropout."""
     parts = [lowest(epoch).steps for epoch in run.epochs] or [steps_of(run)]
-    return any(len({step.random for step in steps}) > 1 for steps in parts)
+    return any(step.random for steps in parts for step in steps)
 
 
 def compare(plan, resumed):
@@ -231,7 +231,7 @@ def agree(plan):
     found = first_apart(many, one, 1) or first_apart(many, one, len(pairs))
     if found and draws(many):
         yield unseen("the script draws random numbers, such as dropout's, while it trains")
-    if found and any(wrap.buffers for wrap in many.all(events.Wrap)):
+    if found and any(step.buffers_changed for step in many.all(events.Step)):
         yield unseen("the model has buffers, such as BatchNorm's, which each process updates")
     if found:
         step, name, far, ours, theirs = found

@@ -36,6 +36,22 @@ class Start(Event):
 
 
 @dataclass(kw_only=True)
+class Unpatched(Event):
+    """This PyTorch has no such function, so it is not observed."""
+
+    name: str
+    lacks: str  # what the report lacks
+
+
+@dataclass(kw_only=True)
+class Trouble(Event):
+    """The observer has failed to look at something; the script has not noticed it."""
+
+    error: str
+    place: str  # in the observer, as "file:line"
+
+
+@dataclass(kw_only=True)
 class Join(Event):
     """It joined a process group."""
 
@@ -117,6 +133,17 @@ class GradientLost(Event):
 
 
 @dataclass(kw_only=True)
+class ReducedInPlace(Event):
+    """A backward pass goes through a tensor that a collective has summed up in place.
+
+    The collective has no gradient: what comes from the other ranks counts as a constant.
+    """
+
+    name: str  # of the collective
+    elements: int
+
+
+@dataclass(kw_only=True)
 class Cut(Event):
     """After a gather, the end of a tensor was cut off."""
 
@@ -139,6 +166,8 @@ class Totalled(Event):
     """Numbers were added up over all ranks."""
 
     values: list[int]  # the whole ones, and their sum
+    own: float | None  # of this rank, if it is a single number
+    total: float | None  # over the ranks, likewise
 
 
 # ---------------------------------------------------------------- data
@@ -170,6 +199,7 @@ class Batch(Event):
     base: list[int] | None  # the same samples in the data set below all Subsets
     samples: list[int] | None  # checksum of each sample
     labels: list[int] | None  # checksum of the smallest part of each, if it has several
+    width: int | None  # elements of a sample; where padding changes it, checksums differ
 
 
 @dataclass(kw_only=True)
@@ -209,7 +239,13 @@ class Wrap(Event):
     """A model was wrapped in DistributedDataParallel."""
 
     names: list[str]  # of its parameters
-    buffers: bool  # it has some that each rank updates, unlike those of SyncBatchNorm
+
+
+@dataclass(kw_only=True)
+class CommHook(Event):
+    """A wrapped model gets a hook that reduces its gradients instead of DDP."""
+
+    name: str  # of the hook, with its module
 
 
 @dataclass(kw_only=True)
@@ -220,6 +256,13 @@ class Step(Event):
     weights: dict[str, int] | None  # checksum of each parameter, in the first step of a pass
     rates: list[float]  # learning rate of each group of parameters
     losses: list[float]  # whose backward pass came
+    divisors: list[float]  # of these losses or their terms; a factor counts as its inverse
+    loss_reduced: bool  # a loss comes out of torch.distributed.nn.all_reduce
+    backwards: int  # backward passes
+    # A projection of all gradients: of those that this rank computed, summed up, and of those that
+    # the optimizer takes. None after the first steps, with a GradScaler or sharded parameters.
+    own_gradient: float | None
+    taken_gradient: float | None
     samples: int  # that a DataLoader returned
     inputs: list[int]  # checksums of the batches that entered the models
     infinite: str  # what is not finite: "loss", "gradient of NAME", or ""
@@ -236,8 +279,10 @@ class Step(Event):
     reduced_all: bool  # that is as much as all gradients
     training: bool  # the wrapped models are in training mode
     buffers: dict[str, int]  # checksum of each buffer, without BatchNorm's statistics
-    random: int  # checksum of the state of PyTorch's generator
-    dropout: bool  # a forward pass of DDP has drawn random numbers
+    buffers_changed: list[str]  # since their model was wrapped, statistics included
+    # Who has drawn from PyTorch's generator, "model" or "script", and a checksum of its state
+    # before. A DataLoader's seed and a sampler's order do not count, nor what makes samples.
+    random: dict[str, int]
     joined: bool  # it is taken inside join()
 
 
@@ -258,6 +303,15 @@ class Clipped(Event):
 @dataclass(kw_only=True)
 class Scheduled(Event):
     """A learning rate scheduler takes a step."""
+
+    metric: float | None  # that ReduceLROnPlateau gets
+
+
+@dataclass(kw_only=True)
+class SkippedStep(Event):
+    """A GradScaler has skipped an optimizer's step, as a gradient was not finite."""
+
+    scale: float  # the factor that was too large
 
 
 @dataclass(kw_only=True)
@@ -320,6 +374,22 @@ class Save(Event):
     path: str | None
     keys: list[str]  # the first ones that begin with "module."
     steps: int  # of the optimizers before
+
+
+@dataclass(kw_only=True)
+class ShardedSave(Event):
+    """torch.distributed.checkpoint has saved a checkpoint, all of it."""
+
+    path: str | None
+    steps: int  # of the optimizers before it began
+    asynchronous: bool
+
+
+@dataclass(kw_only=True)
+class ShardedLoad(Event):
+    """torch.distributed.checkpoint is about to load a checkpoint."""
+
+    path: str | None
 
 
 @dataclass(kw_only=True)

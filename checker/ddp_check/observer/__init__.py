@@ -1,7 +1,19 @@
 """Reports what a training script does, one event per line, without changing its results.
 
 Each process writes to its own file in the folder of the events, named after its process ID.
-Importing this package starts the observation.
+Importing this package starts the observation. Its modules:
+
+base        the state of the observers; `report`, `ask`, `harmless`
+patches     what is replaced in PyTorch, and what a report lacks without it; `patch`
+values      checksums of tensors, batches and data sets
+randomness  who draws random numbers
+group       the process group, collectives, and what they gather
+data        passes over DataLoaders
+losses      losses and what they are divided by
+models      wrapped models, and calls of any model
+steps       steps of optimizers, schedulers and GradScalers
+files       what is printed, written and loaded
+translate   calls for GPUs, which become calls for the CPU
 """
 
 import atexit
@@ -14,47 +26,54 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ddp_check.events import Exit, SigtermHandler, Start
-from ddp_check.observer import data, files  # noqa: F401  # each observes one subject
-from ddp_check.observer.base import TASK, first, reports, say, seen, where
+from ddp_check.events import Exit, SigtermHandler, Start, Unpatched
+from ddp_check.observer import data, files, losses, steps  # noqa: F401  # each observes a subject
+from ddp_check.observer.base import TASK, harmless, is_first, report, script_line, state
 from ddp_check.observer.models import describe_models
+from ddp_check.observer.patches import missing, replace
 
 
-def gloo_threads():
+def count_gloo_threads():
     try:
         names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
     except OSError:  # one has just ended
-        return gloo_threads()
+        return count_gloo_threads()
     return sum("gloo" in name for name in names)
 
 
 @atexit.register  # before the script can register anything, so it is called last
 def end():
-    if seen.pid != os.getpid() or not first("end"):
+    if state.pid != os.getpid() or not is_first("end"):
         return
     group_open = dist.is_initialized()
-    describe_models()
-    left = 0
+    with harmless:
+        describe_models()
+    threads = 0
     for _ in range(0 if group_open else 20):
-        if not (left := gloo_threads()):
+        threads = count_gloo_threads()
+        if not threads:
             break
         time.sleep(0.1)  # Linux lists a thread for a moment after it has ended
     nn_imported = "torch.distributed.nn" in sys.modules
-    say(Exit, group_open=group_open, gloo_threads=left, nn_imported=nn_imported)
+    report(Exit, group_open=group_open, gloo_threads=threads, nn_imported=nn_imported)
 
 
 def end_as_a_copy(_):
     """Let a forked multiprocessing.Process call `end`: it runs such finalizers, but not atexit."""
-    if seen.pid != os.getpid():
+    if state.pid != os.getpid():
         multiprocessing.util.Finalize(None, end, exitpriority=-1000)
 
 
-def handles(args, _):
-    return args[0] == signal.SIGTERM and callable(args[1]) and where() and {}
+def set_handler(original, number, handler):
+    if number == signal.SIGTERM and callable(handler) and script_line():
+        report(SigtermHandler)
+    return original(number, handler)
 
 
-reports(SigtermHandler, handles, signal, "signal")
-multiprocessing.util.register_after_fork(seen, end_as_a_copy)
+replace(signal, "signal", set_handler)
+multiprocessing.util.register_after_fork(state, end_as_a_copy)
 if TASK.translate:
     from ddp_check.observer import translate  # noqa: F401
-say(Start, rank=seen.rank)
+report(Start, rank=state.rank)
+for entry in missing:
+    report(Unpatched, name=entry.name, lacks=entry.lacks)

@@ -3,26 +3,26 @@
 import contextlib
 import inspect
 import os
-import re
 import socket
 import sys
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from ddp_check import events
-from ddp_check.observer.base import TASK, reports, say, seen, watch, where
+from ddp_check.observer.base import TASK, ask, harmless, report, script_line, state
+from ddp_check.observer.patches import C10D, COLLECTIVES, patch
 from ddp_check.observer.values import checksum, tensors_in
 
-COLLECTIVE = "all_|reduce(?!_op)|broadcast|gather|scatter|barrier|monitored_barrier"
-ADD = ("all_reduce", "reduce")
+REDUCTIONS = ("all_reduce", "reduce")
 SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 COUNTS = 64  # numbers that are added up at once, among which may be that of the samples
 REDUCE = ("sum", "mean")
 SHOW = ("__eq__", "eq", "__ne__", "ne", "numpy", "tolist", *REDUCE)
+
+# ---------------------------------------------------------------- process group
 
 
 def meet_here(address):
@@ -30,92 +30,150 @@ def meet_here(address):
     host = urlsplit(address).hostname if "//" in address else address
     with contextlib.suppress(OSError), socket.create_server((host or "", 0)):
         return address
-    say(events.OtherMachine, host=host)
+    report(events.OtherMachine, host=host)
     return address.replace(host, "localhost")
 
 
-@watch(c10d, "init_process_group")
-def init_process_group(do, *args, **kwargs):
-    early = "torch.distributed.nn" in sys.modules
-    call = inspect.signature(do).bind(*args, **kwargs)
+@patch(f"{C10D}.init_process_group")
+def init_process_group(original, *args, **kwargs):
+    nn_imported = "torch.distributed.nn" in sys.modules
+    call = inspect.signature(original).bind(*args, **kwargs)
     method = call.arguments.get("init_method") or ""
     if method.startswith("tcp://"):
         call.arguments["init_method"] = meet_here(method)
     elif "MASTER_ADDR" in os.environ:
         os.environ["MASTER_ADDR"] = meet_here(os.environ["MASTER_ADDR"])
-    result = do(*call.args, **call.kwargs)
+    result = original(*call.args, **call.kwargs)
+    state.rank = dist.get_rank()
+    by_script = bool(script_line(direct=True))
+    if not by_script:  # a framework has set the GPU before
+        state.gpu = int(os.environ.get("LOCAL_RANK", 0))
     port = urlsplit(method).port or os.environ.get("MASTER_PORT")
-    seen.rank, own = dist.get_rank(), bool(where(direct=True))
-    seen.gpu = seen.gpu if own else int(os.environ.get("LOCAL_RANK", 0))  # as a framework sets it
-    say(events.Join, rank=seen.rank, port=port, nn_imported=early, by_script=own)
+    report(events.Join, rank=state.rank, port=port, nn_imported=nn_imported, by_script=by_script)
     return result
 
 
-def mark_ends(parts, line):
-    """Notice a backward pass that ends at what each rank gave, in the script's list."""
+# ---------------------------------------------------------------- collectives
+
+
+class Call:
+    """A collective that the script, or a library on its behalf, calls on all ranks."""
+
+    def __init__(self, name, args, kwargs):
+        arguments = [*args, *kwargs.values()]
+        self.name = name
+        self.line = script_line()
+        self.parts = args[0] if args and isinstance(args[0], list) else []  # to be gathered into
+        self.tensors = tensors_in(arguments)
+        operations = [value for value in arguments if isinstance(value, dist.ReduceOp)]
+        self.sums = name in REDUCTIONS and all(operation in SUMS for operation in operations)
+        self.elements = max((tensor.numel() for tensor in self.tensors), default=0)
+        requires_grad = any(tensor.requires_grad for tensor in self.tensors)
+        self.cuts_gradient = torch.is_grad_enabled() and requires_grad
+        self.in_model = state.in_forward or torch._C._current_graph_task_id() >= 0
+        self.own = number_in(self.tensors) if self.sums else None
+
+    def announce(self):
+        if self.sums and self.elements > 1 and not (state.in_forward or state.in_step):
+            state.since_step.reduced.append((checksum(self.tensors), self.elements))
+        report(
+            events.Collective,
+            at=self.line,
+            name=self.name,
+            sums=self.sums,
+            in_model=self.in_model,
+            elements=self.elements,
+            cuts_gradient=self.cuts_gradient,
+        )
+
+    def look_at(self, result):
+        """Look at what it has changed."""
+        if self.sums and self.cuts_gradient:
+            for tensor in self.tensors:
+                notice_gradient_through(tensor, self)
+        if self.name in REDUCTIONS and not isinstance(result, dist.Work):
+            report_totals(self)
+        if "gather" in self.name:
+            watch_lengths(tensors_in(self.parts))
+            if self.cuts_gradient and self.name == "all_gather":
+                notice_gradient_lost(self.parts, self.line)
+
+
+def is_on_all_ranks(args, kwargs):
+    groups = [value for value in (*args, *kwargs.values()) if isinstance(value, dist.ProcessGroup)]
+    return all(group.size() == dist.get_world_size() for group in groups)
+
+
+def number_in(tensors):
+    """Return the value of the only tensor, if that is a single number."""
+    single = len(tensors) == 1 and tensors[0].numel() == 1
+    return ask(lambda: float(tensors[0].detach())) if single else None
+
+
+@patch(*COLLECTIVES)
+def collective(original, *args, **kwargs):
+    if state.in_collective:  # all_gather_object calls all_gather
+        return original(*args, **kwargs)
+    state.in_collective += 1
+    call = None
+    try:
+        with harmless:
+            if script_line() and is_on_all_ranks(args, kwargs):
+                call = Call(original.__name__, args, kwargs)
+                call.announce()
+        as_nccl = TASK.translate and "gather_" in original.__name__  # gloo refuses a gradient
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not as_nccl):
+            result = original(*args, **kwargs)
+    finally:
+        state.in_collective -= 1
+    if call:
+        with harmless:
+            call.look_at(result)
+    return result
+
+
+def report_totals(call):
+    """Report the whole numbers that were added up, and their sum: a number of samples is one."""
+    for tensor in call.tensors:
+        if tensor.numel() > COUNTS and tensor.is_floating_point():
+            continue
+        numbers = ask(lambda t: [*t.flatten()[:COUNTS].tolist(), t.sum().item()], tensor) or []
+        whole = [int(value) for value in numbers if ask(lambda value: value % 1 == 0, value)]
+        report(events.Totalled, values=whole, own=call.own, total=number_in(call.tensors))
+
+
+def notice_gradient_through(tensor, call):
+    """Report it if a backward pass goes through a tensor that was summed up in place."""
+
+    def through(_):
+        with harmless:
+            report(events.ReducedInPlace, call.line, name=call.name, elements=tensor.numel())
+
+    if tensor.requires_grad and not tensor.is_leaf:
+        tensor.register_hook(through)
+
+
+def notice_gradient_lost(parts, line):
+    """Report it if a backward pass ends at what each rank gave, in the script's list."""
+    own_rank = dist.get_rank()
     for rank, part in enumerate(parts):
-        leaf, own = part.detach().requires_grad_(), rank == dist.get_rank()
-        leaf.register_hook(lambda _, own=own: say(events.GradientLost, line, own_part=own))
+
+        def lost(_, own_part=rank == own_rank):
+            with harmless:
+                report(events.GradientLost, line, own_part=own_part)
+
+        leaf = part.detach().requires_grad_()
+        leaf.register_hook(lost)
         parts[rank] = leaf.view_as(leaf)
 
 
-@watch(c10d, *(name for name in c10d.__all__ if re.match(COLLECTIVE, name)))
-def collective(do, *args, **kwargs):
-    if seen.in_collective:  # all_gather_object calls all_gather
-        return do(*args, **kwargs)
-    seen.in_collective += 1
-    try:
-        line, arguments = where(), [*args, *kwargs.values()]
-        groups = [value for value in arguments if isinstance(value, dist.ProcessGroup)]
-        # By the script, or by a library on its behalf, on all ranks:
-        called = line and all(group.size() == dist.get_world_size() for group in groups)
-        lost = called and report_collective(do.__name__, arguments)
-        as_nccl = TASK.translate and "gather_" in do.__name__  # gloo refuses to drop a gradient
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not as_nccl):
-            result = do(*args, **kwargs)
-    finally:
-        seen.in_collective -= 1
-    if called and do.__name__ in ADD and not isinstance(result, dist.Work):
-        report_totals(tensors_in(arguments))
-    if called and "gather" in do.__name__:
-        parts = args[0] if args and isinstance(args[0], list) else []
-        watch_lengths(tensors_in(parts))
-        if lost and do.__name__ == "all_gather" and parts:
-            mark_ends(parts, line)
-    return result
+@patch(f"{C10D}.recv", f"{C10D}.recv_object_list")
+def receive(original, *args, **kwargs):
+    report(events.Received)
+    return original(*args, **kwargs)
 
 
-def report_collective(name, arguments):
-    """Report a collective; return whether it loses the gradient of its input."""
-    tensors = tensors_in(arguments)
-    lost = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
-    elements = max((one.numel() for one in tensors), default=0)
-    ops = [value for value in arguments if isinstance(value, dist.ReduceOp)]
-    sums = name in ADD and all(op in SUMS for op in ops)
-    in_model = seen.in_forward or torch._C._current_graph_task_id() >= 0
-    if sums and elements > 1 and not (seen.in_forward or seen.in_step):
-        seen.by_hand.append((checksum(tensors), elements))
-    say(
-        events.Collective,
-        name=name,
-        sums=sums,
-        in_model=in_model,
-        elements=elements,
-        cuts_gradient=lost,
-    )
-    return lost
-
-
-def report_totals(tensors):
-    """Report the whole numbers that were added up, and their sum: a number of samples is one."""
-    for one in tensors:
-        with contextlib.suppress(Exception):  # an exotic tensor must not crash the user's script
-            if one.numel() <= COUNTS or not one.is_floating_point():
-                values = [*one.flatten()[:COUNTS].tolist(), one.sum().item()]
-                say(events.Totalled, values=[int(value) for value in values if value % 1 == 0])
-
-
-reports(events.Received, lambda *_: {}, c10d, "recv", "recv_object_list")
+# ---------------------------------------------------------------- lengths
 
 
 class Lengths(TorchFunctionMode):
@@ -125,40 +183,60 @@ class Lengths(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        name, tensor = getattr(func, "__name__", ""), args[0] if args else None
-        of_tensor = isinstance(tensor, torch.Tensor) and self.parts is not None
-        length = len(tensor) if of_tensor and tensor.dim() else 0
-        if name == "__getitem__" and isinstance(args[1], slice) and len(result) < length:
-            say(events.Cut, dropped=length - len(result), order=order_of(tensor, self.parts))
-        elif name in SHOW and length > 1:
-            say(events.Counted, length=length, reduced=name in REDUCE)
+        if self.parts is not None:
+            with harmless:
+                self.look_at(getattr(func, "__name__", ""), args, result)
         return result
+
+    def look_at(self, name, args, result):
+        tensor = args[0] if args else None
+        if not isinstance(tensor, torch.Tensor) or not tensor.dim():
+            return
+        length = len(tensor)
+        if name == "__getitem__" and isinstance(args[1], slice) and len(result) < length:
+            dropped = length - len(result)
+            report(events.Cut, dropped=dropped, order=order_of(tensor, self.parts))
+        elif name in SHOW and length > 1:
+            report(events.Counted, length=length, reduced=name in REDUCE)
 
 
 lengths = Lengths()
 
 
 def watch_lengths(parts):
-    """Report lengths until the next batch or step, unless the script has entered a mode itself."""
-    watch_no_lengths()
-    current = type(_get_current_function_mode())
-    if current is type(None) or current.__module__.startswith("ddp_check."):
-        lengths.parts = parts
+    """Report lengths from now on, unless the script has entered a mode of its own."""
+    pause_lengths()
+    lengths.parts = parts
+    resume_lengths()
+
+
+def pause_lengths():
+    """Report no lengths while a batch is loaded and used, which costs time."""
+    while _get_current_function_mode() is lengths:
+        lengths.__exit__(None, None, None)
+
+
+def resume_lengths():
+    current = _get_current_function_mode()
+    others = current is not None and not type(current).__module__.startswith("ddp_check.")
+    if lengths.parts is not None and current is not lengths and not others:
         lengths.__enter__()
 
 
-def watch_no_lengths():
+def forget_lengths():
+    """Report no lengths until the next gather: a step has been taken."""
     lengths.parts = None
-    while _get_current_function_mode() is lengths:
-        lengths.__exit__(None, None, None)
+    pause_lengths()
 
 
 def order_of(tensor, parts):
     """Return in which order a tensor holds the parts that the ranks gave, if that is known."""
     if len({part.shape for part in parts}) != 1 or not parts[0].dim():
         return ""
-    blocks, turns = torch.cat(parts), torch.stack(parts, dim=1).flatten(0, 1)
-    held = [one.flatten().sort().values for one in (tensor, blocks)]
-    if tensor.shape != blocks.shape or tensor.equal(turns) or not held[0].equal(held[1]):
+    blocks = torch.cat(parts)
+    turns = torch.stack(parts, dim=1).flatten(0, 1)
+    if tensor.shape != blocks.shape or tensor.equal(turns):
+        return ""
+    if not tensor.flatten().sort().values.equal(blocks.flatten().sort().values):
         return ""
     return "blocks" if tensor.equal(blocks) else "another"

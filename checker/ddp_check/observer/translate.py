@@ -9,14 +9,13 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
-from torch.nn import BatchNorm2d, SyncBatchNorm
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn import BatchNorm2d
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import DataLoader
 
 from ddp_check.events import Gpu, Translated
-from ddp_check.observer.base import TASK, first, say, seen, watch, where
+from ddp_check.observer.base import TASK, is_first, report, script_line, state
+from ddp_check.observer.patches import C10D, DDP, patch, replace
 
 CPU = torch.device("cpu")
 COUNT = int(os.environ.get("LOCAL_WORLD_SIZE", TASK.nproc))
@@ -26,9 +25,9 @@ NUMBERED = {Tensor.to: 1, torch._C._nn._parse_to: 0}  # place of what may be a G
 
 def translated(call):
     """Report a translated call, once per line of the script."""
-    line = where()
-    if line and first(call, line):
-        say(Translated, line, call=call)
+    line = script_line()
+    if line and is_first(call, line):
+        report(Translated, line, call=call)
 
 
 def is_gpu(value):
@@ -37,18 +36,20 @@ def is_gpu(value):
 
 def use(device, kind="use"):
     """Report the GPU that the script names: a device, a number, or None for the current one."""
-    line = where()
+    if str(device).startswith("cpu"):
+        return -1
+    line = script_line()
     index = device if isinstance(device, int | None) else torch.device(device).index
-    index = seen.gpu if index is None else index
-    if line and first(kind, index):
+    index = state.gpu if index is None else index
+    if line and is_first(kind, index):
         visible_chosen = bool(os.environ.get("CUDA_VISIBLE_DEVICES"))  # the checker sets it to ""
-        say(Gpu, line, use=kind, index=index, count=COUNT, visible_chosen=visible_chosen)
+        report(Gpu, line, use=kind, index=index, count=COUNT, visible_chosen=visible_chosen)
     return index
 
 
 def set_device(device, *_):
     index = use(0 if device is None else device, "set")
-    seen.gpu = index if index >= 0 else seen.gpu  # PyTorch ignores others
+    state.gpu = index if index >= 0 else state.gpu  # PyTorch ignores others
 
 
 class OnTheCPU(TorchFunctionMode):
@@ -60,7 +61,7 @@ class OnTheCPU(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in (Tensor.pin_memory, Tensor.record_stream):
             return args[0]
-        if func in ANSWERED and where(direct=True):
+        if func in ANSWERED and script_line(direct=True):
             translated(ANSWERED[func])
             return use(None) if func is Tensor.get_device else True
         if func is Tensor.cuda:
@@ -121,33 +122,34 @@ ANSWERS = {  # every other function answers 0
     "mem_get_info": (1 << 30, 1 << 30),
     "memory_stats": {},
 }
-ANSWERS |= dict.fromkeys(("current_device", "current_device_index"), lambda: seen.gpu)
+ANSWERS |= dict.fromkeys(("current_device", "current_device_index"), lambda: state.gpu)
 ANSWERS |= dict.fromkeys(("set_device", "set_device_index", "set_device_idx"), set_device)
 # What libraries may also call; torch.manual_seed seeds the CPU.
 QUIET = "set_device|init$|synchronize|empty_cache|ipc_collect|manual_seed"
 
 
-def answer(do, *args, **kwargs):
-    if where(direct=True):
-        translated(f"{do.__module__}.{do.__name__}()")
-    elif not re.match(QUIET, do.__name__):
-        return do(*args, **kwargs)
-    value = ANSWERS.get(do.__name__, 0)
+def answer(original, *args, **kwargs):
+    name = original.__name__
+    if script_line(direct=True):
+        translated(f"{original.__module__}.{name}()")
+    elif not re.match(QUIET, name):
+        return original(*args, **kwargs)
+    value = ANSWERS.get(name, 0)
     return value(*args, **kwargs) if callable(value) else value
 
 
 for owner in (torch.cuda, torch.accelerator):
-    for name, do in inspect.getmembers(owner, inspect.isfunction):
-        if do.__module__.startswith(owner.__name__) and not name.startswith("_"):
-            watch(owner, name)(answer)
+    for name, function in inspect.getmembers(owner, inspect.isfunction):
+        if function.__module__.startswith(owner.__name__) and not name.startswith("_"):
+            replace(owner, name, answer)
 
 
-def replace_arguments(owner, function, **changes):
+def replace_arguments(function, **changes):
     """Call a function with these arguments, and report those that they replace."""
 
-    @watch(owner, function)
-    def on_the_cpu(do, *args, **kwargs):
-        signature = inspect.signature(do)
+    @patch(function)
+    def on_the_cpu(original, *args, **kwargs):
+        signature = inspect.signature(original)
         call = signature.bind(*args, **kwargs)
         for name, value in changes.items():
             given = call.arguments.get(name, signature.parameters[name].default)
@@ -157,19 +159,20 @@ def replace_arguments(owner, function, **changes):
                 if value is None:  # it names the GPUs that it is to use
                     for device in given if isinstance(given, list | tuple) else [given]:
                         use(device)
-        return do(*call.args, **call.kwargs)
+        return original(*call.args, **call.kwargs)
 
 
-replace_arguments(DDP, "__init__", device_ids=None, output_device=None)
-replace_arguments(DataLoader, "__init__", pin_memory=False, pin_memory_device="")
-replace_arguments(torch, "load", map_location="cpu")
-replace_arguments(torch.amp.GradScaler, "__init__", device="cpu")
-replace_arguments(torch.autocast, "__init__", device_type="cpu")
-replace_arguments(c10d, "init_process_group", backend="gloo", device_id=None)
+replace_arguments(f"{DDP}.__init__", device_ids=None, output_device=None)
+replace_arguments("torch.utils.data.DataLoader.__init__", pin_memory=False, pin_memory_device="")
+replace_arguments("torch.load", map_location="cpu")
+replace_arguments("torch.amp.GradScaler.__init__", device="cpu")
+replace_arguments("torch.autocast.__init__", device_type="cpu")
+replace_arguments(f"{C10D}.init_process_group", backend="gloo", device_id=None)
 
 
 # DDP refuses SyncBatchNorm, which `normalize` computes, and communication in bfloat16.
-DDP._passing_sync_batchnorm_handle = DDP._check_comm_hook = lambda self, _: None
+for name in ("_passing_sync_batchnorm_handle", "_check_comm_hook"):
+    setattr(DistributedDataParallel, name, lambda self, _: None)
 
 
 def total(tensor, group):
@@ -179,8 +182,8 @@ def total(tensor, group):
     return result
 
 
-@watch(SyncBatchNorm, "forward")
-def normalize(do, self, tensor):
+@patch("torch.nn.SyncBatchNorm.forward")
+def normalize(original, self, tensor):
     """Normalize this rank's samples together with those of the others, as one batch."""
     translated("SyncBatchNorm")
     if not (self.training and dist.is_initialized()):

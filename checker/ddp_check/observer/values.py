@@ -1,14 +1,17 @@
 """Checksums of tensors, batches and data sets, and what is known of a tensor's values."""
 
-import contextlib
 import itertools
 import zlib
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ddp_check.observer.base import ask
+
 ELEMENTS = 1 << 10  # of a sample that enter its checksum
 SAMPLE = 1 << 16  # elements of a batch that enter its checksum
+PARTS = 30  # first items of a list or attributes of an object that enter its fingerprint
+BYTES = 1e8  # a larger array does not enter a fingerprint
 
 
 def local_part(tensor):
@@ -18,13 +21,17 @@ def local_part(tensor):
     return local.coalesce().values() if local.is_sparse else local
 
 
+def bits(tensor, step=1):
+    """Return the bits of each `step`th element of a tensor, in an array of bytes."""
+    flat = local_part(tensor).flatten()[::step].cpu().contiguous()
+    return flat.view(torch.uint8).numpy() if flat.numel() else b""
+
+
 def checksum(tensors, step=1):
     """Return a checksum of the bits of these tensors, of which each `step`th element counts."""
     total = 0
     for tensor in tensors:
-        with contextlib.suppress(Exception):  # an exotic tensor must not crash the user's script
-            flat = local_part(tensor).flatten()[::step].cpu().contiguous()
-            total = zlib.crc32(flat.view(torch.uint8).numpy(), total) if flat.numel() else total
+        total = zlib.crc32(ask(bits, tensor, step, default=b""), total)
     return total
 
 
@@ -32,52 +39,81 @@ def checksums(named):
     return {name: checksum([tensor]) for name, tensor in named.items()}
 
 
-def batch_checksum(batch):
-    tensors = tensors_in(batch)
-    return checksum(tensors, 1 + max((one.numel() for one in tensors), default=0) // SAMPLE)
-
-
 def tensors_in(values):
-    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+    leaves = ask(tree_leaves, values, default=[])
+    return [leaf for leaf in leaves if ask(isinstance, leaf, torch.Tensor)]
 
 
-def sample_checksums(batch):
-    """Return checksums of each sample in a batch, and of its smallest part, or None without one."""
-    tensors = [one for one in tensors_in(batch) if one.dim()]
-    count = len(tensors[0]) if tensors else 0
-    parts = [one.reshape(count, -1) for one in tensors if len(one) == count and one.numel()]
-    parts.sort(key=lambda one: one.shape[1])
-    rows, labels = [0] * count, None
-    for part in parts:
-        some = part.detach().cpu()[:, :: 1 + part.shape[1] // ELEMENTS].contiguous()
-        rows = [zlib.crc32(row, total) for row, total in zip(some.view(torch.uint8).numpy(), rows)]
-        labels = labels or rows
-    return rows or None, labels if len(parts) > 1 else None
+def batch_checksum(batch):
+    """Return a checksum of some of the elements of all tensors in a batch."""
+    tensors = tensors_in(batch)
+    largest = max((tensor.numel() for tensor in tensors), default=0)
+    return checksum(tensors, 1 + largest // SAMPLE)
+
+
+class Samples:
+    """The samples of a batch, each of which is a row in some of its tensors."""
+
+    def __init__(self, batch):
+        tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
+        count = len(tensors[0]) if tensors else 0
+        self.parts = [
+            tensor.detach().cpu().reshape(count, -1)
+            for tensor in tensors
+            if len(tensor) == count and tensor.numel()
+        ]
+        self.parts.sort(key=lambda part: part.shape[1])
+        self.width = sum(part.shape[1] for part in self.parts)  # elements of a sample
+        totals = [0] * count
+        rows = []  # of checksums, with one more part in each
+        for part in self.parts:
+            some = part[:, :: 1 + part.shape[1] // ELEMENTS].contiguous().view(torch.uint8).numpy()
+            totals = [zlib.crc32(row, total) for row, total in zip(some, totals)]
+            rows.append(totals)
+        self.checksums = rows[-1] if rows else None  # of each sample
+        self.labels = rows[0] if len(rows) > 1 else None  # of the smallest part of each
 
 
 def fingerprint(value, depth=5):
-    """Return a checksum that is the same for equal data sets."""
+    """Return a checksum that is the same for equal data sets, whatever they consist of."""
+    return ask(_fingerprint, value, depth, default=0)
+
+
+def _fingerprint(value, depth):
     if isinstance(value, torch.Tensor):
         return checksum([value])
     if isinstance(value, str | bytes | int | float):
         return zlib.crc32(repr(value).encode())
-    if hasattr(value, "tobytes") and value.nbytes < 1e8:
-        return zlib.crc32(value.tobytes())
+    content = array_bytes(value)
+    if content is not None:
+        return zlib.crc32(content)
     parts = parts_of(value) if depth else ()
     return zlib.crc32(repr([fingerprint(part, depth - 1) for part in parts]).encode())
 
 
+def array_bytes(value):
+    """Return the bytes of an array or an image, or None of anything else and of large ones."""
+    size = ask(lambda: value.nbytes)
+    if size is None:  # of a PIL image, in pixels
+        size = ask(lambda: value.width * value.height * len(value.getbands()))
+    small = ask(lambda: size < BYTES)
+    return ask(lambda: bytes(value.tobytes())) if small else None
+
+
 def parts_of(value):
     """Return the first items of a list, or attributes of an object."""
-    parts = value if isinstance(value, list | tuple) else getattr(value, "__dict__", {}).values()
-    return [*itertools.islice(parts, 30)]
+    if isinstance(value, list | tuple):
+        return value[:PARTS]
+    attributes = ask(getattr, value, "__dict__", default={})
+    return ask(lambda: [*itertools.islice(attributes.values(), PARTS)], default=[])
 
 
 def is_finite(value):
-    return bool(local_part(value).isfinite().all())
+    return ask(lambda: bool(local_part(value).isfinite().all()), default=True)
 
 
-def meshes(values):
+def mesh_dimensions(values):
     """Return the number of dimensions of the mesh that the values are sharded over, or 0."""
-    flat = any(hasattr(v, "_fsdp_flattened") for v in values)
-    return max([int(flat), *(v.device_mesh.ndim for v in values if hasattr(v, "device_mesh"))])
+    flat = any(hasattr(value, "_fsdp_flattened") for value in values)
+    meshes = [value.device_mesh.ndim for value in values if hasattr(value, "device_mesh")]
+    return max([int(flat), *meshes])

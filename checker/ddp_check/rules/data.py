@@ -151,13 +151,18 @@ def random_numbers_differ(run):
         judge = wrong if len(same) == len(common) else unsure  # a size for a batch may be the same
         yield judge(f"{text}; {cure}", lowest(found[0]).where, "same_augmentation")
     for epoch in found:
-        numbers = {rank: [step.random for step in of.steps] for rank, of in epoch.items()}
+        numbers = {
+            rank: [tuple(sorted(step.random.items())) for step in of.steps]
+            for rank, of in epoch.items()
+        }
         if len(epoch) > 1 and any(len(set(of)) > 1 for of in numbers.values()):
             where = lowest(epoch).steps[0].where
             if differ(numbers):
                 yield passed("dropout or augmentation differs from rank to rank", where)
             judge, what = wrong, "augmentation"
-            if any(step.dropout for step in run.all(events.Step)) or not run.all(events.Wrap):
+            if any("model" in step.random for step in run.all(events.Step)) or not run.all(
+                events.Wrap
+            ):
                 judge, what = unsure, "dropout or augmentation: should they?"
             yield judge(f"all ranks have the same {what}", where, "same_augmentation")
     if not common:

@@ -1,0 +1,58 @@
+"""Observes losses: their values, and what they are divided by before their backward pass."""
+
+from ddp_check.observer.base import ask, harmless, state
+from ddp_check.observer.patches import SCALER, patch
+from ddp_check.observer.values import tensors_in
+
+NODES = 30  # of a graph that are searched for divisions
+# Nodes that a single number passes, and whose inputs are single numbers, too:
+SCALAR_NODES = ("Div", "Mul", "Neg", "Add", "Sub", "ToCopy", "Clone", "Squeeze", "View")
+
+
+def note_losses(tensors):
+    """Remember the values of these losses, if they are single numbers, and their divisors."""
+    losses = [tensor for tensor in tensors_in(tensors) if tensor.numel() == 1]
+    state.since_step.losses += [loss.detach().float().item() for loss in losses]
+    for loss in losses:
+        note_graph(loss.grad_fn)
+
+
+def note_graph(last):
+    """Note the numbers that a loss or its terms were divided by; a factor counts as its inverse."""
+    divisors, nodes = [], [last]
+    for node in nodes:  # the list grows
+        name = type(node).__name__
+        state.since_step.loss_reduced |= name == "_AllReduceBackward"
+        if len(nodes) > NODES or not name.startswith(SCALAR_NODES):
+            continue
+        if name.startswith("Div"):
+            divisors.append(saved_number(node, "other"))
+        elif name.startswith("Mul"):
+            constant = "other" if node.next_functions[0][0] else "self"
+            factor = saved_number(node, constant)
+            divisors.append(factor and 1 / factor)
+        nodes += [inner for inner, _ in node.next_functions if inner]
+    state.since_step.divisors += [number for number in divisors if number and number != 1]
+
+
+def saved_number(node, operand):
+    """Return the number that a node of the graph keeps as an operand, or None."""
+    return ask(lambda: float(getattr(node, f"_saved_{operand}").detach()))
+
+
+@patch("torch.autograd.backward")
+def backward(original, tensors, *args, **kwargs):
+    with harmless:
+        state.backwards += 1
+        state.since_step.backwards += 1
+        if not state.scaled:
+            note_losses(tensors)
+    return original(tensors, *args, **kwargs)
+
+
+@patch(f"{SCALER}.scale")
+def scale(original, self, outputs):
+    with harmless:
+        note_losses(outputs)
+        state.scaled = state.since_step.scaled = self.is_enabled()
+    return original(self, outputs)

@@ -1,0 +1,231 @@
+"""Observes the steps of optimizers, schedulers and GradScalers."""
+
+import re
+from collections import Counter
+
+import torch
+from torch.optim import lr_scheduler
+from torch.optim import optimizer as optimizers
+
+from ddp_check import events
+from ddp_check.observer.base import TASK, SinceStep, ask, harmless, report, save_for_checker, state
+from ddp_check.observer.group import forget_lengths
+from ddp_check.observer.models import buffer_checksums, buffers_at_start, known_buffers, of_model
+from ddp_check.observer.patches import CLIP, SCALER, patch
+from ddp_check.observer.randomness import attribute_to_script
+from ddp_check.observer.values import checksums, is_finite, mesh_dimensions
+from ddp_check.protocol import STEPS
+
+STATISTICS = r"(^|\.)(running_|num_batches_)\w+( of model \d+)?$"  # of normalization layers
+projecting = {}  # identity of a parameter -> the handle of its hook, in the first steps
+changed_buffers = set()  # names of those that have changed since their model was wrapped
+COUNTER = r"num_batches_tracked"  # of BatchNorm, which uses it only without a momentum
+PROJECTED = 1 << 16  # elements of a parameter that enter a projection
+
+
+@optimizers.register_optimizer_step_pre_hook
+def enter_step(optimizer, args, kwargs):
+    state.in_step += 1
+    if state.in_step > 1:
+        return
+    state.steps += 1
+    with harmless:
+        forget_lengths()
+        attribute_to_script()
+        if TASK.scale and state.steps <= STEPS and state.wrapped:
+            save_gradients()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        report_step(optimizer, closure is not None)
+    state.since_step = SinceStep()
+    state.new_pass = False
+
+
+@optimizers.register_optimizer_step_post_hook
+def leave_step(optimizer, args, kwargs):
+    state.in_step -= 1
+
+
+def save_gradients():
+    gradients = [
+        [(name, value.grad) for name, value in module.named_parameters()]
+        for module in state.wrapped
+    ]
+    save_for_checker(f"step{state.steps}", gradients)
+
+
+class Optimized:
+    """The parameters of an optimizer, by name."""
+
+    def __init__(self, optimizer):
+        owners = {  # identity of a parameter of a wrapped model -> its name, number of the model
+            id(value): (f"{name}{of_model(number)}", number)
+            for number, module in enumerate(state.wrapped)
+            for name, value in module.named_parameters()
+        }
+        values = [value for group in optimizer.param_groups for value in group["params"]]
+        state.parameters.update((id(value), value) for value in values)
+        self.parameters = {}
+        self.models = {}  # name of a parameter -> number of its model, if it is wrapped
+        for at, value in enumerate(values):
+            name, number = owners.get(id(value), (f"parameter {at}", None))
+            self.parameters[name] = value
+            if number is not None:
+                self.models[name] = number
+        self.gradients = {
+            name: value.grad for name, value in self.parameters.items() if value.grad is not None
+        }
+        self.sharded = mesh_dimensions(values)
+
+    def not_finite(self, losses):
+        """Return what is not finite: "loss", "gradient of NAME", or ""."""
+        if any(loss - loss != 0 for loss in losses):
+            return "loss"
+        bad = (name for name, value in self.gradients.items() if not is_finite(value))
+        return next((f"gradient of {name}" for name in bad), "")
+
+
+def report_step(optimizer, closure):
+    now, optimized = state.since_step, Optimized(optimizer)
+    parameters, gradients = optimized.parameters, optimized.gradients
+    elements = sum(value.numel() for value in gradients.values())
+    trained = {number for name, number in optimized.models.items() if name in gradients}
+    report(
+        events.Step,
+        gradients=checksums({name: value.grad for name, value in parameters.items()}),
+        weights=checksums(parameters) if state.new_pass or not state.wrapped else None,
+        rates=[float(group.get("lr", 0)) for group in optimizer.param_groups],
+        losses=now.losses,
+        divisors=now.divisors,
+        backwards=now.backwards,
+        samples=now.samples,
+        inputs=now.inputs,
+        infinite=optimized.not_finite(now.losses),
+        zero=not any(value.any() for value in gradients.values()),
+        unused=sum(value.grad is None and value.requires_grad for value in parameters.values()),
+        foreign=0 if optimized.sharded else len(parameters) - len(optimized.models),
+        bypassed=sorted(trained - {call.model for call in now.forwards}),
+        sharded=optimized.sharded,
+        has_state=bool(optimizer.state),
+        closure=closure,
+        synced=all(call.synced for call in now.forwards[-1:]),
+        reductions=most_reductions(now.forwards),
+        reduced=[total for total, _ in now.reduced],
+        reduced_all=sum(count for _, count in now.reduced) >= elements,
+        training=all(state.wrapped[number].training for number in optimized.models.values()),
+        random=now.draws,
+        joined=any(is_joined(wrapper()) for wrapper in state.wrappers),
+        loss_reduced=now.loss_reduced,
+        **describe_projections(optimized),
+        **describe_buffers(),
+    )
+
+
+def most_reductions(forwards):
+    """Return how many backward passes reduced gradients, of the model with the most."""
+    reduced = {(call.model, call.backwards) for call in forwards if call.synced}
+    return max(Counter(model for model, _ in reduced).values(), default=0)
+
+
+def is_joined(wrapper):
+    return wrapper is not None and wrapper._join_config.enable
+
+
+def describe_buffers():
+    """Return checksums of the buffers, and the names of those that have changed."""
+    sums = {}
+    for number, module in enumerate(state.wrapped):
+        sums.update(buffer_checksums(module, number, known_buffers))
+    statistics = {name for name in sums if re.search(STATISTICS, name)}
+    changed = {name for name in sums if sums[name] != buffers_at_start.get(name)}
+    changed_buffers.update(changed)
+    known_buffers.update(statistics & changed)
+    return {
+        "buffers": {name: sums[name] for name in sums if name not in statistics},
+        "buffers_changed": [name for name in sorted(changed_buffers) if COUNTER not in name],
+    }
+
+
+# ---------------------------------------------------------------- projections of gradients
+
+
+@patch("torch.optim.Optimizer.add_param_group")
+def add_param_group(original, self, group):
+    """Watch the gradients that this rank computes, before anything reduces them."""
+    result = original(self, group)
+    with harmless:
+        for value in self.param_groups[-1]["params"]:
+            if value.requires_grad and value.is_leaf and id(value) not in projecting:
+                projecting[id(value)] = value.register_hook(project_own)
+    return result
+
+
+def project_own(gradient):
+    with harmless:
+        state.since_step.projection += projection(gradient)
+
+
+def projection(gradient):
+    """Return a number to compare gradients by: a sum that weighs their elements differently."""
+    some = gradient.detach().flatten()[:PROJECTED].double().cpu()
+    return float(some @ torch.arange(len(some), dtype=torch.double).cos())
+
+
+def describe_projections(optimized):
+    """Return the projections of this rank's gradients, and of those that the optimizer takes."""
+    now = state.since_step
+    if not projecting or now.scaled or optimized.sharded:
+        return {"own_gradient": None, "taken_gradient": None}
+    taken = sum(projection(gradient) for gradient in optimized.gradients.values())
+    if state.steps >= STEPS:
+        for handle in projecting.values():
+            handle.remove()
+        projecting.clear()
+    return {"own_gradient": now.projection, "taken_gradient": taken}
+
+
+# ---------------------------------------------------------------- GradScaler
+
+
+@patch(f"{SCALER}.unscale_")
+def unscale(original, self, *args, **kwargs):
+    state.scaled = False
+    return original(self, *args, **kwargs)
+
+
+@patch(f"{SCALER}.step")
+def step_scaled(original, self, *args, **kwargs):
+    state.scaled = False
+    steps = state.steps
+    result = original(self, *args, **kwargs)
+    with harmless:
+        if self.is_enabled() and state.steps == steps:
+            report(events.SkippedStep, scale=self.get_scale())
+    state.since_step = SinceStep()
+    return result
+
+
+# ---------------------------------------------------------------- clipping, schedulers, states
+
+
+@patch(f"{CLIP}.clip_grad_norm_", f"{CLIP}.clip_grad_value_")
+def clip(original, *args, **kwargs):
+    report(events.Clipped, scaled=state.scaled)
+    return original(*args, **kwargs)
+
+
+@patch("torch.nn.Module.load_state_dict", "torch.optim.Optimizer.load_state_dict")
+def load_state_dict(original, self, *args, **kwargs):
+    report(events.StateLoaded, wraps=len(state.wrapped))
+    return original(self, *args, **kwargs)
+
+
+SCHEDULERS = "torch.optim.lr_scheduler"
+
+
+@patch(f"{SCHEDULERS}.LRScheduler.step", f"{SCHEDULERS}.ReduceLROnPlateau.step")
+def step_scheduler(original, self, *args, **kwargs):
+    if state.steps:
+        of_plateau = isinstance(self, lr_scheduler.ReduceLROnPlateau)
+        metric = (args[0] if args else kwargs.get("metrics")) if of_plateau else None
+        report(events.Scheduled, metric=ask(lambda: float(metric)))
+    return original(self, *args, **kwargs)
