@@ -6,11 +6,10 @@ import signal
 import time
 
 import pytest
-from support.jobs import RESTARTS, Job, kill
+from support.jobs import RESTARTS, Job, finished, kill
 from support.results import same_bits
 from support.scripts import LONG, command
 
-LIFE = 9  # seconds that a start takes, about
 STARTS = 50  # of each step
 
 
@@ -51,10 +50,10 @@ FAULTS = [kill_a_rank, kill_torchrun_and_its_ranks, freeze_a_rank, press_ctrl_c]
 FAULTS += [tell_torchrun, tell_torchrun_twice, tell_a_rank]
 
 
-def disturb(job):
-    """Do one thing or two to a start, at random moments; return what, and when."""
+def disturb(job, life):
+    """Do one thing or two to a start, at random moments of its life; return what, and when."""
     done, start = [], time.monotonic()
-    for moment in sorted(random.uniform(0, LIFE) for _ in range(random.choice([1, 2]))):
+    for moment in sorted(random.uniform(0, life) for _ in range(random.choice([1, 2]))):
         time.sleep(max(0, start + moment - time.monotonic()))
         if (ranks := job.workers()) and job.process.poll() is None:
             fault = random.choice(FAULTS)
@@ -67,13 +66,16 @@ def disturb(job):
 @pytest.mark.parametrize("step", ["03", "04"])
 def test_whatever_happens_the_same_command_again_ends_with_the_same_bits(trained, tmp_path, step):
     start, starts = command(step, *LONG, torchrun=("--max-restarts=1",)), 0
+    begun = time.monotonic()
+    finished(start, tmp_path, RESTARTS)
+    life = time.monotonic() - begun
     while starts < STARTS:
         folder, history, code = tmp_path / str(starts), [], None
         folder.mkdir()
         while code != 0:
             (folder / "checkpoint.pt.interrupted").unlink(missing_ok=True)  # as a batch file does
             with Job(start, folder, RESTARTS) as job:
-                history.append(disturb(job))
+                history.append(disturb(job, life))
                 code = job.wait(180).wait_until_gone() or job.returncode
         assert same_bits(job, trained("03", *LONG)), (history, job)
         assert [path.name for path in folder.glob("[!.]*")] == ["checkpoint.pt"], history
