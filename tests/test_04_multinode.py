@@ -5,24 +5,9 @@ import signal
 import pytest
 import torch
 from support.jobs import RESTARTS, Job, finished, free_port, kill, run
-from support.positions import (
-    GATE,
-    ON_RANK_1,
-    TOLD,
-    at,
-    wait_at_the_gate,
-)
+from support.positions import GATE, ON_RANK_1, TOLD, at, wait_at_the_gate
 from support.results import accuracy, epochs, resumed, same_bits
-from support.scripts import (
-    LONG,
-    SCRIPT,
-    TORCHRUN,
-    command,
-    edited,
-    exact,
-    forked,
-    load,
-)
+from support.scripts import LONG, SCRIPT, TORCHRUN, command, edited, exact, forked, load
 
 SLOW = pytest.mark.slow
 STEP = 2 * 64  # samples

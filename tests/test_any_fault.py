@@ -13,41 +13,27 @@ from support.scripts import LONG, command
 STARTS = 50  # of each step
 
 
-def kill_a_rank(job, rank):
-    kill(rank)
-
-
-def kill_torchrun_and_its_ranks(job, rank):
-    for process in job.processes():
-        kill(process)
-
-
-def freeze_a_rank(job, rank):
+def freeze(job, rank):
     kill(rank, signal.SIGSTOP)
     time.sleep(3)
     kill(rank, signal.SIGCONT)
 
 
-def tell_torchrun(job, rank):
-    kill(job.process, signal.SIGTERM)
-
-
-def tell_torchrun_twice(job, rank):
+def tell_twice(job, rank):
     kill(job.process, signal.SIGTERM)
     time.sleep(random.uniform(0, 1))
     kill(job.process, signal.SIGTERM)
 
 
-def tell_a_rank(job, rank):
-    kill(rank, signal.SIGTERM)
-
-
-def press_ctrl_c(job, rank):
-    os.killpg(job.process.pid, signal.SIGINT)
-
-
-FAULTS = [kill_a_rank, kill_torchrun_and_its_ranks, freeze_a_rank, press_ctrl_c]
-FAULTS += [tell_torchrun, tell_torchrun_twice, tell_a_rank]
+FAULTS = {  # what happens to a start, or to one of its ranks
+    "killed": lambda job, rank: kill(rank),
+    "all killed": lambda job, rank: [kill(process) for process in job.processes()],
+    "frozen": freeze,
+    "torchrun told": lambda job, rank: kill(job.process, signal.SIGTERM),
+    "torchrun told twice": tell_twice,
+    "told": lambda job, rank: kill(rank, signal.SIGTERM),
+    "Ctrl-C": lambda job, rank: os.killpg(job.process.pid, signal.SIGINT),
+}
 
 
 def disturb(job, life):
@@ -56,9 +42,9 @@ def disturb(job, life):
     for moment in sorted(random.uniform(0, life) for _ in range(random.choice([1, 2]))):
         time.sleep(max(0, start + moment - time.monotonic()))
         if (ranks := job.workers()) and job.process.poll() is None:
-            fault = random.choice(FAULTS)
-            fault(job, random.choice([*ranks.values()]))
-            done.append((fault.__name__, round(moment, 1)))
+            fault, rank = random.choice([*FAULTS]), random.choice([*ranks])
+            FAULTS[fault](job, ranks[rank])
+            done.append((fault, rank, round(moment, 1)))
     return done
 
 
