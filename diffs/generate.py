@@ -13,7 +13,7 @@ sys.path.insert(0, str(HERE / "generator"))
 
 try:
     from holds import pictures
-    from hunks import Diff, Problem, explained
+    from hunks import Diff, Problem, brief, explained
     from notebook import run, write_book
     from page import render
     from patches import KINDS, collect, index, readme
@@ -38,10 +38,21 @@ def exercise(folder):
     return re.sub(HUNK, lambda _: next(new).text, text)
 
 
+def front_page(root):
+    """Return README.md with the diff of the scripts in convert/ brought up to date."""
+    diff = Diff(root / "convert" / "train.py", root / "convert" / "train_ddp.py")
+    files = {"-": diff.old_lines, "+": diff.new_lines, " ": diff.new_lines}
+    lines = brief(diff.old_lines, diff.new_lines)
+    block = "".join(f"{sign}{files[sign][number]}\n" for sign, number in lines)
+    text = (root / "README.md").read_text(encoding="utf-8")
+    return re.sub(r"(?<=^```diff\n)(?s:.*?)(?=^```$)", lambda _: block, text, flags=re.MULTILINE)
+
+
 def generate(root=HERE.parent):
     """Yield the path and the text of each generated file, those of the diffs first."""
     diffs = explained(root)
     folder = root / "diffs"
+    yield root / "README.md", front_page(root)
     for diff in diffs:
         yield folder / f"{diff.slug.replace('-', '_')}.diff", f"{WRITTEN}\n{diff.text}"
     yield folder / "README.md", ENV.get_template("README.md.j2").render(diffs=diffs)

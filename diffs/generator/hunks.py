@@ -3,7 +3,7 @@
 import difflib
 import re
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 from markdown_it import MarkdownIt
 from templates import ENV
@@ -11,6 +11,7 @@ from templates import ENV
 COUNTS = {3: "three", 4: "four", 5: "five", 6: "six"}  # how many lines may carry a lesson
 # The parts of a note, and of what stands before the notes of a step: what stands behind each.
 NOTE = {"diff": "```diff\n", "anchor": "\n```\n", "why": "Read more: ", "links": ""}
+NEAR = 2  # how many unchanged lines may stand between changes that are shown together
 LESSON = {"count": " lines**\n\n", "list": "\n\n", "story": ""}
 
 
@@ -97,6 +98,22 @@ class Diff:
     @property
     def opening(self):
         return f"The step in {COUNTS[len(self.lesson)]} lines"
+
+
+def brief(old, new):
+    """Yield the changes between the lines of two files, each with an unchanged line that shows its
+    place: ("-", number of a line in the old file), ("+" or " ", number in the new one)."""
+    opcodes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+    changes = [each for each in opcodes if each[0] != "equal"]
+    near = False  # to the change before
+    for (_, i1, i2, j1, j2), behind in zip_longest(changes, changes[1:]):
+        until = behind[3] if behind and behind[3] - j2 <= NEAR else j2
+        if not near and i1 == i2 and until == j2:
+            yield " ", j1 - 1
+        yield from (("-", number) for number in range(i1, i2))
+        yield from (("+", number) for number in range(j1, j2))
+        yield from ((" ", number) for number in range(j2, until))
+        near = until > j2
 
 
 # ---------------------------------------------------------------- pages in Markdown

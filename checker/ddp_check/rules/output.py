@@ -154,7 +154,9 @@ def accuracy_is_of_samples(run):
     if len({size for one in evaluated.values() for size in one.sizes}) < 2:
         yield unseen("no batches of unequal size are evaluated")
     totals = {size for of in sizes.values() for one in of for size in (*one, sum(one))}
-    totals |= {sum(map(sum, row)) for row in zip(*sizes.values())}
+    trained = [[one.sizes for one in of if one.is_training] for of in run.passes_by_rank.values()]
+    for passes in (sizes.values(), trained):
+        totals |= {sum(map(sum, row)) for row in zip(*passes)}
     totals |= {one.length for one in evaluated.values() if one.length}
     last = None  # the evaluation that has just ended
     for event in lowest(run.events_by_rank):
