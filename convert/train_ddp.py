@@ -40,7 +40,7 @@ def main(epochs=30):
     loader = DataLoader(train_set, batch_size=32, sampler=sampler)  # 32 per process
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=2)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
     start, best = 0, float("inf")
     if os.path.exists("best.pt"):
         saved = torch.load("best.pt", map_location=device)
