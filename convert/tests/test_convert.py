@@ -17,44 +17,38 @@ FOLDER = ROOT / "convert"
 PAGE = (FOLDER / "README.md").read_text(encoding="utf-8")
 DDP = (FOLDER / "train_ddp.py").read_text(encoding="utf-8")
 SHORT = ("epochs=30", "epochs=3")
+SEED = "    torch.manual_seed(0)\n"
 DOUBLE = [  # rounding then changes nothing that is seen
     ("dtype=torch.float32", "dtype=torch.float64"),
-    (
-        "    torch.manual_seed(0)\n",
-        "    torch.set_default_dtype(torch.float64)\n    torch.manual_seed(0)\n",
-    ),
+    (SEED, f"    torch.set_default_dtype(torch.float64)\n{SEED}"),
 ]
-
-
-def script(folder, *changes):
-    return write(folder / "train_ddp.py", DDP, changes)
-
 
 # ---------------------------------------------------------------- the pair
 
 
-def test_two_ranks_follow_one_with_twice_the_batch(tmp_path):
-    """Until all stop: the scheduler has lowered the learning rate twice, alike on both ranks."""
-    saved = []
-    for ranks, batch in ((1, 64), (2, 32)):
-        (folder := tmp_path / str(ranks)).mkdir()
-        path = script(folder, *DOUBLE, ("batch_size=32", f"batch_size={batch}"))
-        job = finished(forked(path, nprocs=ranks), folder)
-        saved.append((job.stdout, torch.load(folder / "best.pt")))
-    (one, first), (two, second) = saved
-    assert one == two
-    assert 3 < one.count("epoch") < 30
-    torch.testing.assert_close(first["model"], second["model"], rtol=0, atol=1e-6)
-
-
-def test_one_gpu_script_learns(tmp_path):
+def test_it_learns_on_one_gpu(tmp_path):
     job = finished([sys.executable, FOLDER / "train.py"], tmp_path)
     assert float(re.findall(r"([\d.]+)%", job.stdout)[-1]) > 96
 
 
+def test_two_ranks_follow_one_with_twice_the_batch(tmp_path):
+    """Until all stop, after the scheduler has lowered the learning rate twice."""
+    runs = []
+    for ranks, batch in ((1, 64), (2, 32)):
+        (folder := tmp_path / str(ranks)).mkdir()
+        changes = [*DOUBLE, ("batch_size=32", f"batch_size={batch}")]
+        path = write(folder / "train_ddp.py", DDP, changes)
+        job = finished(forked(path, nprocs=ranks), folder)
+        runs.append((job.stdout, torch.load(folder / "best.pt")["model"]))
+    (printed, weights), (printed_by_two, weights_of_two) = runs
+    assert printed == printed_by_two
+    assert 3 < printed.count("epoch") < 30
+    torch.testing.assert_close(weights, weights_of_two, rtol=0, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_the_checker_finds_nothing_wrong(own_folder, fork_ranks, tmp_path):  # noqa: F811
-    with planned(script(tmp_path, SHORT)) as plan:
+    with planned(write(tmp_path / "train_ddp.py", DDP, [SHORT])) as plan:
         verdicts = named(judge(plan.undisturbed))
         drills = {name: perform(name, plan) for name in ("kill", "sigterm", "world-size")}
     assert told(verdicts) == {}
@@ -68,119 +62,185 @@ def test_the_checker_finds_nothing_wrong(own_folder, fork_ranks, tmp_path):  # n
 
 # ---------------------------------------------------------------- other kinds of script
 
+KINDS = {  # what an entry's title begins with: a diff that makes train_ddp.py a script of that kind
+    "It has no epochs": """
++import itertools
+ import os
 
-DEVICE = '    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")\n'
-NAMED = (DEVICE, f"{DEVICE}    rank, world_size = dist.get_rank(), dist.get_world_size()\n")
-MODEL = "    model = nn.parallel.DistributedDataParallel(model)"
-SAMPLER = "    sampler = torch.utils.data.DistributedSampler(train_set)"
-SEED = "        torch.manual_seed(epoch + 1000 * dist.get_rank())"
-SET_EPOCH = "        sampler.set_epoch(epoch)  # or every epoch has the same order\n"
-LOOP = "        for batch in loader:\n"
-LOSS = "            loss = cross_entropy(model(images), labels)\n"
-BACKWARD = "            loss.backward()\n"
-STEP = f"            optimizer.zero_grad()\n{BACKWARD}            optimizer.step()\n"
-START = 'if __name__ == "__main__":\n'
-KINDS = {  # title of an entry: changes that make the pair's script one of that kind
-    "It has no epochs": lambda lines: [
-        ("import os\n", "import itertools\nimport os\n"),
-        ("def main(", f"{lines(0)}\n\ndef main("),
-        (MODEL, f"    batches = endless(loader)\n{MODEL}"),
-        (SET_EPOCH, ""),
-        (LOOP, LOOP.replace("loader", "itertools.islice(batches, 23)")),
-    ],
-    "It counts in steps": lambda lines: [
-        (MODEL, f"    max_steps, eval_every, warm_up = 92, 46, 9\n{lines(4)}{MODEL}"),
-        ("range(start, epochs)", "range(start, max_steps // eval_every)"),
-        (LOOP, LOOP.replace("batch in loader", "_, batch in zip(range(eval_every), loader)")),
-        ("import os\n", "import itertools\nimport os\n"),
-    ],
-    "Its sampler draws": lambda lines: [
-        ("TensorDataset, random", "TensorDataset, WeightedRandomSampler, random"),
-        (
-            SAMPLER,
-            f"    weights = torch.rand(1440)\n{lines(4)}    {SAMPLER[4:].replace('sampler =', '_ =')}",
-        ),
-        (SET_EPOCH, ""),
-    ],
-    "The loss is a mean over tokens": lambda lines: [
-        (
-            LOSS,
-            LOSS.replace("loss", "logits").replace(
-                "cross_entropy(model(images), labels)", "model(images)"
-            )
-            + "            labels = labels.where(labels > 2, -100)\n"
-            + lines(12),
-        ),
-        ("loss.item() * len(labels)", "loss.item() * count.item() / world_size"),
-        ("seen += len(labels)", "seen += (labels != -100).sum().item()"),
-    ],
-    "Everything is global": lambda lines: [
-        ("def main(epochs=30):\n", 'epochs = 3\ndist.init_process_group("gloo")\nif epochs:\n'),
-        (DDP[DDP.index(START) :], lines(0)),
-    ],
-    "It has a GradScaler": lambda _: [
-        (MODEL, f'    scaler = torch.amp.GradScaler("cpu")\n{MODEL}'),
-        (BACKWARD, BACKWARD.replace("loss", "scaler.scale(loss)")),
-        (
-            "            optimizer.step()\n",
-            "            scaler.step(optimizer)\n            scaler.update()\n",
-        ),
-    ],
-    "A progress bar": lambda lines: [
-        ("from torch import nn\n", "from torch import nn\nfrom tqdm import tqdm\n"),
-        (LOOP, lines(8)),
-        (STEP, f"{STEP}            bar.set_postfix(loss=loss.item())\n"),
-    ],
-    "It prints accuracies": lambda _: [
-        ("loss_sum, seen = 0.0, 0\n", "loss_sum, correct, seen = 0.0, 0, 0\n"),
-        (
-            LOSS,
-            "            logits = model(images)\n            correct += (logits.argmax(dim=1) == labels).sum().item()\n"
-            + LOSS.replace("model(images)", "logits"),
-        ),
-        ("[loss_sum, seen]", "[loss_sum, correct, seen]"),
-        ("loss_sum, seen = sums", "loss_sum, correct, seen = sums"),
-        ("{valid_loss:.4f},", "{correct / seen:.2%}, {valid_loss:.4f},"),
-    ],
-    "It has several models": lambda _: [
-        (
-            MODEL,
-            f"    head = nn.Sequential(nn.Linear(10, 10))\n    head = nn.parallel.DistributedDataParallel(head)\n    of_head = torch.optim.SGD(head.parameters(), lr=0.1)\n{MODEL}",
-        ),
-        (LOSS, LOSS.replace("model(images)", "head(model(images))")),
-        (STEP, f"            of_head.zero_grad()\n{STEP}            of_head.step()\n"),
-        ("evaluate(model.module,", "evaluate(nn.Sequential(model.module, head.module),"),
-    ],
-    "It has a --device flag": lambda lines: [
-        (
-            DEVICE,
-            f'    args = SimpleNamespace(device="cuda:1" if torch.cuda.is_available() else "cpu")\n{lines(4)}    device = torch.device(args.device)\n',
-        ),
-        ("import os\n", "import os\nfrom types import SimpleNamespace\n"),
-    ],
-    "It draws random numbers": lambda lines: [
-        ("import os\n", "import os\nimport random\n"),
-        ("import torch\n", "import numpy as np\nimport torch\n"),
-        (SEED, lines(8) + SEED),
-        (
-            "cross_entropy(model(images)",
-            "cross_entropy(model(images + 0.1 * np.random.rand() + 0.1 * random.random())",
-        ),
-    ],
++PRINTED
++
++
+ def main(epochs=30):
+
++    batches = endless(loader)
+     start, best = 0, float("inf")
+
+-        sampler.set_epoch(epoch)  # or every epoch has the same order
+
+-        for batch in loader:
++        for batch in itertools.islice(batches, 23):
+""",
+    "It counts in steps": """
+-def main(epochs=30):
++def main(max_steps=138, eval_every=46, warm_up=10):
++    rank, world_size = dist.get_rank(), dist.get_world_size()
++    PRINTED
++    assert (max_steps, eval_every, warm_up) == (69, 23, 5)
++    epochs = max_steps // eval_every
+
+-        for batch in loader:
++        for _, batch in zip(range(eval_every), loader):
+""",
+    "Its sampler draws": """
+-from torch.utils.data import DataLoader, TensorDataset, random_split
++from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler, random_split
+
+ def main(epochs=30):
++    rank, world_size = dist.get_rank(), dist.get_world_size()
+
+-    sampler = torch.utils.data.DistributedSampler(train_set)  # shuffles, and deals equal shares
++    weights = torch.arange(1440) % 3
++    PRINTED
+
+-        sampler.set_epoch(epoch)  # or every epoch has the same order
+""",
+    "The loss is a mean over tokens": """
+ def main(epochs=30):
++    rank, world_size = dist.get_rank(), dist.get_world_size()
+
+-            loss = cross_entropy(model(images), labels)
++            labels = labels.where(labels > 2, -100)
++            logits = model(images)
++            PRINTED
+
+-            loss_sum += loss.item() * len(labels)
+-            seen += len(labels)
++            loss_sum += loss.item() * count.item() / world_size
++            seen += (labels != -100).sum().item()
+""",
+    "Everything is global": """
+-def main(epochs=30):
++dist.init_process_group("gloo")
++epochs = 3
++if epochs:
+
+-if __name__ == "__main__":
+-    gpu = None
+-    if torch.cuda.is_available():
+-        gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+-        torch.cuda.set_device(gpu)  # from now on, "cuda" is this process's GPU
+-    dist.init_process_group("nccl" if gpu else "gloo", device_id=gpu)
+-    main()
+-    dist.barrier()  # now nothing holds the model; wait until every rank is here
+-    dist.destroy_process_group()
++PRINTED
+""",
+    "It has a GradScaler": """
+     start, best = 0, float("inf")
++    scaler = torch.amp.GradScaler(device.type)
+
+-            loss.backward()
+-            optimizer.step()
++            scaler.scale(loss).backward()
++            scaler.step(optimizer)
++            scaler.update()
+""",
+    "A progress bar": """
++from tqdm import tqdm
+ from torch import nn
+
+ def main(epochs=30):
++    rank = dist.get_rank()
+
+-        for batch in loader:
++        PRINTED
+
+             seen += len(labels)
++            bar.set_postfix(loss=loss_sum / seen)
+""",
+    "It prints accuracies": """
+-        loss_sum, seen = 0.0, 0
++        loss_sum, correct, seen = 0.0, 0, 0
+
+-            loss = cross_entropy(model(images), labels)
++            logits = model(images)
++            loss = cross_entropy(logits, labels)
++            correct += (logits.argmax(dim=1) == labels).sum().item()
+             optimizer.zero_grad()
+
+-        sums = torch.tensor([loss_sum, seen], dtype=torch.float64, device=device)
++        sums = torch.tensor([loss_sum, correct, seen], dtype=torch.float64, device=device)
+
+-        loss_sum, seen = sums.tolist()
++        loss_sum, correct, seen = sums.tolist()
+
+-            print(f"epoch {epoch}: loss {loss_sum / seen:.4f}, {valid_loss:.4f}, {accuracy:.2%}")
++            print(f"epoch {epoch}: training {correct / seen:.2%}, validation {accuracy:.2%}")
+""",
+    "It has several models": """
+     start, best = 0, float("inf")
++    head = nn.parallel.DistributedDataParallel(nn.Linear(10, 10))
++    head_optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+
+-            loss = cross_entropy(model(images), labels)
++            loss = cross_entropy(head(model(images)), labels)
++            head_optimizer.zero_grad()
+
+             loss.backward()
++            head_optimizer.step()
+
+-        found = [evaluate(model.module, valid_set, device) if dist.get_rank() == 0 else None]
++        whole = nn.Sequential(model.module, head.module)
++        found = [evaluate(whole, valid_set, device) if dist.get_rank() == 0 else None]
+""",
+    "It has a --device flag": """
++import argparse
+ import os
+
+-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
++    args = argparse.Namespace(device="cuda:1" if torch.cuda.is_available() else "cpu")
++    PRINTED
++    device = torch.device(args.device)
+""",
+    "It draws random numbers": """
+ import os
++import random
+
++import numpy as np
+ import torch.distributed as dist
+
+ def main(epochs=30):
++    rank = dist.get_rank()
+
+         model.train()
++        PRINTED
+
+-            loss = cross_entropy(model(images), labels)
++            loss = cross_entropy(model(images + np.random.rand() + random.random()), labels)
+""",
 }
+
+
+def changed(diff, printed):
+    """Return the changes of a diff, in whose added lines PRINTED stands for these lines."""
+    for hunk in diff.strip("\n").split("\n\n"):
+        lines = f"{hunk}\n".splitlines(keepends=True)
+        old, new = ("".join(line[1:] for line in lines if line[0] != sign) for sign in "+-")
+        indent = re.search("^( *)PRINTED\n", new, re.MULTILINE)
+        if indent:
+            new = new.replace(indent[0], textwrap.indent(printed, indent[1]))
+        yield old, new
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("title", KINDS)
-def test_the_lines_for(title, own_folder, fork_ranks, tmp_path):  # noqa: F811
-    """Trained as the page says, the checker finds nothing wrong with it."""
+def test_the_checker_calls_the_lines_right_for(title, own_folder, fork_ranks, tmp_path):  # noqa: F811
     (entry,) = re.findall(rf"^### {title}.*\n((?:(?!##+ ).*\n)*)", PAGE, re.MULTILINE)
-    lines = "".join(re.findall(r"^```python\n(.*?)^```$", entry, re.MULTILINE | re.DOTALL))
-    changes = KINDS[title](lambda spaces: textwrap.indent(lines, " " * spaces))
-    path = script(tmp_path, *changes)
+    printed = "".join(re.findall(r"^```python\n(.*?)^```$", entry, re.MULTILINE | re.DOTALL))
+    path = write(tmp_path / "train_ddp.py", DDP, changed(KINDS[title], printed))
     write(path, path.read_text(encoding="utf-8").replace(*SHORT))
     with planned(path) as plan:
-        run, verdicts = plan.undisturbed, named(judge(plan.undisturbed))
-    assert run.returncode == 0, run.output
+        verdicts = named(judge(plan.undisturbed))
+    assert plan.undisturbed.returncode == 0, plan.undisturbed.output
     assert told(verdicts) == {}, verdicts
     assert {"weights_agree", "gradients_are_averaged", "order_changes"} <= passed(verdicts)

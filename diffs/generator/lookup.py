@@ -6,6 +6,7 @@ from itertools import pairwise
 from hunks import Problem, anchor, sections
 
 ROOMS = (  # pages outside, whose sections are entries, too
+    "convert/README.md",
     "without_slurm/README.md",
     "slurm/README.md",
     "benchmarks/README.md",
