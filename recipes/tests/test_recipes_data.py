@@ -6,7 +6,7 @@ from textwrap import indent
 
 import pytest
 from changes import IMPATIENT, LENGTH, RESTARTS, told
-from running import TWO
+from running import ONE, TWO
 from support.positions import BATCH
 from support.results import resumed, same_bits
 from support.scripts import load
@@ -43,6 +43,15 @@ def same_batches(jobs):
 def dealt(job, *ranks, epoch):
     """Return the indices of the samples that these ranks have seen in an epoch."""
     return [index for rank in ranks for batch, _ in seen(job, rank, epoch) for index in batch]
+
+
+@pytest.mark.gpu
+def test_data_in_memory(recipe, trained):
+    """The batches are those of step 5, also after a resume inside an epoch."""
+    _, fused = recipe.with_and_without_a_stop(LENGTH)
+    unfused = recipe.at("unfused").ran((", fused=True", ""))
+    assert same_bits(unfused, trained("05", *ONE))
+    assert not same_bits(unfused, fused)
 
 
 @pytest.mark.gpu

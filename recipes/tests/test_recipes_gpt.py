@@ -6,9 +6,11 @@ from functools import cache
 import pytest
 import torch
 from gpt import held, held_out, on_page, small, trained
+from patching import text_of
 from running import same, saved, writes_nothing_again
+from support.jobs import finished
 from support.results import losses, said
-from support.scripts import digest, on_each_rank
+from support.scripts import digest, forked, on_each_rank, write
 
 # All in one process, which shares their fixture.
 pytestmark = [pytest.mark.slow, pytest.mark.gpu, pytest.mark.xdist_group("gpt")]
@@ -97,6 +99,24 @@ def test_fsdp2_gpt_in_bf16(tmp_path):
     job = trained(tmp_path, "fsdp2_gpt", everywhere, (call, profiled), nprocs=2, double=False)
     wanted = [("c10d::_allgather_base_", "c10::BFloat16"), ("c10d::_reduce_scatter_base_", "float")]
     assert f"rank 1: {wanted}" in job.stdout
+
+
+def test_gpt2_size(tmp_path):
+    """A step in two passes is that in one, in float32, and the model learns."""
+    size = {"width": (768, 32), "layers": (12, 1), "heads": (12, 2), "context": (1024, 32)}
+    size |= {"vocabulary": ("50_304", 2000), "batch_size": (512, 16)}
+    changes = [(f"\n{name} = {old}", f"\n{name} = {new}") for name, (old, new) in size.items()]
+    changes += [('rglob("*.py")', 'rglob("abc*.py")'), (", 300)", ", 5)")]
+    changes += [("torch.bfloat16):", "enabled=False):")]
+    changes += [(", dynamic=False)", ', dynamic=False, backend="aot_eager")')]
+    jobs = []
+    for passes in 1, 2:
+        (folder := tmp_path / str(passes)).mkdir()
+        parts = ("passes = 8", f"passes = {passes}")
+        path = write(folder / "gpt2_size.py", text_of("recipes/gpt2_size"), [*changes, parts])
+        jobs.append(finished(forked(path, "2"), folder))
+    assert losses(jobs[0]) == losses(jobs[1])
+    assert float(losses(jobs[0])[1]) < float(losses(jobs[0])[0]) < 8
 
 
 def test_local_sgd(tmp_path):
