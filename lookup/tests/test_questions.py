@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import yaml
 from support.jobs import finished, run
 from support.once import once
@@ -146,7 +147,8 @@ def test_inference_in_the_order_of_the_data_set(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_of_several_gpus_on_one(tmp_path, monkeypatch):
-    code = blocks("How do I load a checkpoint from several GPUs")[0]
+    question = "How do I load a checkpoint from several GPUs"
+    (code,), (convert,) = blocks(question), blocks(question, "bash")
     saved, model = nn.Linear(3, 2), nn.Linear(3, 2)
     monkeypatch.chdir(tmp_path)
     for wrapped in saved, nn.DataParallel(saved):  # whose keys have the prefix of DDP's
@@ -154,6 +156,11 @@ def test_a_checkpoint_of_several_gpus_on_one(tmp_path, monkeypatch):
         nn.init.zeros_(model.weight)
         defined(code, model=model)
         assert torch.equal(model.weight, saved.weight)
+    dcp.save({"model_state_dict": model.state_dict()}, checkpoint_id="FOLDER", no_dist=True)
+    nn.init.zeros_(saved.weight)
+    typed(convert, tmp_path)
+    defined(code, model=saved)
+    assert torch.equal(model.weight, saved.weight)
 
 
 @SLOW
@@ -275,12 +282,13 @@ def test_wandb(tmp_path):
     seconds, each = blocks("How do I log metrics of each rank")
     (sweep,) = blocks("How do I run a W&B sweep with torchrun")
     (tmp_path / "drawn.yaml").write_text("wandb_version: 1\nlr: {value: 0.005}\n", "utf-8")
-    env = {"WANDB_MODE": "offline", "TORCHELASTIC_RUN_ID": "the group"}
-    env |= {"WANDB_SWEEP_ID": "s", "WANDB_SWEEP_PARAM_PATH": str(tmp_path / "drawn.yaml")}
+    env = {"WANDB_MODE": "offline", "WANDB_SWEEP_ID": "s"}
+    env |= {"WANDB_SWEEP_PARAM_PATH": str(tmp_path / "drawn.yaml")}
     env |= {f"WANDB_{name}_DIR": str(tmp_path) for name in ("CACHE", "CONFIG", "DATA")}
     head = "import os, socket, torch, wandb\nimport torch.distributed as dist\n" + START
     shown = 'print(f"rank {dist.get_rank()}: {lr}\\n", end="")\nrun and run.finish()\n'
     took = "step_seconds = 1.5 + dist.get_rank()\n"
+    each = each.replace('time.strftime("%Y%m%d-%H%M%S")', '"the group" if run else None')
     parts = [head, sweep, shown, each, took, seconds, "run.finish()\n", END]
     job = on_two_ranks("".join(parts), tmp_path, env)
     assert said(job, 0) == said(job, 1) == ["0.005"]

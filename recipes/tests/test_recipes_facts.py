@@ -15,7 +15,10 @@ from patching import on_screen, text_of
 from support.jobs import run
 from support.scripts import load
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint_sequential
@@ -32,6 +35,34 @@ def test_workers_are_seeded_alike():
         drawn.append(sorted(data))
     assert drawn[0] == drawn[1]
     assert [len(set(numbers)) for numbers in zip(*drawn[0])] == [4, 4, 4, 4]
+
+
+def test_persistent_workers_are_seeded_once():
+    """So a run that resumes in the second epoch draws other numbers than one that does not."""
+
+    def drawn(*epochs):
+        draw = lambda _: torch.rand(()).item()  # noqa: E731
+        data = DataLoader([0], None, num_workers=1, collate_fn=draw, persistent_workers=True)
+        return [(torch.manual_seed(epoch), *data)[1] for epoch in epochs]
+
+    assert drawn(0, 1) == drawn(0, 2)
+    assert drawn(0, 1)[1:] != drawn(1)
+
+
+def test_ddps_buckets_are_copies_of_the_gradients(process_group):
+    """Four bytes per parameter more, unless the gradients are views of them."""
+    places = []
+
+    def hook(state, bucket):
+        places.append(bucket.buffer().untyped_storage().data_ptr())
+        return allreduce_hook(state, bucket)
+
+    for view in True, False:
+        model = nn.Linear(4, 4)
+        ddp = DDP(model, gradient_as_bucket_view=view)
+        ddp.register_comm_hook(None, hook)
+        ddp(torch.ones(1, 4)).sum().backward()
+        assert (model.weight.grad.untyped_storage().data_ptr() == places[-1]) == view
 
 
 ALONE = ["unshare", "--mount", "sh", "-c"]
