@@ -13,7 +13,7 @@ GPT = "exercise/solution.py"
 LIMITS = {"recipes": 40, "pitfalls": 15, GPT: 95}  # how many lines may change
 WIDTH = 95  # of a forge's column
 # What a page says below its command: what that writes, and what to type with fewer GPUs than ranks.
-BELOW = ("With one GPU", "With fewer than four GPUs", "This writes the *broken*")
+BELOW = ("One GPU?", "With one GPU", "Fewer than four GPUs?", "This writes the *broken*")
 BREAKS = "\n\nThe patch that breaks it:"
 ROW = r"\]\((\w+)\.md\)"  # in a table of the README.md of a kind
 PARTS = {  # of a page, in their order: what stands behind each
