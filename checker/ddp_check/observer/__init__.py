@@ -1,7 +1,7 @@
 """Reports what a training script does, one event per line, without changing its results.
 
 Each process writes to its own file in the folder of the events, named after its process ID.
-Importing this package starts the observation. Its modules:
+Importing `start` begins the observation.
 
 base        the state of the observers; `report`, `ask`, `harmless`
 patches     what is replaced in PyTorch, and what a report lacks without it; `patch`
@@ -15,65 +15,3 @@ steps       steps of optimizers, schedulers and GradScalers
 files       what is printed, written and loaded
 translate   calls for GPUs, which become calls for the CPU
 """
-
-import atexit
-import multiprocessing.util
-import os
-import signal
-import sys
-import time
-from pathlib import Path
-
-import torch.distributed as dist
-
-from ddp_check.events import Exit, SigtermHandler, Start, Unpatched
-from ddp_check.observer import data, files, losses, steps  # noqa: F401  # each observes a subject
-from ddp_check.observer.base import TASK, harmless, is_first, report, script_line, state
-from ddp_check.observer.models import describe_models
-from ddp_check.observer.patches import missing, replace
-
-
-def count_gloo_threads():
-    try:
-        names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-    except OSError:  # one has just ended
-        return count_gloo_threads()
-    return sum("gloo" in name for name in names)
-
-
-@atexit.register  # before the script can register anything, so it is called last
-def end():
-    if state.pid != os.getpid() or not is_first("end"):
-        return
-    group_open = dist.is_initialized()
-    with harmless:
-        describe_models()
-    threads = 0
-    for _ in range(0 if group_open else 20):
-        threads = count_gloo_threads()
-        if not threads:
-            break
-        time.sleep(0.1)  # Linux lists a thread for a moment after it has ended
-    nn_imported = "torch.distributed.nn" in sys.modules
-    report(Exit, group_open=group_open, gloo_threads=threads, nn_imported=nn_imported)
-
-
-def end_as_a_copy(_):
-    """Let a forked multiprocessing.Process call `end`: it runs such finalizers, but not atexit."""
-    if state.pid != os.getpid():
-        multiprocessing.util.Finalize(None, end, exitpriority=-1000)
-
-
-def set_handler(original, number, handler):
-    if number == signal.SIGTERM and callable(handler) and script_line():
-        report(SigtermHandler)
-    return original(number, handler)
-
-
-replace(signal, "signal", set_handler)
-multiprocessing.util.register_after_fork(state, end_as_a_copy)
-if TASK.translate:
-    from ddp_check.observer import translate  # noqa: F401
-report(Start, rank=state.rank)
-for entry in missing:
-    report(Unpatched, name=entry.name, lacks=entry.lacks)

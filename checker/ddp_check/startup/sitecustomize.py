@@ -18,4 +18,4 @@ def load(name):
 
 if "DDP_CHECK" in os.environ and "resource_tracker" not in str(sys.orig_argv):
     # In a process that was forked by one that has imported torch, the observation starts at once.
-    load("ddp_check.imports").after_import("torch", lambda: load("ddp_check.observer"))
+    load("ddp_check.imports").after_import("torch", lambda: load("ddp_check.observer.start"))

@@ -1,0 +1,177 @@
+"""What the observer asks of PyTorch and of the script, and that it never breaks a script."""
+
+import importlib.util
+import json
+import sys
+
+import pytest
+from checking import BASE, before, judged, passed, told
+from ddp_check import events
+from ddp_check.imports import AfterImport
+from ddp_check.observer.patches import OLDEST, PATCHES, USED, resolve
+from support.scripts import ROOT, write
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+
+@pytest.mark.parametrize("entry", [*PATCHES, *USED], ids=lambda entry: entry.name)
+def test_this_pytorch_has_what_is_patched(entry):
+    """If one fails with a new PyTorch, find out what replaces the function: see `entry.lacks`."""
+    resolve(entry.name)
+
+
+def test_the_oldest_pytorch_is_the_one_that_is_promised():
+    project = (ROOT / "checker" / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'"torch>={OLDEST}"' in project
+
+
+def test_events_are_read_as_they_were_written():
+    written = events.Batch(
+        time=1.5, where="a.py:3", number=1, indices=[3], base=None, samples=[7], labels=[7], width=2
+    )
+    assert events.read(str(written)) == written
+    assert json.loads(str(written))["kind"] == "Batch"
+
+
+def test_a_lookup_is_no_import(tmp_path, monkeypatch):
+    """As `find_spec("torch")` before `import torch`, which Accelerate's examples do."""
+    (tmp_path / "plum.py").write_text("colour = 'blue'\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    calls = []
+    finder = AfterImport("plum", lambda: calls.append(sys.modules["plum"].colour))
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    for _ in range(2):
+        assert importlib.util.find_spec("plum").name == "plum"
+    assert calls == []
+    import plum  # noqa: F401
+
+    assert calls == ["blue"]
+    assert finder not in sys.meta_path
+
+
+HOSTILE = '''
+class Hostile:
+    """Raises when it is asked for anything, lies about its length, and equals nothing."""
+
+    def __getattribute__(self, name):
+        if name.startswith("__"):
+            return object.__getattribute__(self, name)
+        raise RuntimeError(f"do not ask for {name}")
+
+    def __len__(self):
+        return 1 << 40
+
+    def __eq__(self, other):
+        return torch.tensor([True, False])
+
+    def __hash__(self):
+        raise RuntimeError("do not hash")
+
+    def __bool__(self):
+        raise RuntimeError("do not ask for the truth")
+
+    def __repr__(self):
+        raise RuntimeError("do not print")
+
+
+class Pathless:
+    """A file that does not tell its name."""
+
+    name = property(lambda self: 1 / 0)
+
+    def write(self, content):
+        return len(content)
+
+    def flush(self):
+        pass
+
+
+class Endless(Hostile):
+    """Every attribute is another such object; `del` and loops never come to an end."""
+
+    def __getattribute__(self, name):
+        return object.__getattribute__(self, name) if name.startswith("__") else Endless()
+
+    def __iter__(self):
+        raise RuntimeError("do not iterate")
+
+
+class Batches(Hostile):
+    def __len__(self):
+        return 6
+
+    def __iter__(self):
+        rank, epoch = dist.get_rank(), int(os.environ["EPOCH"])
+        order = torch.randperm(96, generator=torch.Generator().manual_seed(epoch)).tolist()
+        yield from torch.tensor(order).view(12, 8)[rank::2].tolist()
+
+'''
+SURROUNDED = [
+    before("\nclass Points", HOSTILE),
+    (
+        "self.x, self.y = x,",
+        "self.hostile, self.endless, self.x, self.y = Hostile(), Endless(), x,",
+    ),
+    (
+        "    loader = DataLoader(data, 8, sampler=sampler)\n",
+        """
+    def collate(rows):
+        return [*torch_data.default_collate(rows), Hostile(), Endless()]
+
+    loader = DataLoader(data, batch_sampler=Batches(), collate_fn=collate)
+""",
+    ),
+    ("        sampler.set_epoch(epoch)\n", '        os.environ["EPOCH"] = str(epoch)\n'),
+    ("for inputs, targets in loader", "for inputs, targets, hostile, endless in loader"),
+    ("cross_entropy(model(inputs), targets)", "cross_entropy(model(inputs, hostile), targets)"),
+    ("    net = nn.Sequential(", "    net = Calm("),
+    before(
+        "\ndef main",
+        """
+class Calm(nn.Sequential):
+    def forward(self, inputs, _=None):
+        return super().forward(inputs)
+
+""",
+    ),
+    before("            torch.save(", '            torch.save({"a": {}}, Pathless())\n'),
+]
+
+
+@pytest.mark.slow
+def test_nothing_that_a_script_holds_can_break_it(tmp_path, fork_ranks):
+    """Nor does an object that fails cost the report what is known of the others."""
+    run, verdicts = judged(write(tmp_path / "train.py", BASE, SURROUNDED))
+    assert run.returncode == 0, run.output
+    assert run.all(events.Trouble) == []
+    assert told(verdicts) == {}
+    assert passed(verdicts) >= {"ranks_share_data", "order_changes", "gradients_are_averaged"}
+
+
+IMAGES = [
+    before("\nclass Points", "\nfrom PIL import Image\n"),
+    (
+        "        self.x, self.y = x, x.argmax(dim=1)\n",
+        """        self.x, self.y = x, x.argmax(dim=1)
+        self.images = [Image.new("L", (2, 2), int(index)) for index in self.y]
+""",
+    ),
+    ("return self.x[index],", "return self.x[index] + self.images[index].getpixel((0, 0)),"),
+]
+
+
+@pytest.mark.slow
+def test_images_in_memory(tmp_path, fork_ranks):
+    pytest.importorskip("PIL", reason="Pillow is not installed")
+    _, verdicts = judged(write(tmp_path / "train.py", BASE, IMAGES))
+    assert told(verdicts) == {}
+
+
+@pytest.mark.slow
+def test_a_script_that_looks_for_pytorch_before_it_imports_it(tmp_path):
+    look = 'import importlib.util\n\nassert importlib.util.find_spec("torch")\n'
+    _, verdicts = judged(
+        write(tmp_path / "train.py", BASE, [before("import torch\nimport torch.d", look)])
+    )
+    assert told(verdicts) == {}
+    assert "gradients_are_averaged" in passed(verdicts)
