@@ -8,7 +8,16 @@ from torch.optim import lr_scheduler
 from torch.optim import optimizer as optimizers
 
 from ddp_check import events
-from ddp_check.observer.base import TASK, SinceStep, ask, harmless, report, save_for_checker, state
+from ddp_check.observer.base import (
+    TASK,
+    SinceStep,
+    ask,
+    harmless,
+    is_called_by,
+    report,
+    save_for_checker,
+    state,
+)
 from ddp_check.observer.group import forget_lengths
 from ddp_check.observer.models import buffer_checksums, buffers_at_start, known_buffers, of_model
 from ddp_check.observer.patches import CLIP, SCALER, patch
@@ -26,8 +35,8 @@ PROJECTED = 1 << 16  # elements of a parameter that enter a projection
 @optimizers.register_optimizer_step_pre_hook
 def enter_step(optimizer, args, kwargs):
     state.in_step += 1
-    if state.in_step > 1:
-        return
+    if state.in_step > 1 or is_called_by("_init_optim_state"):
+        return  # the latter makes the state that a sharded checkpoint is loaded into
     state.steps += 1
     with harmless:
         forget_lengths()
