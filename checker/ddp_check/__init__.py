@@ -1,1 +1,3 @@
-"""Checks a distributed training script by running it under observation on this machine's CPUs."""
+"""Checks a distributed PyTorch training script by running it under observation."""
+
+__version__ = "2.0"

@@ -8,54 +8,82 @@ exit code: 0: nothing is wrong; 1: something is; 2: the script could not be run 
 """
 
 import argparse
+import os
 import shlex
 import signal
 import sys
 from pathlib import Path
 
 try:
-    from ddp_check.drills import DRILLS
-    from ddp_check.plan import LAUNCHERS, module_path
-    from ddp_check.report import annotations, exit_code, json_of, perform, planned, text_of
+    from ddp_check import __version__
+    from ddp_check.drills import DRILLS, perform
+    from ddp_check.plan import LAUNCHERS, module_path, planned
+    from ddp_check.report import annotations, exit_code, json_of, list_of_rules, text_of
     from ddp_check.rules import judge
 except ModuleNotFoundError as error:
     print(f"ddp-check: {error.name} is missing here: pip install {error.name}", file=sys.stderr)
     sys.exit(2)
 USAGE = """ddp-check [options] script [arguments]    (--help shows the options)
        ddp-check --drill kill train.py --epochs 2"""
+SHOWN = ("drill", "all", "output", "format")  # options that are not about how the script is run
 
 
-def parse_args():
-    options = argparse.ArgumentParser(
+class ListRules(argparse.Action):
+    """Prints the rules and ends, as --help and --version do."""
+
+    def __call__(self, parser, *_):
+        print(list_of_rules())
+        parser.exit()
+
+
+def option_parser():
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
         prog="ddp-check",
         usage=USAGE,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = options.add_argument
+    add = parser.add_argument
     add("--nproc", type=int, default=2, help="number of processes (2)")
     add("--timeout", type=float, default=300, help="seconds for each run (300)")
     add("--launcher", choices=LAUNCHERS, help="how to start the script (chosen by its text)")
     add("--translate", choices=["auto", "yes", "no"], default="auto", help="GPU calls (auto)")
-    add("--env", metavar="NAME=VALUE", action="append", default=[])
+    add("--env", metavar="NAME=VALUE", action="append", default=[], help="for the script")
     add("--drill", action="append", choices=DRILLS, default=[], help="also run this (repeatable)")
     add("--restart-args", metavar="'…'", type=shlex.split, help="follow the others on a restart")
     add("--all", action="store_true", help="also say why something was not seen")
     add("--output", action="store_true", help="then show all that the script printed")
     add("--format", choices=["text", "json", "github"], default="text", help="(text)")
+    add("--json", dest="format", action="store_const", const="json", help="as --format json")
+    add(
+        "--rules",
+        action=ListRules,
+        nargs=0,
+        default=argparse.SUPPRESS,
+        help="print what is looked at, a line each",
+    )
+    add("--version", action="version", version=f"ddp-check {__version__}")
     add("-m", dest="module", action="store_true", help="the script is a module, as for python -m")
     add("script")
     add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
-    words = sys.argv[1:]
+    return parser
+
+
+def parse_args():
+    """Return the options, with the variables of --env as a dictionary."""
+    parser, words = option_parser(), sys.argv[1:]
     if "--restart-args" in words[:-1]:  # its value begins with a hyphen: argparse wants them joined
         at = words.index("--restart-args")
         words[at : at + 2] = ["=".join(words[at : at + 2])]
-    args = options.parse_args(words)
+    args = parser.parse_args(words)
     path = module_path(args.script) if args.module else Path(args.script)
-    bad = [f"{one} is not NAME=VALUE" for one in args.env if "=" not in one]
-    if bad or not path.is_file():
-        options.error(next(iter(bad), f"there is no {path}"))
-    args.env = dict(one.split("=", 1) for one in args.env)
+    for pair in args.env:
+        if "=" not in pair:
+            parser.error(f"{pair} is not NAME=VALUE")
+    if not path.is_file():
+        parser.error(f"there is no {path}")
+    args.env = dict(pair.split("=", 1) for pair in args.env)
     return args
 
 
@@ -63,18 +91,28 @@ def main():
     args = parse_args()
     for number in (signal.SIGINT, signal.SIGPIPE):  # as in `ddp-check train.py | head`
         signal.signal(number, signal.SIG_DFL)  # end at once, silently: the keeper cleans up
-    shown = ("drill", "all", "output", "format")
-    with planned(**{name: of for name, of in vars(args).items() if name not in shown}) as plan:
+    how = {name: value for name, value in vars(args).items() if name not in SHOWN}
+    with planned(**how) as plan:
         print(f"ddp_check: {plan.nproc} processes, {plan.launcher}", *args.drill, file=sys.stderr)
-        verdicts = judge(plan.undisturbed) + [one for of in args.drill for one in perform(of, plan)]
-        as_json = args.format == "json"
-        print(json_of(plan, verdicts) if as_json else text_of(plan, verdicts, args.all))
-        if args.format == "github":
-            print(annotations(plan, verdicts))
-        if args.output:
-            text = f"\nThe script printed:\n{plan.undisturbed.output}"
-            print(text, file=sys.stderr if as_json else sys.stdout)
+        verdicts = judge(plan.undisturbed)
+        for name in args.drill:
+            verdicts += perform(name, plan)
+        show(plan, verdicts, args)
     sys.exit(exit_code(plan, verdicts))
+
+
+def show(plan, verdicts, args):
+    """Print the report, in the format that was asked for."""
+    if args.format == "json":
+        print(json_of(plan, verdicts))
+    else:
+        coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        print(text_of(plan, verdicts, args.drill, args.all, coloured))
+    if args.format == "github":
+        print(annotations(plan, verdicts))
+    if args.output:
+        text = f"\nThe script printed:\n{plan.undisturbed.output}"
+        print(text, file=sys.stderr if args.format == "json" else sys.stdout)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from ddp_check import events
-from ddp_check.keeper import signalled
+from ddp_check.keeper import kept_folder, signalled
 from ddp_check.protocol import HERE, STACKS, VARIABLE, Task
 from ddp_check.run import Run
 
@@ -26,13 +27,13 @@ ASKS = r"""(?:environ(?:\.get)?|getenv)[\[(]["']((?:LOCAL_)?RANK)["'][\],)]"""
 OPTION = r"""["'](--local[-_]rank)["']"""  # torch.distributed.launch passes that with a hyphen
 USES_GPUS = r"nccl|cuda|device_ids|torch\.accelerator|\.to\(\w*rank\)"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=NPROC"]
-IN_BASH = ["--no-python", "bash", "-c"]
+# What bash does in each process before it becomes that of the script:
 AS_TASK = """export MASTER_ADDR=localhost SLURM_PROCID=$RANK SLURM_LOCALID=$LOCAL_RANK
-unset RANK LOCAL_RANK ${!TORCHELASTIC_*}
-exec "$@" """
+unset RANK LOCAL_RANK ${!TORCHELASTIC_*}"""
+OTHERS_IN = "[ $RANK = 0 ] || cd {}"
 LAUNCHERS = {  # what precedes the script on the command line
     "python": [sys.executable],  # the script starts its own processes
-    "srun": [*TORCHRUN, *IN_BASH, AS_TASK, "bash", sys.executable],
+    "srun": TORCHRUN,
     "torchrun": TORCHRUN,
 }
 SLURM = {  # value: variables that srun sets to it on one node; their names begin with SLURM_
@@ -88,53 +89,85 @@ class Plan:
     def __post_init__(self):
         self.path = module_path(self.script) if self.module else Path(self.script)
         self.text = self.path.read_text(encoding="utf-8", errors="replace")
-        needs_torchrun = set(re.findall(ASKS, self.text)) - set(re.findall(SETS, self.text))
-        by_srun = "SLURM_PROCID" in self.text and not needs_torchrun
-        found = "python" if re.search(STARTS, self.text) else "srun" if by_srun else "torchrun"
-        self.launcher = self.launcher or found
-        lines = enumerate(self.text.splitlines(), 1)
-        found = ((option, at) for at, line in lines for option in re.findall(OPTION, line))
-        self.may_need, self.option_line = min(found, default=("", 0))
-        self.option = ""  # it is passed only if the script does not do without it
+        self.launcher = self.launcher or launcher_of(self.text)
+        # An option for the local rank is passed only if the script does not do without it.
+        self.possible_option, self.option_line = option_for_rank(self.text)
+        self.option = ""
         self.translated = self.translate == "yes"
         self.lacking = ""  # how the run without translated calls ended
+
+    @property
+    def words_of_restart(self):
+        """The arguments of the script when it is started again."""
+        return [*self.arguments, *(self.restart_args or [])]
 
     @cached_property
     def undisturbed(self):
         """An uninterrupted run, with GPU calls translated if the script fails without GPUs."""
         run = self.run("undisturbed")
-        early = run.returncode is not None and not run.all(events.Step)
-        idle = early and re.search(USES_GPUS, self.text)
-        if self.translate == "auto" and (run.lacks_gpus or idle):
-            before, self.translated = run, True
-            self.lacking = run.ending if run.returncode else "no training"
-            run = self.run("translated")
-            if run.returncode and run.ending == before.ending and not before.lacks_gpus:
-                run, self.translated, self.lacking = before, False, ""  # it is not about GPUs
-        early = run.returncode != 0 and not run.all(events.Step)
-        same_gpu = len({event.index for event in run.all(events.Gpu)}) == 1 < self.nproc
-        if self.may_need and self.launcher == "torchrun" and (early or same_gpu):
-            self.option = self.may_need
-            other = self.run("with_option")
-            if other.returncode == 0 or len(other.all(object)) > len(run.all(object)):
-                return other
-            self.option = ""
+        if self.translate == "auto" and self.may_want_gpus(run):
+            run = self.run_translated(run)
+        if self.possible_option and self.launcher == "torchrun":
+            run = self.run_with_option(run)
         return run
 
-    def run(self, place, nproc=None, during=None, arguments=None, **options):
-        """Run the script in a folder of this name, call `during` meanwhile, and return a Run."""
-        cwd, nproc = Path(self.folder, place).resolve(), nproc or self.nproc
+    def may_want_gpus(self, run):
+        """Return whether a run did not train, perhaps because there are no GPUs."""
+        if any(re.fullmatch(r"(.*=)?cpu", str(word)) for word in self.arguments):
+            return False
+        early = run.returncode is not None and not run.all(events.Step)
+        return run.lacks_gpus or bool(early and re.search(USES_GPUS, self.text))
+
+    def run_translated(self, before):
+        """Run the script with its GPU calls translated; return the run that counts."""
+        self.translated = True
+        self.lacking = before.ending if before.returncode else "no training"
+        run = self.run("translated")
+        if run.returncode and run.ending == before.ending and not before.lacks_gpus:
+            self.translated, self.lacking = False, ""  # it is not about GPUs
+            return before
+        return run
+
+    def run_with_option(self, before):
+        """Run the script with an option for its local rank; return the run that counts."""
+        failed = before.returncode != 0 and not before.all(events.Step)
+        shares_gpu = gpus_of(before) == 1 < self.nproc
+        if not failed and not shares_gpu:
+            return before
+        self.option = self.possible_option
+        run = self.run("with_option")
+        if failed and (run.returncode == 0 or len(run.all(object)) > len(before.all(object))):
+            return run
+        if shares_gpu and gpus_of(run) > 1:
+            return run
+        self.option = ""
+        return before
+
+    def folder_of(self, place):
+        """Return the folder of a name, with the script's files in it."""
+        cwd = Path(self.folder, place).resolve()
         if not cwd.exists():
             mirror(Path.cwd(), cwd)
+        return cwd
+
+    def run(
+        self, place, nproc=None, during=None, arguments=None, others_in="", timeout=None, **options
+    ):
+        """Run the script in a folder of this name, call `during` meanwhile, and return a Run.
+
+        All ranks but the first may run in another folder. The options are those of a `Task`.
+        """
+        cwd, nproc = self.folder_of(place), nproc or self.nproc
+        others = self.folder_of(others_in) if others_in else None
         folder = cwd.with_name(f"{place}.run{len(list(cwd.parent.glob(f'{place}.run*')))}")
         folder.mkdir()
         task = Task(str(folder), f"{cwd}{os.sep}", nproc, translate=self.translated, **options)
-        run = Run(nproc, folder, cwd, self.text, small_files(cwd))
+        run = Run(nproc, folder, cwd, str(self.path), self.text, small_files(cwd))
         run.translate, run.begun = self.translated, time.monotonic()
         run.option, run.option_where = self.option, f"{self.path}:{self.option_line}"
         with open(folder / "output", "wb") as output:
             process = subprocess.Popen(
-                [*self.command(nproc, cwd), *map(str, arguments or self.arguments)],
+                [*self.command(nproc, cwd, others), *map(str, arguments or self.arguments)],
                 cwd=cwd,
                 env=environment(task, self.env, self.launcher),
                 stdin=subprocess.DEVNULL,
@@ -142,7 +175,7 @@ class Plan:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            end = run.begun + self.timeout
+            end = run.begun + (timeout or self.timeout)
             try:
                 if during:
                     during(process, folder, end)
@@ -154,21 +187,59 @@ class Plan:
         run.seconds = time.monotonic() - run.begun
         run.output = (folder / "output").read_text(encoding="utf-8", errors="replace")
         run.events_by_rank = {rank: found for rank, (_, found) in reports(folder).items()}
-        words = re.findall(r"[\w.-]+", run.ending) if run.returncode else []
-        missed = {word for word in words if word.endswith(CHECKPOINT)}
-        run.left_out = [name for name in missed if any(Path.cwd().rglob(name))]
+        run.left_out = left_out(run)
         return run
 
-    def command(self, nproc, cwd):
+    def command(self, nproc, cwd, others=None):
         """Return the words that start the script: its copy in this folder, if there is one."""
         words = [word.replace("NPROC", str(nproc)) for word in LAUNCHERS[self.launcher]]
-        if self.option:
-            pass_on = f'exec "$@" {self.option}="$LOCAL_RANK"'
-            words += [*IN_BASH, pass_on, "bash", sys.executable]
+        before = [OTHERS_IN.format(shlex.quote(str(others)))] if others else []
+        before += [AS_TASK] if self.launcher == "srun" else []
+        if before or self.option:
+            option = f' {self.option}="$LOCAL_RANK"' if self.option else ""
+            lines = "\n".join([*before, f'exec "$@"{option}'])
+            words += ["--no-python", "bash", "-c", lines, "bash", sys.executable]
         if self.module:
             return [*words, "-m", self.script]
         path, here = self.path.resolve(), Path.cwd()
         return [*words, str(cwd / path.relative_to(here) if path.is_relative_to(here) else path)]
+
+
+@contextlib.contextmanager
+def planned(script, arguments=(), nproc=2, timeout=300, launcher=None, **options):
+    """Yield a plan with a temporary folder, which is removed at the end."""
+    with kept_folder() as folder:
+        yield Plan(script, arguments, nproc, timeout, launcher, folder, **options)
+
+
+def launcher_of(text):
+    """Return which launcher a script is written for."""
+    if re.search(STARTS, text):
+        return "python"
+    needs_torchrun = set(re.findall(ASKS, text)) - set(re.findall(SETS, text))
+    return "srun" if "SLURM_PROCID" in text and not needs_torchrun else "torchrun"
+
+
+def option_for_rank(text):
+    """Return the option by which a script can be told its local rank, and its line, or ("", 0)."""
+    options = [
+        (option, number)
+        for number, line in enumerate(text.splitlines(), 1)
+        for option in re.findall(OPTION, line)
+    ]
+    return min(options, default=("", 0))
+
+
+def gpus_of(run):
+    """Return how many GPUs a run has named."""
+    return len({event.index for event in run.all(events.Gpu)})
+
+
+def left_out(run):
+    """Return the names of checkpoints that a failed script has missed in its folder."""
+    words = re.findall(r"[\w.-]+", run.ending) if run.returncode else []
+    missed = {word for word in words if word.endswith(CHECKPOINT)}
+    return [name for name in missed if any(Path.cwd().rglob(name))]
 
 
 def module_path(name):
@@ -198,16 +269,16 @@ def environment(task, variables, launcher):
 
 def reports(folder):
     """Return the process ID and the events of each rank: {rank: (pid, events)}."""
-    found = {}
+    processes = {}  # rank -> [(what comes first, pid, events)]
     for path in folder.glob("*.jsonl"):
         whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")  # a line may be incomplete
         lines = [events.read(line) for line in whole.splitlines()]
-        joined = next((event for event in lines if isinstance(event, events.Join)), None)
-        rank = getattr(joined or next(iter(lines), None), "rank", None)
+        join = next((event for event in lines if isinstance(event, events.Join)), None)
+        rank = getattr(join or next(iter(lines), None), "rank", None)
         if rank is not None:
-            order = not joined, lines[0].time  # the first that joined with it, else that started
-            found.setdefault(int(rank), []).append((order, int(path.stem), lines))
-    return {rank: min(of)[1:] for rank, of in sorted(found.items())}
+            order = not join, lines[0].time  # the first that joined with it, else that started
+            processes.setdefault(int(rank), []).append((order, int(path.stem), lines))
+    return {rank: min(of_rank)[1:] for rank, of_rank in sorted(processes.items())}
 
 
 def look(folder):
@@ -228,7 +299,8 @@ def cpu_time(pid):
     """Return the seconds that a process and its descendants have computed, 0 if it has ended."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
-        return sum(sum(of.cpu_times()[:2]) for of in (process, *process.children(recursive=True)))
+        family = process, *process.children(recursive=True)
+        return sum(sum(member.cpu_times()[:2]) for member in family)
     return 0
 
 

@@ -37,6 +37,7 @@ class Task:
     scale: int = 0  # unless 0: multiply the batch by this, and use double precision
     translate: bool = False  # GPU calls, for the CPU
     start: str = ""  # a folder with weights for the models to start from
+    pause: float = 0.0  # seconds to wait before each step of an optimizer
 
     def __str__(self):
         return json.dumps(asdict(self))

@@ -1,15 +1,15 @@
 """How values of ranks are compared, and told."""
 
 
-def differ(values):
-    """Return the lowest rank and the first rank whose value differs from its own, or None."""
-    (rank, value), *others = values.items()
+def differing_ranks(values_by_rank):
+    """Return the lowest rank and the first whose value differs from its own, or None."""
+    (rank, value), *others = values_by_rank.items()
     return next(((rank, other) for other, theirs in others if theirs != value), None)
 
 
-def lowest(values):
+def of_lowest_rank(values_by_rank):
     """Return the value of the lowest rank, or an empty list if there are no ranks."""
-    return next(iter(values.values()), [])
+    return next(iter(values_by_rank.values()), [])
 
 
 def short(where):

@@ -9,9 +9,11 @@ from itertools import pairwise, takewhile
 from pathlib import Path
 
 from ddp_check import events
+from ddp_check.passes import passes_in
 from ddp_check.protocol import FRAME, own_frame
+from ddp_check.ranks import differing_ranks
 
-LACKS_GPUS = r"(?i)cuda|nccl|nvidia|\bgpu"  # in an error message
+LACKS_GPUS = r"(?i)cuda|nccl|nvidia|\bgpu|accelerator"  # in an error message
 PREFIX = r"(?:\[rank\d+\]: ?)?"  # that PyTorch puts before each line of a traceback
 CHAINED = r"\s+(?:\[rank\d+\]:\s*)*(?:During handling of|The above exception was)"
 ERROR = rf"^{PREFIX}([\w.]*(?:Error|Exception)(?:: .+)?|[\w.-]+: error: .+)$(?!{CHAINED})"
@@ -20,96 +22,22 @@ STATUS = r"Root Cause.*\n(?:.*\n)*?\s+rank\s+: (\d+).*\n\s+exitcode\s+: (-?\d+)"
 
 
 @dataclass
-class Pass:
-    """A pass over the data: which batches it gave, and which steps used them."""
+class Difference:
+    """The first step in which something is not the same on all ranks."""
 
-    begun: events.PassBegun
-    batches: list = field(default_factory=list)
-    steps: list = field(default_factory=list)
-    steps_beside: int = 0  # credited to another pass, which gave a later batch
-    ended: bool = False
-    evaluates: bool = False  # a model was called without gradients
-    after: list = field(default_factory=list)  # events that follow one of its batches
-
-    def __getattr__(self, name):
-        return getattr(self.begun, name)
-
-    @property
-    def is_training(self):
-        """Whether its batches were trained on, perhaps together with those of another pass."""
-        return bool(self.steps) or self.steps_beside > 1
-
-    def seen(self, kind):
-        """Return the events of a kind that follow one of its batches."""
-        return [event for event in self.after if isinstance(event, kind)]
-
-    @property
-    def sizes(self):
-        """How many samples its batches have, as far as is known."""
-        return [len(batch.indices or batch.samples or ()) for batch in self.batches]
-
-    @property
-    def is_whole(self):
-        """Whether it gave all its batches."""
-        return self.ended or len(self.batches) == self.total
-
-    def samples(self, key="indices"):
-        """Return what is known of each of its samples, or None if it is unknown."""
-        found = [getattr(batch, key) for batch in self.batches]
-        return None if None in found else [value for of in found for value in of]
-
-
-def passes_of(found):
-    """Return the passes of one rank, whose events these are."""
-    passes = {}  # by number
-    fed = []  # passes with a batch since the last step
-    given = None  # the pass that gave the last batch
-    for event in found:
-        known = passes.get(getattr(event, "number", None))
-        match event:
-            case events.PassBegun():
-                passes[event.number] = Pass(event)
-            case events.Batch() if known:
-                known.batches.append(event)
-                given = known
-                fed = [one for one in fed if one is not known] + [known]
-            case events.PassEnded() if known:
-                known.ended = True
-            case events.Evaluated() if known:
-                known.evaluates = True
-            case events.Step():
-                credit(event, fed, list(passes.values()))
-                fed = []
-            case _ if given:
-                given.after.append(event)
-    for one in passes.values():
-        looked = len(one.seen(events.Looked))
-        if looked and not (one.ended or one.is_training):  # it may have fetched one more
-            del one.batches[looked:]
-    return list(passes.values())
-
-
-def credit(step, fed, passes):
-    """Credit a step to the pass that gave the last batch, preferably one that goes on."""
-    known = [one for one in passes if one.steps]
-    lines = {one.where for one in known}
-    # Not to one that only evaluates. If none gave a batch since the previous step, it was fetched
-    # ahead.
-    able = [one for one in passes if not (one.ended and one.evaluates) or one.where in lines]
-    fed = [one for one in fed if one in able] or known[-1:]
-    fed = fed or [one for one in passes[-1:] if one in able]
-    fed = [one for one in fed if not one.ended] or fed
-    for one in fed[-1:]:
-        one.steps.append(step)
-    for one in fed[:-1]:
-        one.steps_beside += 1
+    number: int  # of the step, from 1
+    row: tuple  # the step of each rank
+    name: str  # of what differs
 
 
 @dataclass
 class Run:
+    """A run of the script: its output, and the events that each rank has reported."""
+
     nproc: int
     folder: Path  # of the events
     cwd: Path = Path()
+    script: str = ""  # its path
     text: str = ""  # of the script
     others: dict = field(default_factory=dict)  # name of a small file beside it -> its text
     translate: bool = False  # its calls for GPUs were translated for the CPU
@@ -140,12 +68,14 @@ class Run:
     @cached_property
     def passes_by_rank(self):
         """The passes of each rank over its data: {rank: [pass]}."""
-        return {rank: passes_of(found) for rank, found in self.events_by_rank.items()}
+        return {rank: passes_in(found) for rank, found in self.events_by_rank.items()}
 
     @property
     def epochs(self):
         """The pass of each rank for each training epoch: [{rank: pass}]."""
-        columns = [[one for one in of if one.steps] for of in self.passes_by_rank.values()]
+        columns = [
+            [entry for entry in passes if entry.steps] for passes in self.passes_by_rank.values()
+        ]
         return [dict(zip(self.events_by_rank, row)) for row in zip(*columns)]
 
     @property
@@ -155,6 +85,7 @@ class Run:
 
     @property
     def is_sharded(self):
+        """Whether the parameters of a model are sharded over the ranks."""
         return any(step.sharded for step in self.all(events.Step))
 
     @property
@@ -170,32 +101,48 @@ class Run:
         return list(takewhile(lambda row: not any(step.joined for step in row), rows))
 
     def first_difference(self, field):
-        """Return the number and row of the first step in which ranks differ, and what differs."""
+        """Return the first step in which a field differs from rank to rank, or None."""
         known = [{} for _ in self.events_by_rank]  # rank by rank, {name or position: value}
         for number, row in enumerate(self.step_rows, 1):
             values = [getattr(step, field) for step in row]
             if None in values:  # a rank may report its weights more often
                 continue
-            for of, value in zip(known, values):
-                of.update(value if isinstance(value, dict) else enumerate(value))
-            for key, value in known[0].items():
-                if any(of.get(key) != value for of in known):
-                    return number, row, key
-        return None, (), ""
+            for of_rank, value in zip(known, values):
+                of_rank.update(value if isinstance(value, dict) else enumerate(value))
+            for name, value in known[0].items():
+                if any(of_rank.get(name) != value for of_rank in known):
+                    return Difference(number, row, name)
+        return None
 
     @property
     def first_infinite(self):
-        """The number and the row of the first step with a number that is not finite."""
-        rows = enumerate(zip(*self.by_rank(events.Step).values()), 1)
-        return next((one for one in rows if any(step.infinite for step in one[1])), (None, ()))
+        """The first step with a number that is not finite, or None."""
+        for number, row in enumerate(zip(*self.by_rank(events.Step).values()), 1):
+            if any(step.infinite for step in row):
+                return Difference(number, row, "")
+        return None
+
+    @cached_property
+    def averages_weights(self):
+        """Whether the ranks take steps of their own, and average their weights now and then."""
+        hooks = [event.name for event in self.all(events.CommHook)]
+        if any("localsgd" in name.lower() for name in hooks):
+            return True
+        first = self.first_difference("gradients")
+        if not first or self.all(events.Wrap) or not self.all(events.Collective):
+            return False
+        later, final = self.step_rows[first.number :], self.final_weights
+        agree = any(all(step.weights == row[0].weights for step in row) for row in later)
+        return agree or (bool(final) and differing_ranks(final) is None)
 
     @property
     def final_weights(self):
         """Checksums of the final weights of each rank's models, or nothing if a rank has none."""
-        found = {
-            rank: [one.weights for one in of] for rank, of in self.by_rank(events.Final).items()
+        weights = {
+            rank: [event.weights for event in ends]
+            for rank, ends in self.by_rank(events.Final).items()
         }
-        return found if all(found.values()) else {}
+        return weights if all(weights.values()) else {}
 
     @property
     def hangs(self):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 from checking import named, passed, plan_of, told
-from ddp_check.report import conclude, perform
+from ddp_check.drills import conclude, perform
 from ddp_check.rules import judge
 from ddp_check.rules.base import PASS
 from support.results import same_bits

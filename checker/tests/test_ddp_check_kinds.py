@@ -11,7 +11,9 @@ from typing import NamedTuple
 import pytest
 from checking import BASE, SPAWNED, after, before, judged, line_of, named, observed, told
 from ddp_check import events
-from ddp_check.report import conclude, exit_code, perform, planned, ranked, text_of
+from ddp_check.drills import conclude, perform
+from ddp_check.plan import planned
+from ddp_check.report import exit_code, ranked, text_of
 from ddp_check.rules import judge
 from ddp_check.rules.base import FRAGILE, NONE, PASS, SLOW, UNSEEN, UNSURE, WRONG
 from support.jobs import free_port
@@ -61,6 +63,7 @@ LATE = [
     ),
 ]
 SAME_SEED = ("manual_seed(rank)", "manual_seed(7)")
+SEEDS_APART = "    torch.manual_seed(rank)\n"
 SAME_ORDER = ("sampler=sampler", "sampler=torch.randperm(96).tolist()")
 NOT_FINITE = [before(DATA, '    x[data.indices[5]] = float("nan")\n')]
 DROPOUT = [("nn.ReLU()", "nn.Dropout(0.1)")]
@@ -376,6 +379,76 @@ CODEBOOK = [
     before("    model = DDP(net)\n", "    net = Centered(net)\n"),
     UNEVALUATED,
 ]
+HOOKED = [  # gradients are reduced as soon as each is there
+    (
+        WRAP,
+        """    model = net
+
+    def reduce(value):
+        value.grad /= size
+        dist.all_reduce(value.grad)
+
+    for value in model.parameters():
+        value.register_post_accumulate_grad_hook(reduce)
+""",
+    ),
+]
+IN_ANOTHER_ORDER = "in [*model.parameters()][:: 1 - 2 * rank]:\n                dist"
+BUCKETS = [
+    (WRAP, "    model = net\n"),
+    after(
+        BACKWARD,
+        """            gradients = [value.grad for value in model.parameters()]
+            for bucket in (gradients[:2], gradients[2:]):
+                flat = torch.cat([one.flatten() for one in bucket])
+                dist.all_reduce(flat)
+                parts = (flat / size).split([one.numel() for one in bucket])
+                for one, part in zip(bucket, parts):
+                    one.copy_(part.view_as(one))
+""",
+    ),
+]
+SAMPLES_OF_ALL = [  # the sum over the ranks is the mean over all samples
+    BY_HAND[0],
+    (BY_HAND[1][0], BY_HAND[1][1].replace("                value.grad /= size\n", "")),
+    (BACKWARD, "            (loss / size).backward()\n"),
+]
+LENGTHS = [  # batches that are padded to a length of their own
+    (
+        LOADER,
+        """    order = torch.randperm(96, generator=torch.Generator().manual_seed(0)).tolist()
+    rows = [order[at : at + 8] for at in range(8 * rank, 96, 8 * size)]
+
+    def padded(rows):
+        x, y = torch_data.default_collate(rows)
+        return x, y, torch.zeros(len(x), 1 + int(y.sum()))
+
+    loader = DataLoader(data, batch_sampler=rows, collate_fn=padded)
+""",
+    ),
+    (LOOP, LOOP.replace("targets in", "targets, _ in")),
+]
+ADDED = [  # each rank counts its own part, and the counts are added up
+    (
+        BASE[BASE.index("    parts = [") : BASE.index("\n\ndef main")],
+        """    model.train()
+    wanted = test.dataset.y[test.indices][dist.get_rank() :: 2]
+    right = (mine == wanted).sum()
+    dist.all_reduce(right)
+    return right.item()
+""",
+    ),
+    ("randn(117, 4)", "randn(116, 4)"),
+    ("(96, 21)", "(96, 20)"),
+    ("net, test)\n", 'net, test)\n        rank or print(f"accuracy {right / 20:.4f}")\n'),
+]
+NOISE = [
+    ("model(inputs), targets", "model(inputs + 0.1 * torch.randn(4)), targets"),
+    after(LOOP, "            next(iter(DataLoader(test, 7)))\n"),
+    UNEVALUATED,
+]
+CONSTANT = [("randn(117, 4)", "ones(117, 4)"), UNEVALUATED]
+RATE = [(SHOW, SHOW + """            print(f"lr {optimizer.param_groups[0]['lr']:.4f}")\n""")]
 
 
 # ---------------------------------------------------------------- kinds
@@ -418,6 +491,15 @@ KINDS = {
     "processes of its own": Kind(SHARED, [SAME_ORDER], right=SPAWNED),
     "split by worker": Kind(
         SHARED, [("2 * worker.id + rank :: 4", "worker.id :: 2"), OWN_ORDER], LOADS, STREAM
+    ),
+    "an order of its own": Kind(
+        SHARED,
+        [("Generator().manual_seed(0)).to", "Generator().manual_seed(rank)).to")],
+        f"each rank takes its part of an order of its own.+{LOADS.replace('targets', 'targets, _')}",
+        LENGTHS,
+    ),
+    "the same noise": Kind(
+        {"random_numbers_differ": UNSURE}, [SAME_SEED], "numbers in the training loop", NOISE
     ),
     "split by rank": Kind(
         SHARED,
@@ -496,6 +578,41 @@ KINDS = {
         r"all_reduce has no gradient.+\(dist.all_reduce\(x",
         BARLOW,
     ),
+    "the loss divided by the number of ranks": Kind(
+        GRADIENTS, [(BACKWARD, "            (loss / size).backward()\n")], r"\(\(loss / size\).back"
+    ),
+    "the loss added up over the ranks": Kind(
+        GRADIENTS,
+        [(BACKWARD, BACKWARD.replace("loss", "torch.distributed.nn.all_reduce(loss)"))],
+        "which adds up the gradients, too: each step takes 2 times",
+    ),
+    "summed by hand, not divided": Kind(
+        GRADIENTS,
+        [("                value.grad /= size\n", "")],
+        r"are the sum over the ranks, 2 times their mean: divide .+\(dist.all_reduce\(value",
+        BY_HAND,
+    ),
+    "summed by hooks, not divided": Kind(
+        GRADIENTS, [("value.grad /= size", "0")], r"are the sum over the ranks", HOOKED
+    ),
+    "without the first broadcast": Kind(
+        WEIGHTS,
+        [after(DATA, SEEDS_APART)],
+        "before step 1, the weights differ .+ broadcast them at the start",
+        BUCKETS,
+    ),
+    "reduced in another order": Kind(
+        {"script_ends": WRONG, "same_collectives": WRONG},
+        [("in model.parameters():\n                dist", IN_ANOTHER_ORDER)],
+        "rank 0 calls all_reduce of 32 elements",
+        BY_HAND,
+    ),
+    "a plateau with a loss of its own": Kind(
+        RATES,
+        [("step(total[0].item())", "step(loss.item())"), ("patience=0", "patience=9")],
+        r"the scheduler's step 1 gets another value on each rank.+\(schedule.step",
+        PLATEAU[1],
+    ),
     "a schedule of one rank": Kind(
         {**RATES, **WEIGHTS},
         [(SCHEDULED, SCHEDULED.replace("sch", "rank or sch"))],
@@ -564,6 +681,12 @@ KINDS = {
         ],
         EVALUATES,
     ),
+    "its own part": Kind(
+        {"result_is_of_all": WRONG},
+        [("    dist.all_reduce(right)\n", "")],
+        r"rank 0 has evaluated 10 of 20 samples.+\(rank or print",
+        ADDED,
+    ),
     "the rest": Kind(SINGLE, [("range(20, 21)", "range(0)")], "it sees 20 of 21 samples", REST),
     # ------------------------------------------------------------ output
     "in turn": Kind(
@@ -588,7 +711,9 @@ KINDS = {
         SHARE,
     ),
     "summed, not divided": Kind(
-        PRINTED_LOSS, [(PRINTED, "{total[0] / 48:.4f}")], r"is the sum over the ranks.+ \(print"
+        {"printed_loss_is_of_all": WRONG},
+        [(PRINTED, "{total[0] / 48:.4f}")],
+        r"is the sum over the ranks.+ \(print",
     ),
     "of rank 0, after a collective": Kind(
         PRINTED_LOSS, [(PRINTED, "{loss.item():.5f}")], r"is the loss of rank 0.+ \(print"
@@ -647,6 +772,32 @@ KINDS = {
         {"script_ends": UNSURE}, [("cuda.init()", "cuda.CUDAGraph()")], "CUDAGraph", GPUS
     ),
 }
+
+
+RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
+    "a validation in the middle of an epoch": (
+        [after(LOOP, "            next(iter(DataLoader(test, 7)))\n"), UNEVALUATED],
+        {"random_numbers_differ": UNSEEN},
+    ),
+    "constant data": (CONSTANT, {"ranks_share_data": PASS}),
+    "a learning rate is printed": ([*RATE, (SUM, ""), (PRINTED, "{0}")], {}),
+    "in buckets": (BUCKETS, {"gradients_are_averaged": PASS}),
+    "hooked": (HOOKED, {"gradients_are_averaged": PASS, "weights_agree": PASS}),
+    "the sum of parts": (SAMPLES_OF_ALL, {"gradients_are_averaged": PASS}),
+    "two losses": (
+        [(TRAIN, TRAIN + "            loss = (loss + model(inputs).square().mean()) / 2\n")],
+        {"gradients_are_averaged": PASS},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right(name, tmp_path):
+    changes, statuses = RIGHT[name]
+    run = observed(write(tmp_path / "train.py", BASE, changes))
+    verdicts = named(judge(run))
+    assert told(verdicts) == {}, (run.output, verdicts)
+    assert {rule: verdicts[rule].status for rule in statuses} == statuses
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -720,8 +871,8 @@ def test_a_port_in_a_file(tmp_path):
 """
     changes = [('    dist.init_process_group("gloo")\n', meet)]
     _, verdicts = judged(write(tmp_path / "train.py", BASE, changes))
-    assert told(verdicts) == {"one_group": FRAGILE}
-    assert verdicts["one_group"].where == "settings.yaml:2"
+    assert told(verdicts) == {"port_is_free": FRAGILE}
+    assert verdicts["port_is_free"].where == "settings.yaml:2"
 
 
 def test_ranks_that_share_a_model_read_the_same(tmp_path):

@@ -4,7 +4,8 @@ import re
 
 import pytest
 from checking import judged, named, plan_of, told
-from ddp_check.report import conclude, perform, planned
+from ddp_check.drills import conclude, perform
+from ddp_check.plan import planned
 from ddp_check.rules import RULES, judge
 from ddp_check.rules.base import FRAGILE, SLOW, UNSURE, WRONG
 from patching import on_screen, page, text_of
@@ -21,12 +22,12 @@ TOLD = {  # pitfall: the rules that tell it, and what they say
         "script_ends": "rank 0 is at .* in all_reduce; rank 1 is at .* in barrier",
         "same_collectives": "rank 0 calls all_reduce .* rank 1 calls barrier",
     },
-    "destroy_missing": {"one_group": "rank 0 did not call destroy_process_group"},
+    "destroy_missing": {"group_is_destroyed": "rank 0 did not call destroy_process_group"},
     "edit_on_one_rank": {"weights_agree": "before step 1, the weights differ from rank to rank"},
     "eval_never_undone": {"training_mode": "step 27 is in evaluation mode"},
     "every_rank_saves": {"one_rank_writes": "ranks 0, 1 write checkpoint.pt.new"},
     "find_unused_without_need": {"unused_search_is_needed": "every parameter is used in each step"},
-    "fixed_port": {"one_group": "the port is always 12355"},
+    "fixed_port": {"port_is_free": "the port is always 12355"},
     "forward_through_module": {
         "weights_agree": "before step 27, the weights differ from rank to rank",
         "gradients_are_averaged": "differ from rank to rank, .* the model is called without",
@@ -39,7 +40,7 @@ TOLD = {  # pitfall: the rules that tell it, and what they say
     "no_sampler": {"ranks_share_data": "each rank trains on the same 12942 samples"},
     "no_set_epoch": {"order_changes": "epochs 1 and 2 have the same order"},
     "optimizer_of_other_parameters": {"weights_agree": "changes 2 parameters that are in no wrap"},
-    "os_exit": {"one_group": "ends with os._exit: no atexit function runs"},
+    "os_exit": {"group_is_destroyed": "ends with os._exit: no atexit function runs"},
     "padded_evaluation": {"each_sample_is_evaluated_once": "360 samples, 359 of them distinct"},
     "prints_on_every_rank": {"one_rank_prints": "ranks 0 and 1 print"},
     "rank_0_evaluates_the_wrapper": {"script_ends": "rank 0 is at .* rank 1 is at .* in barrier"},

@@ -15,7 +15,8 @@ import pytest
 from checking import judged, named, plan_of
 from ddp_check import events
 from ddp_check.__main__ import parse_args
-from ddp_check.report import annotations, exit_code, json_of, planned, text_of
+from ddp_check.plan import planned
+from ddp_check.report import annotations, exit_code, json_of, text_of
 from ddp_check.rules import RULES, judge
 from ddp_check.rules.base import UNSURE, WRONG, Verdict
 from support.jobs import Job, finished, run

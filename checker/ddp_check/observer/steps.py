@@ -1,6 +1,7 @@
 """Observes the steps of optimizers, schedulers and GradScalers."""
 
 import re
+import time
 from collections import Counter
 
 import torch
@@ -38,6 +39,7 @@ def enter_step(optimizer, args, kwargs):
     if state.in_step > 1 or is_called_by("_init_optim_state"):
         return  # the latter makes the state that a sharded checkpoint is loaded into
     state.steps += 1
+    time.sleep(TASK.pause)
     with harmless:
         forget_lengths()
         attribute_to_script()

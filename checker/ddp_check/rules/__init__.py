@@ -1,18 +1,17 @@
-"""The rules that a run is judged by.
+"""The rules that a run is judged by. How to write one stands in rules/base.py.
 
-A rule is a generator of verdicts on a run, of which the first counts; its docstring is its title.
-If it gives none, it passes. To add one, write it in the module about its subject, and give it a
-line in the table.
+To add a rule, write it in the module about its subject, and give it a line in the table: the events
+without which it has nothing to look at. Its report stands where the line stands, causes first.
 """
 
 from dataclasses import replace
 
 from ddp_check import events
 from ddp_check.ranks import counted
-from ddp_check.rules import data, launch, output, training
+from ddp_check.rules import data, evaluation, gradients, launch, output, weights
 from ddp_check.rules.base import BROKEN, Verdict, passed, unseen
 
-SEEN = {  # kind of event: what is counted when a rule passes, and what is said if a run has none
+SUBJECTS = {  # event: what is counted when a rule passes, and what is said if a run has none
     events.Step: ("step", "no optimizer took a step"),
     events.Wrap: ("model", "no model is wrapped in DistributedDataParallel"),
     events.Join: ("process group", "no process joined a process group"),
@@ -25,48 +24,63 @@ SEEN = {  # kind of event: what is counted when a rule passes, and what is said 
     events.Save: ("save", "nothing is saved with torch.save"),
     events.Load: ("load", "an uninterrupted run loads nothing (--drill kill starts it again)"),
 }
-RULES = {  # rule: what it needs to have seen
+RULES = {  # rule: what it needs to look at
     launch.script_ends: [],
     launch.one_group: [],
-    launch.no_thread_left: [events.Join],
-    training.values_are_finite: [events.Step],
-    training.gradients_are_averaged: [events.Step],
-    training.gradients_pass_collectives: [events.Collective, events.Step],
-    training.rates_are_equal: [events.Step],
-    training.clipping_sees_gradients: [events.Clipped],
-    training.weights_agree: [],
-    training.evaluated_models_agree: [events.Evaluated],
+    gradients.values_are_finite: [events.Step],
+    gradients.gradients_are_averaged: [events.Step],
+    gradients.gradients_pass_collectives: [events.Collective, events.Step],
+    gradients.rates_are_equal: [events.Step],
+    gradients.clipping_sees_gradients: [events.Clipped],
+    weights.weights_agree: [],
+    weights.evaluated_models_agree: [events.Evaluated],
     data.ranks_share_data: [events.Step],
     data.order_changes: [events.Step, events.PassBegun],
-    training.training_mode: [events.Step, events.Wrap],
-    training.evaluation_mode: [events.Evaluated, events.PassBegun, events.Wrap],
-    data.random_numbers_differ: [events.PassBegun],
+    weights.training_mode: [events.Step, events.Wrap],
+    weights.evaluation_mode: [events.Evaluated, events.PassBegun, events.Wrap],
+    data.random_numbers_differ: [events.Step],
     launch.own_gpu: [events.Gpu],
     output.one_rank_prints: [events.Print],
     output.one_rank_writes: [],
     output.plain_names: [events.Save],
     output.safe_loads: [events.Load],
-    data.each_sample_is_evaluated_once: [events.PassBegun],
+    evaluation.each_sample_is_evaluated_once: [events.PassBegun],
+    evaluation.result_is_of_all: [events.PassBegun],
     launch.same_collectives: [events.Collective],
-    training.unused_search_is_needed: [events.Step, events.Wrap],
+    launch.port_is_free: [events.Join],
+    launch.group_is_destroyed: [events.Join],
+    weights.unused_search_is_needed: [events.Step, events.Wrap],
     output.printed_loss_is_of_all: [events.Print, events.Step],
-    output.accuracy_is_of_samples: [events.PassBegun, events.Print],
+    evaluation.accuracy_is_of_samples: [events.PassBegun, events.Print],
+    launch.no_thread_left: [events.Join],
 }
 
 
 def judged(rule, run):
     """Return a rule's verdict on a run. If the rule breaks, that must not cost the whole report."""
-    seen = {kind: run.all(kind) for kind in RULES[rule]}
-    missing = [SEEN[kind][1] for kind, found in seen.items() if not found]
     try:
-        verdict = unseen(missing[0]) if missing else next(rule(run), None)
+        verdict = nothing_to_look_at(rule, run) or rule(run) or pass_of(rule, run)
     except Exception as error:
         verdict = Verdict(BROKEN, f"the checker does not understand this run: {error!r}")
-    if verdict is None:
-        (kind, found), *_ = seen.items()
-        number = max(map(len, run.by_rank(kind).values()))
-        verdict = passed(counted(number, SEEN[kind][0]), found[0].where)
     return replace(verdict, rule=rule.__name__, title=rule.__doc__)
+
+
+def nothing_to_look_at(rule, run):
+    """Return the verdict that a run has none of the events that a rule looks at, if so."""
+    for kind in RULES[rule]:
+        if not run.all(kind):
+            reason = SUBJECTS[kind][1]
+            skipped = run.all(events.SkippedStep) if kind is events.Step else ()
+            if skipped:
+                reason += ": the GradScaler skipped each, as the gradients were not finite"
+            return unseen(reason)
+
+
+def pass_of(rule, run):
+    """Return the verdict of a rule that found no fault in what it looked at."""
+    kind = RULES[rule][0]
+    number = max(map(len, run.by_rank(kind).values()))
+    return passed(counted(number, SUBJECTS[kind][0]), run.all(kind)[0].where)
 
 
 def judge(run):

@@ -1,11 +1,11 @@
-"""Rules about the samples that the ranks train on and evaluate."""
+"""Rules about the samples that the ranks train on."""
 
 from collections import Counter
 from dataclasses import replace
 from itertools import chain, pairwise
 
 from ddp_check import events
-from ddp_check.ranks import counted, differ, lowest
+from ddp_check.ranks import counted, differing_ranks, of_lowest_rank
 from ddp_check.rules.base import not_applicable, passed, unseen, unsure, wrong
 
 
@@ -13,249 +13,222 @@ def ranks_share_data(run):
     """the ranks share out the data"""
     rows = [row for row in run.step_rows if len(row) > 1 and any(step.inputs for step in row)]
     if run.is_sharded and (not rows or any(step.sharded > 1 for step in run.all(events.Step))):
-        yield not_applicable("ranks that share a model have to have the same batches")
-    if rows and all(step.inputs == row[0].inputs for row in rows for step in row):
+        return not_applicable("ranks that share a model have to have the same batches")
+    same_inputs = rows and all(step.inputs == row[0].inputs for row in rows for step in row)
+    if same_inputs and not indices_are_shared_out(run.epochs):  # else the data is constant
         text = "in each step, all ranks train on the same batch"
-        yield wrong(text, rows[0][0].where, "no_sampler")
-    found = run.epochs
-    for number, epoch in enumerate(found, 1):
-        for verdict in shared(epoch):
+        return wrong(text, rows[0][0].where, "no_sampler")
+    for number, epoch in enumerate(run.epochs, 1):
+        if verdict := shared(epoch):
             text = f"epoch {number}: {verdict.text}"
-            yield replace(verdict, text=text, where=lowest(epoch).where)
-    if not (rows or found):
-        yield unseen("no DataLoader was used to train, nor a wrapped model")
+            return replace(verdict, text=text, where=of_lowest_rank(epoch).where)
+    if not (rows or run.epochs):
+        return unseen("no DataLoader was used to train, nor a wrapped model")
 
 
-def seen_twice(parts):
-    """Return how many samples are seen again: by another rank, or by the same in a list."""
+def indices_are_shared_out(epochs):
+    """Return whether all ranks ask for other indices of one data set in each epoch."""
+    for epoch in epochs:
+        indices = [entry.samples("base") for entry in epoch.values()]
+        if None in indices or any(entry.iterable for entry in epoch.values()):
+            return False
+        if repeated(map(set, indices)) > padding(epoch):
+            return False
+        if differing_ranks({rank: entry.part for rank, entry in epoch.items()}):
+            return False
+    return bool(epochs)
+
+
+def repeated(parts):
+    """Return how many samples come again: on another rank, or on the same if it is a list."""
     counts = Counter(chain(*parts))
     return counts.total() - len(counts)
 
 
+def padding(epoch):
+    """Return how many samples may come twice, so that all ranks have equally many."""
+    entry, ranks = of_lowest_rank(epoch), len(epoch)
+    return (ranks if entry.distributed else ranks * max(entry.sizes, default=1)) - 1
+
+
 def shared(epoch):
-    """Yield the verdict if several ranks train on the same samples in an epoch."""
-    one, ranks = lowest(epoch), len(epoch)
-    found = {rank: of.samples("samples" if one.iterable else "base") for rank, of in epoch.items()}
-    if None in found.values():
-        yield unseen("the samples have no index")
-    if not one.iterable and any(seen_twice([of]) for of in found.values()):
-        yield unseen("a rank draws samples with replacement")
-    if not one.iterable:
-        yield from sets_differ(epoch)
-    seen = {rank: set(of) for rank, of in found.items()}
-    padding = (ranks if one.distributed else ranks * max(one.sizes, default=1)) - 1
-    most = sum(map(len, found.values())) / 4 if one.iterable else padding
-    if (twice := seen_twice(seen.values())) <= most:
-        return
-    if not one.iterable and dealt_by_data_set(epoch):
-        yield passed("the ranks ask for the same indices, and get other samples")
-    if differ(seen) is None:
-        text = f"each rank trains on the same {counted(len(lowest(seen)), 'sample')}"
-        yield wrong(text, "", "no_sampler")
-    text = f"{twice} samples are seen by several ranks"
-    if differ({rank: of.part for rank, of in epoch.items()}):
+    """Return the verdict if several ranks train on the same samples in an epoch."""
+    entry = of_lowest_rank(epoch)
+    known = "samples" if entry.iterable else "base"
+    samples = {rank: entry.samples(known) for rank, entry in epoch.items()}
+    if None in samples.values():
+        return unseen("the samples have no index")
+    if not entry.iterable and any(repeated([of_rank]) for of_rank in samples.values()):
+        return unseen("a rank draws samples with replacement")
+    if not entry.iterable and (verdict := sets_differ(epoch)):
+        return verdict
+    distinct = {rank: set(of_rank) for rank, of_rank in samples.items()}
+    again = repeated(distinct.values())
+    allowed = sum(map(len, samples.values())) / 4 if entry.iterable else padding(epoch)
+    if again <= allowed:
+        return None
+    if not entry.iterable and dealt_by_data_set(epoch):
+        return passed("the ranks ask for the same indices, and get other samples")
+    if differing_ranks(distinct) is None:
+        text = f"each rank trains on the same {counted(len(of_lowest_rank(distinct)), 'sample')}"
+        return wrong(text, "", "no_sampler")
+    text = f"{again} samples are seen by several ranks"
+    if differing_ranks({rank: entry.part for rank, entry in epoch.items()}):
         text += ": the split differs from rank to rank; give it a seed"
-        yield wrong(text, "", "split_differs_by_rank")
-    if not one.iterable and all(of.is_whole for of in epoch.values()):
-        yield wrong(text, "", "rank_seeds_split_data")
-    yield unsure(f"{text}: each draws from all of them in an order of its own", "", "no_sampler")
+        return wrong(text, "", "split_differs_by_rank")
+    if not entry.iterable and all(entry.is_whole for entry in epoch.values()):
+        text += ": each rank takes its part of an order of its own; seed the order alike on all"
+        return wrong(text, "", "rank_seeds_split_data")
+    return unsure(f"{text}: each draws from all of them in an order of its own", "", "no_sampler")
 
 
 def sets_differ(epoch):
-    """Yield the verdict if the same index means another sample on each rank."""
-    one = lowest(epoch)
-    if differ({rank: of.tensors for rank, of in epoch.items()}) and one.distributed:
+    """Return the verdict if the same index means another sample on each rank."""
+    entry = of_lowest_rank(epoch)
+    tensors = differing_ranks({rank: entry.tensors for rank, entry in epoch.items()})
+    data = differing_ranks({rank: entry.data for rank, entry in epoch.items()})
+    if tensors and entry.distributed:
         text = "the data sets of the ranks differ: the same index means different samples"
-        yield wrong(text, "", "split_differs_by_rank")
-    own = differ({rank: of.data for rank, of in epoch.items()})
-    if own and one.distributed:
-        yield unsure("each rank has a data set of its own, not for DistributedSampler: seed it")
-    if own:
-        yield unseen("each rank has a data set of its own: are they parts of a larger one?")
+        return wrong(text, "", "split_differs_by_rank")
+    if data and entry.distributed:
+        return unsure("each rank has a data set of its own, not for DistributedSampler: seed it")
+    if data:
+        return unseen("each rank has a data set of its own: are they parts of a larger one?")
 
 
 def dealt_by_data_set(epoch):
     """Return whether the data set gives each rank something else for the same index."""
-    known = False
+    compared = False
     for key in ("samples", "labels"):  # augmentation leaves the labels as they are
-        found = [dict(zip(of.samples("base"), of.samples(key) or ())) for of in epoch.values()]
-        common = set.intersection(*map(set, found))
-        alike = all(len({of[index] for of in found}) == 1 for index in common)
-        several = key == "samples" or len({found[0][index] for index in common}) > 1
+        values = [checksums(entry, key) for entry in epoch.values()]
+        common = set.intersection(*map(set, values))
+        alike = all(len({of_rank[index] for of_rank in values}) == 1 for index in common)
+        several = key == "samples" or len({values[0][index] for index in common}) > 1
         if common and alike and several:
             return False
-        known |= bool(common)
-    return known
+        compared |= bool(common)
+    return compared
+
+
+def checksums(entry, key):
+    """Return {(index, number of elements): checksum}: padding changes both."""
+    return {
+        (index, batch.width): value
+        for batch in entry.batches
+        for index, value in zip(batch.base, getattr(batch, key) or ())
+    }
 
 
 def order_changes(run):
     """the order changes from epoch to epoch"""
     loops = {}  # line of the loop -> the passes of the lowest rank
-    for epoch in map(lowest, run.epochs):
-        loops.setdefault(epoch.where, []).append(epoch)
-    most = max(loops.values(), key=len, default=[])
-    if len(most) < 2:
-        for one in most:
-            inputs, count = [step.inputs for step in one.steps], len(one.batches)
-            known = one.ended and len(inputs) > count > 1 and all(inputs)
-            if known and all(old == new for old, new in zip(inputs, inputs[count:])):
-                text = f"steps 1 to {count} are repeated in the same order: the loader is read once"
-                yield wrong(text, one.where, "no_set_epoch")
-        yield unseen("fewer than two epochs with a DataLoader: run more")
-    for of in loops.values():
-        if len(of) > 1:
-            yield from same_order(run, of)
-    yield passed(f"{len(most)} epochs", most[0].where)
+    for entry in map(of_lowest_rank, run.epochs):
+        loops.setdefault(entry.where, []).append(entry)
+    longest = max(loops.values(), key=len, default=[])
+    if len(longest) < 2:
+        return read_once(longest) or unseen("fewer than two epochs with a DataLoader: run more")
+    for passes in loops.values():
+        if len(passes) > 1 and (verdict := same_order(run, passes)):
+            return verdict
+    return passed(f"{len(longest)} epochs", longest[0].where)
 
 
-def same_order(run, of):
-    one, line = of[0], of[0].where
-    orders = [one.samples("samples" if one.iterable else "indices") for one in of]
+def read_once(passes):
+    """Return the verdict on batches that are kept and repeated, as itertools.cycle does."""
+    for entry in passes:
+        inputs, count = [step.inputs for step in entry.steps], len(entry.batches)
+        known = entry.ended and len(inputs) > count > 1 and all(inputs)
+        if known and all(old == new for old, new in zip(inputs, inputs[count:])):
+            text = f"steps 1 to {count} are repeated in the same order: the loader is read once"
+            return wrong(text, entry.where, "no_set_epoch")
+
+
+def same_order(run, passes):
+    """Return the verdict on two passes with the same order."""
+    entry, line = passes[0], passes[0].where
+    key = "samples" if entry.iterable else "indices"
+    orders = [entry.samples(key) for entry in passes]
     if None in orders or len(orders[0]) < 8:
-        yield unseen("the samples have no index, or there are too few", line)
-    same = [at for at, (order, after) in enumerate(pairwise(orders), 1) if order == after]
+        return unseen("the samples have no index, or there are too few", line)
+    same = [number for number, pair in enumerate(pairwise(orders), 1) if pair[0] == pair[1]]
     if not same:
-        return
+        return None
     text = f"epochs {same[0]} and {same[0] + 1} have the same order"
-    if one.iterable and one.persistent and len({one.data for one in of}) > 1:
+    if entry.iterable and entry.persistent and len({entry.data for entry in passes}) > 1:
         text += ": the persistent workers do not see what changes in the data set"
-        yield wrong(text, line, "persistent_workers")
-    if one.iterable:
-        yield unsure(f"{text}: is that intended?", line)
-    if not one.shuffle:
-        yield unseen("the sampler does not shuffle: is that intended?", line)
-    told = lowest(run.by_rank(events.EpochSet))
-    text += f"; set_epoch gets {told[-1].value} last" if told else "; set_epoch is never called"
-    yield wrong(text, told[0].where if told else line, "no_set_epoch")
+        return wrong(text, line, "persistent_workers")
+    if entry.iterable:
+        return unsure(f"{text}: is that intended?", line)
+    if not entry.shuffle:
+        return unseen("the sampler does not shuffle: is that intended?", line)
+    calls = of_lowest_rank(run.by_rank(events.EpochSet))
+    text += f"; set_epoch gets {calls[-1].value} last" if calls else "; set_epoch is never called"
+    return wrong(text, calls[0].where if calls else line, "no_set_epoch")
 
 
 def random_numbers_differ(run):
     """ranks draw different random numbers in training"""
-    found = run.epochs
-    if not found:
-        yield unseen("no DataLoader was used to train")
-    drawn = {  # states of the generators of random samples: {rank: {source: (before, after)}}
-        rank: {(one.worker, one.source): (one.before, one.after) for one in reversed(of)}
-        for rank, of in run.by_rank(events.Drawn).items()
-    }
-    common = set.intersection(*map(set, drawn.values())) if len(drawn) > 1 else ()
-    same = [key for key in common if len({of[key] for of in drawn.values()}) == 1]
-    if same:
-        sources = sorted({source for _, source in same})
-        text = f"all ranks have the same augmentation: equal seeds of {', '.join(sources)}"
-        cure = "add 1000 * rank to each"
-        if all(worker is not None for worker, _ in same) and sources != ["generator"]:
-            text, cure = f"{text} in DataLoader workers", "add 1000 * rank to torch.manual_seed"
-            if "worker_init_fn" in run.text:
-                cure += ", and let worker_init_fn seed by torch.initial_seed()"
-        judge = wrong if len(same) == len(common) else unsure  # a size for a batch may be the same
-        yield judge(f"{text}; {cure}", lowest(found[0]).where, "same_augmentation")
-    for epoch in found:
-        numbers = {
-            rank: [tuple(sorted(step.random.items())) for step in of.steps]
-            for rank, of in epoch.items()
-        }
-        if len(epoch) > 1 and any(len(set(of)) > 1 for of in numbers.values()):
-            where = lowest(epoch).steps[0].where
-            if differ(numbers):
-                yield passed("dropout or augmentation differs from rank to rank", where)
-            judge, what = wrong, "augmentation"
-            if any("model" in step.random for step in run.all(events.Step)) or not run.all(
-                events.Wrap
-            ):
-                judge, what = unsure, "dropout or augmentation: should they?"
-            yield judge(f"all ranks have the same {what}", where, "same_augmentation")
-    if not common:
-        yield unseen("nothing is drawn, or by a generator that the checker does not know")
-    yield passed("augmentation differs from rank to rank", lowest(found[0]).where)
+    if not run.all(events.PassBegun) and not any(step.random for step in run.all(events.Step)):
+        return unseen("no DataLoader was used, and nothing random is drawn")
+    return same_samples(run) or same_draws(run) or different_draws(run)
 
 
-def evaluations(run):
-    """Return the evaluations: {size of a data set and line: [one pass of each rank]}.
+def sample_draws(run):
+    """Return the states of the generators of random samples: {rank: {(worker, source): states}}.
 
-    Without those on the training set, and, in a run that failed, those that a rank did not reach.
+    Only those that all ranks have used.
     """
-    looked, found = {}, run.passes_by_rank
-    every = [one for of in found.values() for one in of]
-    trained = {(one.data, one.part) for one in every if one.is_training}
-    whole = {(one.data, one.part) for one in every if one.is_whole}
-    for rank, of in found.items():
-        for one in of:
-            same = one.data, one.part
-            left = same not in whole and one.seen(events.Looked)  # an evaluation that ends early
-            if (one.is_whole or left) and one.length and same not in trained:
-                looked.setdefault((one.length, one.where), {}).setdefault(rank, []).append(one)
-    least = 1 if run.returncode == 0 else len(run.events_by_rank)
-    return {key: list(zip(*of.values())) for key, of in looked.items() if len(of) >= least}
+    states = {
+        rank: {
+            (event.worker, event.source): (event.before, event.after)
+            for event in reversed(drawn)  # the first counts
+        }
+        for rank, drawn in run.by_rank(events.Drawn).items()
+    }
+    common = set.intersection(*map(set, states.values())) if len(states) > 1 else ()
+    return {
+        rank: {key: value for key, value in of_rank.items() if key in common}
+        for rank, of_rank in states.items()
+    }
 
 
-def each_sample_is_evaluated_once(run):
-    """the evaluation sees each sample once"""
-    looked = evaluations(run)
-    if not looked:
-        yield unseen("no DataLoader was used without training")
-    for (total, where), rows in looked.items():
-        left = [  # where all ranks evaluate the same few samples, which this may leave out
-            row
-            for row in chain(*looked.values())
-            if row[0].data == rows[0][0].data and row[0].length < total and alike(row, "base")
-        ]
-        for row in rows:
-            for verdict in missed(row, left[:1], total, len(run.events_by_rank)):
-                yield replace(verdict, where=where, page="padded_evaluation")
-    total, where = max(looked)
-    yield passed(f"{total} samples", where)
+def same_samples(run):
+    """Return the verdict if samples are made with the same random numbers on all ranks."""
+    draws = sample_draws(run)
+    keys = list(of_lowest_rank(draws) or ())
+    same = [key for key in keys if len({states[key] for states in draws.values()}) == 1]
+    if not same or not run.epochs:
+        return None
+    sources = sorted({source for _, source in same})
+    text = f"all ranks have the same augmentation: equal seeds of {', '.join(sources)}"
+    cure = "add 1000 * rank to each"
+    if all(worker is not None for worker, _ in same) and sources != ["generator"]:
+        text, cure = f"{text} in DataLoader workers", "add 1000 * rank to torch.manual_seed"
+        if "worker_init_fn" in run.text:
+            cure += ", and let worker_init_fn seed by torch.initial_seed()"
+    give = wrong if len(same) == len(keys) else unsure  # a size for a batch may be the same
+    return give(f"{text}; {cure}", of_lowest_rank(run.epochs[0]).where, "same_augmentation")
 
 
-def alike(row, key="indices"):
-    """Return whether all ranks evaluate the same known samples, perhaps in other orders."""
-    seen = [one.samples(key) for one in row]
-    return None not in seen and len({tuple(sorted(of)) for of in seen}) == 1
+def same_draws(run):
+    """Return the verdict if the model, or the loop, draws the same random numbers on all ranks."""
+    rows = [row for row in run.step_rows if all(step.random for step in row)]
+    for source, what in (("model", "dropout"), ("script", "random numbers in the training loop")):
+        drawn = [[step.random.get(source) for step in row] for row in rows]
+        drawn = [values for values in drawn if None not in values]
+        if drawn and len(drawn[0]) > 1 and all(len(set(values)) == 1 for values in drawn):
+            text = f"all ranks draw the same {what}: should they? (seeds that differ by rank)"
+            return unsure(text, rows[0][0].where, "same_augmentation")
 
 
-def missed(row, left, total, ranks):
-    seen = [one.samples() for one in row]
-    if None in seen or len({one.part for one in row}) > 1:
-        yield unseen("the samples have no index, or each rank evaluates a part of its own")
-    if all(sorted(of) == list(range(total)) for of in seen):
-        return  # each of these ranks evaluates the whole set
-    if not alike(row) and (twice := seen_twice(seen)):
-        yield from counted_twice(row, twice, total)
-        return
-    counts = {index for one in row for index in one.samples("base")}
-    whole = counts.union(*(rest[0].samples("base") for rest in left))
-    if len(counts) < total and len(whole) != total:
-        lost = row[0].drop_last or (row[0].distributed and len(row) < ranks)
-        found = [event.values for one in row for event in one.seen(events.Totalled)]
-        lost &= not any(total in of for of in found)  # the rest is counted elsewhere
-        lost &= all(one.is_whole for one in row)
-        text = f"it sees {len(counts)} of {total} samples"
-        yield wrong(text) if lost else unsure(f"{text}: is that intended?")
-    if row[0].distributed and not left:
-        yield unseen(f"{total} is divisible by {len(row)}; otherwise DistributedSampler would pad")
-
-
-def counted_twice(row, twice, total):
-    """Yield what is wrong with a padded evaluation, unless the padding is cut off."""
-    loaded = sum(len(one.samples()) for one in row)
-    text = f"{loaded} samples, {loaded - twice} of them distinct, of {total}"
-    orders = {cut.order for one in row for cut in one.seen(events.Cut) if cut.dropped == twice}
-    counts = [count for one in row for count in one.seen(events.Counted)]
-    calls = [[call for call in one.seen(events.Collective) if not call.in_model] for one in row]
-    gathers = [sum("gather" in call.name for call in of) for of in calls]
-    if row[0].distributed and "blocks" in orders:
-        lost = "what is gathered is in blocks, not in the data set's order, when its end is cut"
-        yield (wrong if max(gathers) == 1 else unsure)(f"{lost} off: some are lost")
-    if row[0].distributed and "another" in orders:
-        yield unsure("what is gathered is sorted when its end is cut off: is that the padding?")
-    if orders or any(count.length == loaded - twice for count in counts):
-        return
-    first = [[call.sums for call in of if call.sums or "gather" in call.name][:1] for of in calls]
-    if not any(gathers) or all(of == [True] for of in first):  # added up before it is gathered
-        totals = {n for one in row for event in one.seen(events.Totalled) for n in event.values}
-        if loaded - twice in totals and loaded not in totals:
-            yield unsure(f"it loads {text}: are the extra ones left out?")
-        yield wrong(f"it counts {text}")
-    if any(count.reduced and count.length == loaded for count in counts):
-        yield wrong(f"it counts {text}: nothing is cut off after the gather")
-    yield unsure(f"it loads {text}: are the extra ones dropped after the gather?")
+def different_draws(run):
+    """Return what was drawn, and differs; or that nothing was."""
+    sources = {source for _, source in of_lowest_rank(sample_draws(run)) or ()}
+    parts = ["augmentation"] if sources else []
+    drawn = {source for step in run.all(events.Step) for source in step.random}
+    parts += ["dropout"] if "model" in drawn else []
+    parts += ["random numbers in the training loop"] if "script" in drawn else []
+    if not parts:
+        return unseen("nothing random is drawn, or by a generator that the checker does not know")
+    where = of_lowest_rank(run.epochs[0]).where if run.epochs else run.all(events.Step)[0].where
+    return passed(f"not the same from rank to rank: {', '.join(parts)}", where)

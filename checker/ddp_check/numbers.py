@@ -1,0 +1,32 @@
+"""How numbers are compared. What is not finite equals nothing, not even itself."""
+
+import math
+
+import torch
+
+SMALLEST = 1e-300  # stands for a zero that something is divided by
+
+
+def close(value, expected, relative=1e-6, absolute=0.0):
+    """Return whether two numbers agree; never if one of them is not finite."""
+    if not (math.isfinite(value) and math.isfinite(expected)):
+        return False
+    return abs(value - expected) <= absolute + relative * abs(expected)
+
+
+def ratio(value, expected):
+    """Return how many times as large a number is; NaN if that says nothing."""
+    if not (math.isfinite(value) and math.isfinite(expected)) or abs(expected) < SMALLEST:
+        return math.nan
+    return value / expected
+
+
+def distance(tensor, other):
+    """Return the largest difference of two tensors, relative to their largest value.
+
+    It is infinite if one of them has a number that is not finite.
+    """
+    both = torch.stack([tensor.to_dense().double(), other.to_dense().double()])
+    if not both.isfinite().all():
+        return math.inf
+    return ((both[0] - both[1]).abs().max() / both.abs().max().clamp(min=SMALLEST)).item()

@@ -1,0 +1,249 @@
+"""Rules about losses, gradients and learning rates."""
+
+from collections import Counter
+
+from ddp_check import events
+from ddp_check.numbers import close, ratio
+from ddp_check.ranks import counted, differing_ranks, of_lowest_rank, short
+from ddp_check.rules.base import not_applicable, passed, slow, unseen, unsure, wrong
+from ddp_check.source import divisions_by_world_size
+
+NO_KERNEL = "an autograd kernel was not registered"  # PyTorch's warning
+NOT_FINITE = unseen("they are not finite: equal ones prove nothing")
+WRONG_RESULTS = "lookup/wrong_results"  # the page about wrong results without an error
+FACTOR = 1e-3  # to which a factor between gradients is known: they are sums of float32
+
+
+def values_are_finite(run):
+    """losses, gradients and weights are finite"""
+    if first := run.first_infinite:
+        infinite = [pair for pair in zip(run.events_by_rank, first.row) if pair[1].infinite]
+        # The loss is the cause of what is infinite behind it.
+        rank, step = min(infinite, key=lambda pair: pair[1].infinite != "loss")
+        text = f"from step {first.number} on; the first rank whose {step.infinite} is not finite is"
+        return wrong(f"{text} {rank}", step.where)
+    if any(not event.finite for event in run.all(events.Final)):
+        return wrong("the final weights are not finite", run.all(events.Step)[-1].where)
+
+
+def gradients_are_averaged(run):
+    """each step takes the mean gradient of all ranks"""
+    steps = run.all(events.Step)
+    if run.is_sharded:
+        return not_applicable("the gradients are sharded")
+    if any(step.closure for step in steps):
+        return unseen("a closure computes the gradients")
+    if run.averages_weights:
+        return not_applicable("the ranks average their weights instead")
+    for number, row in enumerate(run.step_rows, 1):
+        if all(step.zero for step in row):
+            return wrong(f"step {number}: all gradients are zero", row[0].where)
+    if verdict := reduced_apart(run):
+        return verdict
+    if run.first_infinite:
+        return NOT_FINITE
+    if verdict := equal_before(run) or scaled_otherwise(run) or loss_divided(run):
+        return verdict
+    for number, step in enumerate(of_lowest_rank(run.by_rank(events.Step)), 1):
+        if step.reductions > 1:
+            text = f"step {number}: {step.reductions} backward passes all-reduce their gradients"
+            text += "; under no_sync(), only the last of them would"
+            return slow(text, step.where, "accumulation_without_no_sync")
+    if run.in_join:
+        return unseen("inside of join(), the steps of a rank that ran out have no counterpart")
+    if counts := uneven_counts(run, events.Step):
+        return wrong(f"the optimizer takes {counts}", steps[0].where, "uneven_batches")
+    return averaged(run)
+
+
+def uneven_counts(run, kind):
+    """Return how many events of a kind two ranks have, in words, if these numbers differ."""
+    counts = {rank: len(found) for rank, found in run.by_rank(kind).items()}
+    pair = () if run.returncode != 0 or run.in_join else differing_ranks(counts) or ()
+    return " and ".join(f"{counted(counts[rank], 'step')} on rank {rank}" for rank in pair)
+
+
+def line_of_reduction(run):
+    """Return the line in which the script most often adds up tensors over the ranks, or ""."""
+    lines = Counter(
+        call.where for call in run.all(events.Collective) if call.sums and call.elements > 1
+    )
+    return max(lines, key=lines.get) if lines else ""
+
+
+def reduced_apart(run):
+    """Return the verdict on gradients that differ from rank to rank."""
+    first = run.first_difference("gradients")
+    if not first:
+        return None
+    step = first.row[0]
+    text = (
+        f"step {first.number}: the gradients differ from rank to rank, first that of {first.name}"
+    )
+    bypassing_lines = {event.model: event.where for event in run.all(events.Bypass)}
+    for model in step.bypassed:
+        where = bypassing_lines.get(model, step.where)
+        text += f"; the model is called without its wrapper at {short(where)}"
+        return wrong(text, where, "forward_through_module")
+    if not step.synced:
+        text += "; the last backward() was under no_sync"
+        return wrong(text, step.where, "accumulation_without_no_sync")
+    by_hand = step.reduced and line_of_reduction(run)
+    # A parameter of no wrapped model, or no wrapped model at all, is the cause: another rule's.
+    unwrapped = step.foreign and str(first.name).startswith("parameter ")
+    follows = bool(unwrapped or not (run.all(events.Wrap) or by_hand))
+    return wrong(text, by_hand or step.where, follows=follows)
+
+
+def equal_before(run):
+    """Return the verdict if all ranks have the same gradients before they reduce them by hand."""
+    rows = [row for row in run.step_rows if all(step.reduced_all for step in row)]
+    equal = [row for row in rows if all(step.reduced == row[0].reduced for step in row)]
+    often = len(equal) > max(1, len(rows) / 2)  # with some, more is reduced, such as losses
+    if not often or len(run.events_by_rank) < 2 or equal[0][0].zero:
+        return None
+    where, step = line_of_reduction(run), equal[0][0]
+    text = "before they are all-reduced, all ranks have the same"
+    if not run.all(events.Wrap):
+        return wrong(f"{text}: the same data everywhere?", step.where, "no_sampler")
+    if where and len(step.reduced) >= len(step.gradients):  # else they are no gradients
+        times = f"{len(run.events_by_rank)} times as large"
+        text += f": DDP has averaged them, and their sum is {times}"
+        return None if factor_of_mean(run) else unsure(f"{text}. Is it divided?", where)
+
+
+def factor_of_mean(run):
+    """Return how many times the mean gradient of all ranks each step takes, or None if unknown."""
+    factors = []
+    for row in run.step_rows:
+        own = [step.own_gradient for step in row]
+        if None in own or row[0].taken_gradient is None:
+            continue
+        factors.append(ratio(row[0].taken_gradient, sum(own) / len(own)))
+    if factors and all(close(factor, factors[0], FACTOR) for factor in factors):
+        return factors[0]
+
+
+def scaled_otherwise(run):
+    """Return the verdict on gradients that are a sum, or divided twice, instead of a mean."""
+    factor, ranks = factor_of_mean(run), len(run.events_by_rank)
+    if factor is None or ranks < 2:
+        return None
+    where = line_of_reduction(run) or run.all(events.Step)[0].where
+    wrapped = run.all(events.Wrap)
+    if close(factor, ranks, FACTOR):
+        text = f"the gradients are the sum over the ranks, {ranks} times their mean: "
+        text += "DDP has averaged them before" if wrapped else f"divide them by {ranks}"
+        return wrong(text, where, WRONG_RESULTS)
+    if close(factor, 1 / ranks, FACTOR):
+        text = f"the gradients are 1/{ranks} of the mean over the ranks: "
+        text += "DDP has divided them already" if wrapped else "they are divided twice"
+        return wrong(text, where, WRONG_RESULTS)
+
+
+def loss_divided(run):
+    """Return the verdict on a loss that is divided by the world size before backward()."""
+    ranks, steps = len(run.events_by_rank), run.all(events.Step)
+    if ranks < 2 or not run.all(events.Wrap) or run.all(events.CommHook):
+        return None
+    if steps and all(step.loss_reduced for step in steps):
+        factors = [ranks / divisor for step in steps for divisor in step.divisors]
+        if factors and all(close(factor, ranks) for factor in factors):
+            text = "the loss is added up over the ranks before backward(), which adds up the "
+            text += f"gradients, too: each step takes {ranks} times their mean"
+            return wrong(text, steps[0].where, WRONG_RESULTS)
+        return None
+    lines = divisions_by_world_size(run)
+    divided = all(
+        step.divisors and step.backwards == 1 and all(close(by, ranks) for by in step.divisors)
+        for step in steps
+    )
+    if lines and divided:
+        text = "the loss is divided by the number of ranks before backward(), and DDP divides the "
+        text += f"gradients again: each step takes 1/{ranks} of their mean"
+        return wrong(text, lines[0], WRONG_RESULTS)
+
+
+def averaged(run):
+    """Return the verdict on gradients in which no fault was seen."""
+    steps, text = of_lowest_rank(run.by_rank(events.Step)), ""
+    known = factor_of_mean(run)
+    if not run.all(events.Wrap) and (known is None or not close(known, 1, FACTOR)):
+        text = ", equal on all ranks: whether the mean or the sum, is not seen"
+    return passed(counted(len(steps), "step") + text, run.all(events.Step)[0].where)
+
+
+def gradients_pass_collectives(run):
+    """the loss keeps its gradient where it depends on what other ranks gave"""
+    lost = run.all(events.GradientLost)
+    if own := [event.where for event in lost if event.own_part]:
+        text = "backward() ends at what all_gather returned; the all_gather of "
+        return wrong(
+            f"{text}torch.distributed.nn passes gradients on", own[0], "recipes/contrastive"
+        )
+    if lost:
+        text = "this rank's own part keeps its gradient, those of others lose it: is that intended?"
+        return unsure(text, lost[0].where)
+    calls = [
+        call for call in run.all(events.Collective) if call.cuts_gradient and call.elements > 1
+    ]
+    ranks = len(run.events_by_rank)
+    for call in calls:
+        if call.name == "all_reduce" and NO_KERNEL in run.output:
+            text = (
+                "backward() takes this sum for the rank's own part. If all ranks compute the same "
+            )
+            text += f"loss from it, the gradient is 1/{ranks} of the right one; else it is wrong. "
+            return unsure(f"{text}torch.distributed.nn.all_reduce has a gradient", call.where)
+    if calls and NO_KERNEL in run.output:
+        return wrong(f'{calls[0].name} has no gradient: "{NO_KERNEL} …"', calls[0].where)
+    for call in calls:
+        if call.name.startswith("all_gather_"):  # into one tensor
+            return unsure("it has no gradient: does a loss depend on what it returns?", call.where)
+
+
+def clipping_sees_gradients(run):
+    """gradients are clipped when no scale is in them"""
+    for event in run.all(events.Clipped):
+        if event.scaled:
+            text = "the GradScaler's factor is still in them: call scaler.unscale_(optimizer) first"
+            return wrong(text, event.where, "recipes/fp16_scaler")
+
+
+def rates_are_equal(run):
+    """all ranks have the same learning rate"""
+    scheduled, counts = run.all(events.Scheduled), uneven_counts(run, events.Scheduled)
+    if first := run.first_difference("rates"):
+        rates = " and ".join(f"{step.rates[0]:.3g}" for step in first.row[:2])
+        text = f"from step {first.number} on, they differ from rank to rank: {rates}"
+        if metrics := own_metrics(run):
+            text += f"; the scheduler gets another value on each rank, {metrics[1]}"
+        elif counts:
+            text += f"; the scheduler takes {counts}"
+        before = [event for event in scheduled if event.time < first.row[0].time]
+        cause = max(before, key=lambda event: event.time, default=first.row[0])
+        return wrong(text, cause.where, WRONG_RESULTS)
+    if metrics := own_metrics(run):
+        text = f"the scheduler gets another value on each rank, {metrics[1]}: sooner or later, the "
+        text += "ranks will lower their learning rates at other times"
+        return wrong(text, metrics[0].where, WRONG_RESULTS)
+    if counts:
+        text = f"the scheduler takes {counts}: should all ranks step it?"
+        return unsure(text, scheduled[0].where)
+    taken, ranks = of_lowest_rank(run.by_rank(events.Scheduled)), len(run.events_by_rank)
+    steps = of_lowest_rank(run.by_rank(events.Step))
+    if ranks > 1 and len(taken) >= ranks * len(steps) > 0:
+        text = f"the scheduler takes {len(taken)} steps, the optimizer {len(steps)}: is that meant?"
+        return unsure(text, taken[0].where)
+
+
+def own_metrics(run):
+    """Return the first step of a plateau scheduler with another value on each rank, in words, too.
+
+    It is a pair, or None if there is none.
+    """
+    for row in zip(*run.by_rank(events.Scheduled).values()):
+        values = [event.metric for event in row]
+        if None not in values and not all(close(value, values[0]) for value in values):
+            return row[0], " and ".join(f"{value:.4g}" for value in values[:2])
+    return None
