@@ -131,7 +131,7 @@ def scaled_otherwise(run):
         return None
     where = line_of_reduction(run) or run.all(events.Step)[0].where
     wrapped = run.all(events.Wrap)
-    if close(factor, ranks, FACTOR):
+    if close(factor, ranks, FACTOR) and not (not wrapped and loss_is_a_part(run)):
         text = f"the gradients are the sum over the ranks, {ranks} times their mean: "
         text += "DDP has averaged them before" if wrapped else f"divide them by {ranks}"
         return wrong(text, where, WRONG_RESULTS)
@@ -139,6 +139,14 @@ def scaled_otherwise(run):
         text = f"the gradients are 1/{ranks} of the mean over the ranks: "
         text += "DDP has divided them already" if wrapped else "they are divided twice"
         return wrong(text, where, WRONG_RESULTS)
+
+
+def loss_is_a_part(run):
+    """Return whether a rank's loss may be its part of a sum: divided by what all ranks have."""
+    steps, ranks = run.all(events.Step), len(run.events_by_rank)
+    divided = all(any(close(by, ranks) for by in step.divisors) for step in steps)
+    counts = [call for call in run.all(events.Collective) if call.sums and call.elements <= ranks]
+    return divided or len(counts) >= len(steps)
 
 
 def loss_divided(run):
