@@ -495,7 +495,7 @@ KINDS = {
     "an order of its own": Kind(
         SHARED,
         [("Generator().manual_seed(0)).to", "Generator().manual_seed(rank)).to")],
-        f"each rank takes its part of an order of its own.+{LOADS.replace('targets', 'targets, _')}",
+        r"each rank takes its part of an order of its own.+ \(for inputs, targets, _ in",
         LENGTHS,
     ),
     "the same noise": Kind(

@@ -1,4 +1,4 @@
-"""The checker notices the pitfalls, and says what the table in its manual says."""
+"""The checker notices the pitfalls."""
 
 import re
 
@@ -6,13 +6,12 @@ import pytest
 from checking import judged, named, plan_of, told
 from ddp_check.drills import conclude, perform
 from ddp_check.plan import planned
-from ddp_check.rules import RULES, judge
-from ddp_check.rules.base import FRAGILE, SLOW, UNSURE, WRONG
+from ddp_check.rules import judge
+from ddp_check.rules.base import FRAGILE, NOTE, SLOW, UNSURE, WRONG
 from patching import on_screen, page, text_of
-from support.scripts import LONG, ROOT, write
+from support.scripts import LONG, write
 
 pytestmark = pytest.mark.usefixtures("own_folder")
-PITFALLS = ROOT / "pitfalls"
 SHORT = ("2", "--batch-size=256", "--width=4")
 TOLD = {  # pitfall: the rules that tell it, and what they say
     "accumulation_undivided": {"gradients_are_averaged": "4 backward passes all-reduce"},
@@ -56,7 +55,8 @@ TOLD = {  # pitfall: the rules that tell it, and what they say
 SEVERITY = {  # of those that are not wrong
     **dict.fromkeys(("accumulation_undivided", "accumulation_without_no_sync"), SLOW),
     **dict.fromkeys(("destroy_missing", "fixed_port", "handler_holds_model"), FRAGILE),
-    **dict.fromkeys(("late_import", "module_prefix_saved", "os_exit", "written_in_place"), FRAGILE),
+    **dict.fromkeys(("module_prefix_saved", "os_exit", "written_in_place"), FRAGILE),
+    "late_import": NOTE,
     "weights_only_false": FRAGILE,
     **dict.fromkeys(("mean_of_means", "prints_on_every_rank", "rank_0_loss"), UNSURE),
     "find_unused_without_need": SLOW,
@@ -113,22 +113,3 @@ def test_a_pitfall_fails_its_drill(tmp_path, name):
     severity = SEVERITY.get(name, WRONG)
     assert severity in {verdict.status for verdict in verdicts}, verdicts
     assert ("do not rely on it" in conclude(drill, verdicts)) == (severity == WRONG)
-
-
-def table():
-    """Return the Markdown table of the pitfalls and the rules or drills that tell them."""
-    titles = {rule.__name__: rule.__doc__ for rule in RULES}
-    lines = ["| pitfall | it is | rule or drill |", "|---|---|---|"]
-    found = {name: "; ".join(titles[rule] for rule in rules) for name, rules in TOLD.items()}
-    found |= {name: f"`--drill {drill}`" for name, drill in DRILLED.items()}
-    for name, tell in sorted(found.items()):
-        severity = SEVERITY.get(name, WRONG)
-        lines.append(f"| [{name}](../pitfalls/{name}.md) | {severity} | {tell} |")
-    every = {path.stem for path in PITFALLS.glob("*.md")} - {"README"}
-    unseen = ", ".join(sorted(every - found.keys()))
-    return "\n".join([*lines, "", f"Not seen: {unseen}."])
-
-
-def test_the_table_is_on_the_page():
-    """To update the page, print what `table` returns."""
-    assert table() in (ROOT / "checker" / "README.md").read_text(encoding="utf-8")

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 from checking import judged, named, plan_of
-from ddp_check import events
+from ddp_check import __version__, events
 from ddp_check.__main__ import parse_args
 from ddp_check.plan import planned
-from ddp_check.report import annotations, exit_code, json_of, text_of
+from ddp_check.report import annotations, exit_code, json_of, lines_of, text_of
 from ddp_check.rules import RULES, judge
 from ddp_check.rules.base import UNSURE, WRONG, Verdict
 from support.jobs import Job, finished, run
@@ -169,8 +169,16 @@ def test_the_verdict_comes_first(script, fork_ranks):
     assert re.fullmatch(r"ran: 2 processes under python, on the CPU, \d+ s", lines[2])
     assert lines[4] == "FAIL     the script ends: ValueError: no data (train.py:3)"
     assert {'         |   File "train.py", line 6, in <module>'} < {*lines[5:-1]}
-    assert lines[-2:-1] == ["         | ValueError: no data"] and "(--all says why)" in lines[-1]
+    assert lines[-2:-1] == ["         | ValueError: no data"]
+    assert lines[-1] == f"not seen {len(RULES) - 1} rules had nothing to look at; --all says why"
     assert len([line for line in more if line.startswith(("not seen ", "n/a "))]) == len(RULES) - 1
+    assert max(map(len, more)) <= 80
+
+
+def test_labels_have_colours_on_a_terminal_alone():
+    verdict = Verdict(WRONG, "no data", title="the script ends")
+    assert lines_of(verdict) == "FAIL     the script ends: no data"
+    assert lines_of(verdict, coloured=True) == "\033[31mFAIL\033[0m     the script ends: no data"
 
 
 def test_a_report_for_programs(tmp_path, monkeypatch):
@@ -180,11 +188,11 @@ def test_a_report_for_programs(tmp_path, monkeypatch):
     report = json.loads(json_of(plan, verdicts))
     assert (report["verdict"], report["exit_code"]) == ("nothing wrong", 0)
     results = {result["rule"]: result for result in report["results"]}
-    assert [*results] == [*named(verdicts)]
+    assert {*results} == {*named(verdicts)}
     averaged = results["gradients_are_averaged"]
-    path, _, number = averaged["where"].rpartition(":")
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
-    assert "optimizer.step()" in lines[int(number) - 1]
+    lines = Path(averaged["file"]).read_text(encoding="utf-8").splitlines()
+    assert "optimizer.step()" in lines[averaged["line"] - 1]
+    assert (averaged["verdict"], averaged["page"]) == ("pass", "")
     assert annotations(plan, verdicts) == ""
     bad = Verdict(WRONG, "100 %:\nall", "package/train.py:31", title="a, b")
     monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path.parent))
@@ -215,6 +223,8 @@ COMMANDS = {  # a line of the shell: its exit code, and what it prints
     f"{CHECK} --all train.py | head -n 1": (0, "train.py: wrong: "),
     f"touch empty.py; {CHECK} empty.py": (2, "empty.py: no training was seen: "),
     f"echo '{JOINS}' > joins.py; {CHECK} joins.py": (2, "joins.py: no training was seen: "),
+    f"{CHECK} --rules": (0, "the script ends\n"),
+    f"{CHECK} --version": (0, f"ddp-check {__version__}\n"),
     f"{CHECK} -m nowhere.train": (2, "ddp-check: error: there is no nowhere/train.py\n"),
     "python -m ddp_check": (2, "ddp-check --drill kill train.py"),  # an example
     """python -c "import runpy, sys
@@ -278,11 +288,15 @@ def test_nothing_is_left_behind(tmp_path, script, number, launcher):
 
 @pytest.mark.slow
 def test_installed_as_its_page_says(tmp_path, script):
-    """The commands of the workflow, in an environment without psutil."""
+    """The commands of the workflow, from a Git address, in an environment without psutil."""
     *installs, check = re.findall(r"^ +- run: (.+)$", PAGE, re.M)
-    assert [line for line in installs if "torch" in line] == installs[:1]  # it is here already
-    checker = tmp_path / "ddp-ladder" / "checker"
-    shutil.copytree(ROOT / "checker", checker, ignore=shutil.ignore_patterns("__pycache__"))
+    assert [line for line in installs if "torch " in line] == installs[:1]  # it is here already
+    clone = tmp_path / "clone"
+    files = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "checker", clone / "checker", ignore=files)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", clone]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *words], check=True)
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     (packages,) = (tmp_path / "venv").glob("lib/python3*/site-packages")
     for path in Path(sysconfig.get_path("purelib")).iterdir():  # torch, pytest and what they need
@@ -290,9 +304,11 @@ def test_installed_as_its_page_says(tmp_path, script):
             (packages / path.name).symlink_to(path)
     path = {"PATH": f"{tmp_path}/venv/bin{os.pathsep}{os.environ['PATH']}"}
     for line in installs[1:]:
-        finished(["bash", "-c", line], tmp_path, path)
-    assert not [*checker.glob("build"), *checker.glob("*.egg-info")]
+        here = line.replace("https://github.com/OWNER/ddp-ladder", f"file://{clone}")
+        assert here != line
+        finished(["bash", "-c", here], tmp_path, path)
     assert [*packages.glob("psutil-*")]
+    assert [*packages.glob(f"ddp_check-{__version__}.dist-info")]
 
     script(CRASH)
     result = ended(1, ["bash", "-c", f"{check} --nobody"], tmp_path, path)
