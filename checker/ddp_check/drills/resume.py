@@ -265,4 +265,4 @@ def resumed_together(plan, resumed):
         ends = "it hangs" if resumed.returncode is None else resumed.ending
         text += f"; then {ends}"
     text += ". Compare where the ranks stand before the first step"
-    return wrong(text, where)
+    return wrong(text, where, "unseen_checkpoint")

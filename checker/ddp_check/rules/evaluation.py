@@ -213,7 +213,7 @@ def accuracy_is_of_samples(run):
     evaluated = {entry.number: entry for entry in of_lowest_rank(passes)}
     if len({size for entry in evaluated.values() for size in entry.sizes}) < 2:
         return unseen("no batches of unequal size are evaluated")
-    totals = possible_totals(passes)
+    totals = possible_totals(passes) | totals_of_epochs(run)
     entry, compared = None, 0  # the evaluation that has just ended, and how many were compared
     for event in of_lowest_rank(run.events_by_rank):
         match event:
@@ -240,6 +240,11 @@ def possible_totals(passes_by_rank):
     totals |= {sum(map(sum, row)) for row in zip(*sizes.values())}
     totals |= {entry.length for passes in passes_by_rank.values() for entry in passes}
     return {total for total in totals if total}
+
+
+def totals_of_epochs(run):
+    """Return how many samples all ranks have trained on in an epoch."""
+    return {sum(sum(entry.sizes) for entry in epoch.values()) for epoch in run.epochs} - {0}
 
 
 def no_share(event, entry, totals, shown, digits, percent):
