@@ -7,7 +7,8 @@ import textwrap
 import pytest
 import torch
 from checking import fork_ranks, named, own_folder, passed, told  # noqa: F401
-from ddp_check.report import perform, planned
+from ddp_check.drills import perform
+from ddp_check.plan import planned
 from ddp_check.rules import judge
 from ddp_check.rules.base import NONE, PASS
 from support.jobs import finished
