@@ -10,7 +10,7 @@ from templates import ENV
 
 COUNTS = {3: "three", 4: "four", 5: "five", 6: "six"}  # how many lines may carry a lesson
 # The parts of a note, and of what stands before the notes of a step: what stands behind each.
-NOTE = {"diff": "```diff\n", "anchor": "\n```\n", "why": "Read more: ", "links": ""}
+NOTE = {"diff": "```diff\n", "anchors": "\n```\n", "text": ""}
 NEAR = 2  # how many unchanged lines may stand between changes that are shown together
 LESSON = {"count": " lines**\n\n", "list": "\n\n", "story": ""}
 
@@ -45,13 +45,13 @@ class Hunk:
 
 @dataclass
 class Note:
-    """A section of the walk: what its hunk is for or, if it has none, what belongs to all."""
+    """A section of the walk: what its hunks are for or, if it has none, what belongs to all."""
 
     title: str
     why: str
     tests: list = field(default_factory=list)
     links: list = field(default_factory=list)  # [(title, address)]
-    hunk: Hunk | None = None
+    hunks: list = field(default_factory=list)
 
     @property
     def slug(self):
@@ -59,7 +59,7 @@ class Note:
 
     @property
     def markdown(self):
-        """The note with its hunk, under a heading."""
+        """The note with its hunks, under a heading."""
         return ENV.get_template("note.md.j2").render(note=self).strip()
 
 
@@ -168,19 +168,19 @@ def explained(root):
 
 
 def read_note(diff, title, body):
-    """Return a note from its heading and the text below it, tied to its hunk if it has one."""
+    """Return a note from its heading and the text below it, tied to its hunks if it has any."""
     if "```diff" not in body:
         return Note(title, body.strip())
-    where = f'notes.md: the note "{title}"'
-    parts = cut_at(body, NOTE, where)
-    line = parts["anchor"]
-    hunk = single([hunk for hunk in diff.hunks if line in hunk.changed], line, diff)
-    why, _, tests = parts["why"].partition("Fails without it: ")
-    links = re.findall(r"\[([^]]+)\]\(((?:https://|\.\./)[^)]+)\)", parts["links"])
-    if not links:
-        raise Problem(f"{where} names no links")
-    hunk.note = Note(title, why.strip(), re.findall(r"`(test_[^`]+)`", tests), links, hunk)
-    return hunk.note
+    parts = cut_at(body, NOTE, f'notes.md: the note "{title}"')
+    text, _, links = parts["text"].partition("Read more: ")
+    why, _, tests = text.partition("Fails without it: ")
+    note = Note(title, why.strip(), re.findall(r"`(test_[^`]+)`", tests))
+    note.links = re.findall(r"\[([^]]+)\]\(((?:https://|\.\./)[^)]+)\)", links)
+    for line in parts["anchors"].splitlines():
+        hunk = single([hunk for hunk in diff.hunks if line in hunk.changed], line, diff)
+        hunk.note = note
+        note.hunks.append(hunk)
+    return note
 
 
 def read_lesson(diff):

@@ -117,10 +117,11 @@ def parts(diff):
     for number, hunk in enumerate(diff.hunks, 1):
         start = hunk.starts[1]
         yield from fold(diff, code, done, start)
-        yield {"note": hunk.note, "number": number, "html": code.hunk(hunk)}
+        more = hunk.note.hunks.index(hunk) > 0  # its note stands beside the first of them
+        yield {"note": hunk.note, "number": number, "html": code.hunk(hunk), "more": more}
         behind = diff.notes[diff.notes.index(hunk.note) + 1 :]
-        asides = takewhile(lambda note: not note.hunk, behind)
-        yield from ({"note": note, "html": ""} for note in asides)
+        asides = takewhile(lambda note: not note.hunks, [] if more else behind)
+        yield from ({"note": note, "html": "", "more": False} for note in asides)
         done = start + sum(line[0] != "-" for line in hunk.lines)
     yield from fold(diff, code, done, len(diff.new_lines))
 

@@ -24,7 +24,7 @@ def test_it_shows_all_hunks_recipes_and_pitfalls_and_the_tests_of_each(visit):
     wanted = {}
     for diff in DIFFS:
         for note in diff.notes:
-            lines = note.hunk.changed if note.hunk else []
+            lines = note.hunks[0].changed if note.hunks else []
             wanted[f"{diff.slug}-{note.slug}"] = [lines, note.tests]
     for patch in [patch for kind in patches.KINDS for patch in patches.collect(ROOT, kind)]:
         lines = [line for hunk in patch.diff.hunks for line in hunk.changed]
