@@ -1,7 +1,8 @@
 """Show where each rank of a training job is: its node, its process and the line that it runs.
 
-    python slurm/where.py JOB    # a Slurm job, on all of its nodes
-    python slurm/where.py        # what torchrun has started on this machine
+    python slurm/where.py JOB                  # a Slurm job, on all of its nodes
+    python slurm/where.py                      # what torchrun has started on this machine
+    python slurm/where.py JOB --signal=ABRT    # send a signal to the ranks of this job alone
 
 An arrow marks the ranks that are not where most ranks are. If they hang, the others wait for them
 in a collective. Run it twice: in a healthy job the ranks move on. This needs Linux, and py-spy in
@@ -13,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -55,23 +57,33 @@ def look(pid):
 
 
 def ranks_here():
-    """Return a row for each rank on this machine or, inside a Slurm job, of that job."""
+    """Return the environment of each rank by process ID: of this machine or, in a job, of the job.
+
+    A loader worker has the environment of its rank, and is none.
+    """
     found = processes()
     job = os.environ.get("SLURM_JOB_ID")
-    rows = []
-    for pid, (parent, env) in found.items():
-        loader_worker = parent in found
-        if not loader_worker and job in (None, env.get("SLURM_JOB_ID")):
-            port, rank, node = env.get("MASTER_PORT", ""), int(env["RANK"]), socket.gethostname()
-            rows.append([port, rank, node, pid, *look(pid)])
-    return rows
+    return {
+        pid: env
+        for pid, (parent, env) in found.items()
+        if parent not in found and job in (None, env.get("SLURM_JOB_ID"))
+    }
 
 
-def ranks_of(job):
-    """Return the rows of all nodes of a Slurm job; srun runs this file once on each node."""
-    command = ["srun", f"--jobid={job}", "--overlap", sys.executable, __file__, "--json"]
+def rows_here():
+    """Return a row for each rank here."""
+    node = socket.gethostname()
+    return [
+        [env.get("MASTER_PORT", ""), int(env["RANK"]), node, pid, *look(pid)]
+        for pid, env in ranks_here().items()
+    ]
+
+
+def on_each_node(job, option):
+    """Run this file with an option once on each node of a Slurm job; return what it prints."""
+    command = ["srun", f"--jobid={job}", "--overlap", sys.executable, __file__, option]
     done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
-    return [row for line in done.stdout.splitlines() for row in json.loads(line)]
+    return done.stdout.splitlines()
 
 
 def table(rows):
@@ -94,11 +106,24 @@ def table(rows):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("job", nargs="?", help="a Slurm job; without it, look at this machine")
+    parser.add_argument("--signal", help="send it to each rank of the job: ABRT, TERM, ...")
     parser.add_argument("--json", action="store_true", help="print no table")
     args = parser.parse_args()
+    if args.signal:
+        if args.job:
+            on_each_node(args.job, f"--signal={args.signal}")
+        elif "SLURM_JOB_ID" in os.environ:
+            for pid in ranks_here():
+                os.kill(pid, signal.Signals[f"SIG{args.signal}"])
+        else:
+            parser.error("--signal needs the number of a job")
+        sys.exit()
     if not shutil.which("py-spy"):
         sys.exit("py-spy is missing: pip install py-spy")
-    rows = ranks_of(args.job) if args.job else ranks_here()
+    if args.job:
+        rows = [row for line in on_each_node(args.job, "--json") for row in json.loads(line)]
+    else:
+        rows = rows_here()
     if args.json:
         print(json.dumps(rows))
     elif not rows:

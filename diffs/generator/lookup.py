@@ -9,6 +9,7 @@ ROOMS = (  # pages outside, whose sections are entries, too
     "convert/README.md",
     "without_slurm/README.md",
     "slurm/README.md",
+    "slurm/faults.md",
     "benchmarks/README.md",
     "checker/README.md",
 )

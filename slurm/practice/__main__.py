@@ -27,7 +27,7 @@ Besides Slurm's commands, the shell has five that cause trouble:
   power-on NODE     boot it again, after Slurm has marked it down
   pull-cable NODE   cut a node off the network
   plug-in NODE      connect it again
-  preempt JOB       send SIGTERM, as Slurm does to a job that it preempts with a grace time"""
+  preempt JOB       take its nodes for ten seconds, for a job of higher priority"""
 
 WELCOME = """\
 {version} with {nodes} nodes of {gpus} GPUs each. This shell is on the login node.

@@ -16,9 +16,10 @@ ON_A_CLUSTER = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 ONE_CLUSTER = pytest.mark.xdist_group("slurm")
 GUIDE = (ROOT / "slurm" / "README.md").read_text(encoding="utf-8")
 BATCH = {path.name[:2]: f"slurm/{path.stem}.sbatch" for path in SCRIPTS}
+ON_NODE_1 = ("--nodes=1", "--nodelist=node1", "--gpus-per-node=1")
 ON_TWO_NODES = ("--nodes=2", "--gpus-per-node=1")
 TWO_BY_TWO = ("--nodes=2", "--gpus-per-node=2")
-ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
 
 # What concerns the launcher alone is shown with this script in place of a step: it says what it
 # finds, and waits until it is told to stop or, as some tests do at once, to go on.
@@ -32,8 +33,10 @@ while not told and not os.path.exists("go"):
     time.sleep(0.05)
 if told:
     os.write(1, b"told\\n")
-    open(f"{sys.argv[1].partition('=')[2]}.interrupted", "w").close()
-    sys.exit(75)
+    checkpoint = sys.argv[1].partition("=")[2]
+    for name in (checkpoint, f"{checkpoint}.interrupted"):
+        open(name, "w").close()
+    sys.exit(1)
 """
 
 
@@ -136,3 +139,33 @@ def submit(cluster, clone):
     for job in jobs:
         job.cancel()
     cluster.wait_until_idle()
+
+
+@pytest.fixture
+def simple(clone, submit):
+    """Submit a step in a clone whose step 4 is SIMPLE; it goes on at once unless `go` is false."""
+
+    def submit_simple(step, *options, go=True, change=("", ""), name="04_multinode.py"):
+        (clone / name).write_text(SIMPLE.replace(*change), encoding="utf-8")
+        if go:
+            (clone / "go").touch()
+        job = submit(step, options=options)
+        job.wait_for(lambda: go or found(job))
+        return job
+
+    return submit_simple
+
+
+def found(job):
+    """Return what the ranks of a job with SIMPLE have found."""
+    return sorted(re.findall(r"^finds (.*)$", job.stdout, re.MULTILINE))
+
+
+@pytest.fixture
+def alone(clone):
+    """A copy of step 4's batch file with the guide's second launcher."""
+    launch = in_the_guide(r'^(srun --kill(?s:.*?)"\$@"\n)```')
+    text = (clone / BATCH["04"]).read_text(encoding="utf-8")
+    old = re.search(r"^srun .*\\\n(?: .*\n)+", text, re.MULTILINE)[0]
+    (clone / "alone.sbatch").write_text(text.replace(old, launch), encoding="utf-8")
+    return "alone.sbatch"

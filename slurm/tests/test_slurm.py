@@ -12,10 +12,11 @@ import pytest
 from clusters import (
     BATCH,
     ON_A_CLUSTER,
+    ON_NODE_1,
     ON_TWO_NODES,
     ONE_CLUSTER,
     SIMPLE,
-    TWO_BY_TWO,
+    found,
     in_the_guide,
 )
 from support.results import accuracy, epochs, same_bits
@@ -23,40 +24,9 @@ from support.scripts import ROOT, SMALL, edit
 
 FILES = sorted((ROOT / "slurm").glob("*.sbatch"))
 SLOW = pytest.mark.slow
-ON_NODE_1 = ("--nodes=1", "--nodelist=node1", "--gpus-per-node=1")
 ONE, TWO = ("1", *SMALL), ("2", *SMALL)
 
 pytestmark = [ON_A_CLUSTER, ONE_CLUSTER]
-
-
-@pytest.fixture
-def simple(clone, submit):
-    """Submit a step in a clone whose step 4 is SIMPLE; it goes on at once unless `go` is false."""
-
-    def submit_simple(step, *options, go=True, change=("", ""), name="04_multinode.py"):
-        (clone / name).write_text(SIMPLE.replace(*change), encoding="utf-8")
-        if go:
-            (clone / "go").touch()
-        job = submit(step, options=options)
-        job.wait_for(lambda: go or found(job))
-        return job
-
-    return submit_simple
-
-
-def found(job):
-    """Return what the ranks of a job with SIMPLE have found."""
-    return sorted(re.findall(r"^finds (.*)$", job.stdout, re.MULTILINE))
-
-
-@pytest.fixture
-def alone(clone):
-    """A copy of step 4's batch file with the guide's second launcher."""
-    launch = in_the_guide(r'^(srun --kill(?s:.*?)"\$@"\n)```')
-    text = (clone / BATCH["04"]).read_text(encoding="utf-8")
-    old = re.search(r"^srun .*\\\n(?: .*\n)+", text, re.MULTILINE)[0]
-    (clone / "alone.sbatch").write_text(text.replace(old, launch), encoding="utf-8")
-    return "alone.sbatch"
 
 
 # ---------------------------------------------------------------- the text
@@ -70,8 +40,8 @@ def test_what_is_the_same_is_the_same_to_the_letter():
     edits = {}
     for name, text in texts.items():
         part = re.search(r"^# EDIT .*?^source .*?\n", text, re.MULTILINE | re.DOTALL)[0]
-        why = r"^# .*\n(?=#SBATCH --(?:nodes|time)=)"
-        edits[name] = re.sub(why, "", re.sub(r"=[\d:]+$", "=", part, flags=re.M), flags=re.M)
+        own = r"^# .*\n(?=#SBATCH --(?:nodes|time)=)|^# .*\nmax_requeues=\d*\n"
+        edits[name] = re.sub(own, "", re.sub(r"=[\d:]+$", "=", part, flags=re.M), flags=re.M)
     assert len(set(edits.values())) == 1, edits
 
 
@@ -86,7 +56,7 @@ def test_every_line_is_read(cluster):
     for path in FILES:
         text = path.read_text(encoding="utf-8")
         lines = [line for line in text.splitlines() if re.search("SBATCH *--", line)]
-        lines.remove("##SBATCH --account=project")
+        lines = [line for line in lines if not line.startswith("##")]
         read = cluster.run("bash", "-c", f"sbatch -v --test-only {path} 2>&1")
         understood = set(re.findall(r"^sbatch: ([a-z-]+) +: ", read, re.MULTILINE)) - {"verbose"}
         written = {re.fullmatch(r"#SBATCH --([a-z-]+)(=\S+)?", line)[1] for line in lines}
@@ -99,7 +69,7 @@ def test_every_line_is_read(cluster):
 def test_the_first_small_job(cluster, submit, trained):
     """As the guide shows it, but for fewer epochs and a smaller model."""
     seen = cluster.run("bash", "-c", in_the_guide("^(sinfo .*)$"))
-    assert seen.split("\n")[1].split() == ["gpu*", "2", "gpu:4", "256", "100000"]
+    assert seen.split("\n")[1].split() == ["gpu*", "2", "gpu:a100:4", "256", "100000"]
     job = submit("01", *ONE).becomes("COMPLETED")
     assert epochs(job) == [1]
     assert accuracy(job)
@@ -249,61 +219,6 @@ def test_an_exception_on_one_rank_of_one_node(simple):
     assert job.show("Restarts") == "0"
 
 
-# ---------------------------------------------------------------- requeued, or not
-
-LEAVES_IT = """\
-if "SLURM_RESTART_COUNT" in os.environ:
-    open(f"{sys.argv[1].partition('=')[2]}.interrupted", "x").close()
-if told:
-"""
-
-
-def is_requeued(job):
-    """Tell a job to stop; it is requeued, and then it goes on to its end."""
-    job.cancel("--signal=TERM")
-    job.becomes("PENDING")
-    (job.folder / "go").touch()
-    assert job.becomes("COMPLETED").show("Restarts") == "1"
-
-
-@SLOW
-def test_a_train_py_of_your_own(clone, simple):
-    """It is requeued when it has failed and left the file, and not when it has succeeded."""
-    edit(clone / BATCH["04"], *in_the_guide(r"^```diff\n-(.*\n)\+(.*\n)```"))
-    options = (*ON_NODE_1, "--job-name=own")
-    job = simple("04", *options, go=False, change=("if told:\n", LEAVES_IT), name="train.py")
-    is_requeued(job)
-    assert (clone / "own.pt.interrupted").exists()
-
-
-@SLOW
-def test_srun_alone(alone, simple):
-    """It finds what torchrun would set, saves and requeues itself in the same way."""
-    job = simple(alone, *TWO_BY_TWO, go=False)
-    job.wait_for(lambda: found(job) == ["4 1 0,1"] * 4)
-    is_requeued(job)
-    assert found(job) == ["4 1 0,1"] * 8
-    assert not job.interrupted
-
-
-@SLOW
-def test_a_chain_and_a_cancelled_job(cluster, simple):
-    """The first of two jobs is told to stop, and the second goes on; cancelled, it stays so."""
-    job = simple("04", *ON_NODE_1, "--array=1-2%1", "--output=x_%A_%a.out", go=False)
-    number = job.number
-    job.number = f"{number}_1"
-    job.cancel("--signal=TERM")
-    job.becomes("FAILED")
-    job.number = f"{number}_2"
-    job.wait_for(lambda: found(job))
-    assert not job.interrupted
-    job.cancel()
-    job.becomes("CANCELLED")
-    cluster.wait_until_idle()  # by then, the batch file has ended
-    assert job.interrupted
-    assert job.becomes("CANCELLED").show("Restarts") == "0"
-
-
 # ---------------------------------------------------------------- does not start
 
 
@@ -312,6 +227,8 @@ def test_what_is_refused(cluster, clone, submit, tmp_path_factory):
     for option, said in (
         ("--gpus-per-node=5", "Requested node configuration is not available"),
         ("--mem=200G", "Memory specification can not be satisfied"),
+        ("--gres=gpu:a100:2", "Invalid GRES specification (with and without type identification)"),
+        ("--cpus-per-task=9", "--cpus-per-gpu is mutually exclusive with --cpus-per-task"),
         ("--gpus-per-task=1", "requested number of tasks per node differ from --ntasks-per-node"),
     ):
         words = f"sbatch --gpus-per-node=2 {option} {BATCH['04']} 2>&1 || true"
@@ -319,10 +236,18 @@ def test_what_is_refused(cluster, clone, submit, tmp_path_factory):
 
     elsewhere = submit(clone / BATCH["01"], folder=tmp_path_factory.mktemp("elsewhere"))
     taken = submit("04", options=(*ON_NODE_1, "--hold"))
-    expected = {
+    slash = submit("01", options=["--job-name=wide/256"])
+    assert slash.becomes("FAILED").show("ExitCode") == "0:53"
+    assert not slash.stdout
+    at_once = {
         elsewhere: ".venv/bin/activate: No such file or directory",
-        taken: f"port {taken.lose_its_port()} of node1 is already in use",
+        submit("01", options=["--gpus-per-node=0"]): "the job has no GPU",
+        submit("04", options=["--time=4", "--job-name=short"]): "--time has to be 5 minutes",
     }
+    for job, said in at_once.items():
+        assert said in job.becomes("FAILED").stdout
+        assert job.stdout.count("\n") == 1
+    expected = {taken: f"port {taken.lose_its_port()} of node1 is already in use"}
     images = in_the_guide(r"^```bash\n(apptainer .*)\n(--container.*)\n```")
     for words, said in zip(images, ("error: execve(): apptainer: No such file", "unrecognized")):
         shutil.copy(ROOT / BATCH["04"], clone / BATCH["04"])
