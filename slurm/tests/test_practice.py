@@ -23,7 +23,7 @@ from support.scripts import ROOT, SMALL, edit
 pexpect = pytest.importorskip("pexpect", reason="pip install -r slurm/requirements.txt")
 
 PROMPT = "login$ "
-SECTION = in_the_guide(r"^## Practise on your own machine\n((?s:.*?))^## ")
+SECTION = in_the_guide(r"^## Practise on your own machine\n((?s:.*))")
 SHOWN = "".join(re.findall(r"^```console\n(.*?)^```$", SECTION, re.M | re.S))
 SESSION = [piece.split("\n", 1) for piece in re.split(r"^(?:login)?\$ ", SHOWN, flags=re.M)[1:]]
 LOOKING = ("sinfo", "squeue", "scontrol", "grep")  # repeated until they show it
