@@ -1,5 +1,6 @@
 """What a reader looks up: the pages in lookup/, and those of four rooms."""
 
+import json
 import re
 from itertools import pairwise
 
@@ -68,3 +69,12 @@ def entries(root, messages, pages, ids):
         deeper = following["level"] > entry["level"] and not entry["body"].strip()
         entry["group"] = entry["level"] == 1 or entry["rows"] or deeper
     return found
+
+
+def aliases(root, ids):
+    """Return what else people type or paste for an entry or page: {id: [text]}."""
+    path = root / "lookup" / "aliases.json"
+    known = json.loads(path.read_text(encoding="utf-8"))
+    if gone := sorted(known.keys() - ids.keys()):
+        raise Problem(f"lookup/aliases.json: no such heading or page: {gone[0]}")
+    return {ids[address]: texts for address, texts in known.items()}

@@ -11,7 +11,7 @@ from pygments.lexers import PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, Operator, String
 from templates import ENV, FIGURES
 
-from lookup import entries
+from lookup import aliases, entries
 
 STYLES = {  # the CSS class for each of Pygments' token types that the page colours
     Comment: "c",
@@ -171,6 +171,7 @@ def render(root, diffs, pages, messages):
         ids |= {f"diffs/README.md#{slug}": name for slug, name in notes.items()}
     lookup = {"slug": "troubleshooting", "title": "Troubleshooting: look up what you see"}
     lookup["entries"] = entries(root, messages, pages, ids)
+    lookup["aliases"] = aliases(root, ids)
     steps = list(map(view, diffs))
     tabs = [tab(root, pages, kind) for kind in KINDS]
     for one, following in pairwise([*steps, *tabs, lookup]):

@@ -37,7 +37,7 @@ const ALIKE = { freez: "hang", stuck: "hang", hung: "hang", deadlock: "hang", sl
 function stem(word) {
   const lower = word.toLowerCase().replace(/^_+|_+$/g, "");
   const root = lower.replace(/(?<=[a-z]{3})(?:ing|ed|es|s|e)$/, "");
-  return ALIKE[root] || root;
+  return Object.hasOwn(ALIKE, root) ? ALIKE[root] : root;
 }
 
 // The terms of a text: its words, their parts, and each pair of neighbours.
@@ -69,7 +69,7 @@ function found(link, title, why, messages, text, more = {}) {
 
 // What a hit shows of an answer: why, and what to type or what stands behind the colon.
 function gist(all) {
-  const parts = all.filter((part) => !/^\s*(?:(?:Also|In full): |→|source$|$)/.test(part.textContent));
+  const parts = all.filter((part) => !/^\s*(?:Also\b.*: |→|source$|$)/.test(part.textContent));
   const why = parts.find((part) => part.matches("p"));
   const list = parts.find((part) => part.matches("ul, ol"));
   const commands = parts.filter((part) => part.matches("pre"));
@@ -81,10 +81,13 @@ function gist(all) {
   return { why: said, typed: [...typed].slice(0, 2) };
 }
 
-// What may be pasted or typed for an answer: its title, and what it names as the same.
-function titles(title, parts) {
-  const also = parts.filter((part) => /^(Also|In full): /.test(part.textContent));
-  return [title, ...also.flatMap((part) => [...part.querySelectorAll("code")].map((code) => code.textContent))];
+const ALIASES = JSON.parse(document.getElementById("aliases").textContent); // of lookup/aliases.json
+
+// What may be pasted or typed for an answer: its title, what it names as the same, and its aliases.
+function titles(id, title, parts) {
+  const also = parts.filter((part) => /^Also\b.*: /.test(part.textContent));
+  const named = also.flatMap((part) => [...part.querySelectorAll("code")].map((code) => code.textContent));
+  return [title, ...named, ...(ALIASES[id] ?? [])];
 }
 
 function entry(element) {
@@ -94,7 +97,7 @@ function entry(element) {
   const question = element.matches("#see-questions ~ *");
   const kind = question ? { worth: 0.9 }
     : { harmless: element.matches("#see-harmless_warnings ~ *"), announced: ANNOUNCED.test(title) };
-  return found(`#${element.id}`, title, why, titles(title, rest), rest.map((part) => part.textContent).join(" "), { typed, ...kind });
+  return found(`#${element.id}`, title, why, titles(element.id, title, rest), rest.map((part) => part.textContent).join(" "), { typed, ...kind });
 }
 
 function row(element) {
@@ -111,7 +114,7 @@ function article(element) {
   const why = row?.[0] ?? (command ? note.querySelector("p") : element.closest(".step").querySelector("h2"));
   const typed = row ? [row[1]] : command ? [code(command)] : [];
   const worth = row ? 0.9 : 0.7; // a patch fits step 5 only: an answer for any script is before it
-  return found(`#${element.id}`, heading, why.textContent, [heading], note.textContent, { typed, worth });
+  return found(`#${element.id}`, heading, why.textContent, titles(element.id, heading, []), note.textContent, { typed, worth });
 }
 
 function code(text) {
