@@ -33,7 +33,8 @@ def weave(root, pages):
     def written(found):
         lines = [found[1]]
         for page, seen, *_ in rows_of(found[2], pages):
-            lines.append(f"- [{seen.removeprefix('No error. ')}](../{page.path})\n")
+            shown = page.title if seen.startswith("No error. ") else seen
+            lines.append(f"- [{shown}](../{page.path})\n")
         return "".join(lines)
 
     return {path: LIST.sub(written, text) for path, text in texts.items()}

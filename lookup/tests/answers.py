@@ -126,6 +126,15 @@ def steps(code):
     assert scheduler.get_last_lr() == [pytest.approx(0.01)]
 
 
+def longest(code):
+    """Rank 1 has three batches more than rank 0, and each keeps the outputs of its own."""
+    for wrap in fully_shard, lambda module: FSDP(module, device_id=device):
+        model, seen, loader = wrap(nn.Linear(4, 1)), [], list(torch.rand(2 + 3 * rank, 2, 4))
+        with torch.no_grad():
+            run(code[0], model=model, loader=loader, seen=seen)
+        assert len(seen) == len(loader)
+
+
 def resume(code):
     """Two epochs, and one and one more, end with the same bits."""
 

@@ -1,4 +1,4 @@
-"""The programs in lookup/frameworks.md, and what the page says about the frameworks."""
+"""The programs beside lookup/frameworks.md, and what the page says about the frameworks."""
 
 import importlib.util
 import re
@@ -11,7 +11,6 @@ from support.jobs import finished
 from support.results import said, same_bits
 from support.scripts import ROOT, SMALL, edited, forked, load, write
 
-PAGE = (ROOT / "lookup" / "frameworks.md").read_text(encoding="utf-8")
 ONE = ("1", *SMALL)
 BARRIER = "dist.barrier()\n"
 SAY = """\
@@ -35,11 +34,10 @@ def offline(monkeypatch):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
 
 
-def program(folder, imported, line, more, *changes):
-    """Write a program of the page beside step 5, with more lines before this one."""
+def program(folder, name, line, more, *changes):
+    """Write a program of lookup/ beside step 5, with more lines before this one."""
     edited(folder, "05")
-    programs = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    [text] = [text for text in programs if f"from {imported} import" in text]
+    text = (ROOT / "lookup" / f"with_{name}.py").read_text(encoding="utf-8")
     return write(folder / "program.py", SAY + text, [(line, more + line), *changes])
 
 
@@ -142,7 +140,7 @@ say("same", torch.rand(()).item())
 @pytest.mark.gpu
 def test_fabric(tmp_path, trained):
     two_epochs = ("2", *SMALL)
-    path = program(tmp_path, "lightning_fabric", BARRIER, FABRIC)
+    path = program(tmp_path, "fabric", BARRIER, FABRIC)
     job, one, two = run(path, *two_epochs, env={"TORCHELASTIC_RUN_ID": "none"})  # as torchrun does
     assert one[:3] == two[:3] == ["evaluated 360", "epoch 0", "loaded 2"]
     assert one[3] == two[3]
@@ -170,7 +168,7 @@ del again
 @pytest.mark.gpu
 def test_trainer(tmp_path):
     half = ('save_strategy="epoch"', 'save_strategy="steps", save_steps=51, logging_steps=60')
-    path = program(tmp_path, "transformers", BARRIER, TRAINER, half)
+    path = program(tmp_path, "trainer", BARRIER, TRAINER, half)
     job, one, two = run(path, *ONE)
     assert one[-2] != two[-2]  # the summary has each rank's own loss since the last log
     assert [line for line in one if line != one[-2]] == [line for line in two if line != two[-2]]

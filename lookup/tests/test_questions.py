@@ -1,4 +1,4 @@
-"""The answers in lookup/questions.md and lookup/data_and_models.md work as they are printed."""
+"""The answers in lookup/questions.md, and in two other pages there, work as they are printed."""
 
 import json
 import os
@@ -24,7 +24,8 @@ SLOW = pytest.mark.slow
 INSTALL = "pip install -r lookup/requirements.txt"
 ANSWERS = Path(__file__).with_name("answers.py")
 PAGES = "".join(
-    (ROOT / "lookup" / name).read_text("utf-8") for name in ("questions.md", "data_and_models.md")
+    (ROOT / "lookup" / f"{name}.md").read_text("utf-8")
+    for name in ("questions", "data_and_models", "hanging")
 )
 TRAIN = """\
 import os
@@ -75,6 +76,7 @@ QUICK = {  # function of answers.py: question
     "tokens": "Are gradients, and the loss, summed",
     "evaluation": "How do I evaluate: validation loss",
     "steps": "How many steps has an epoch",
+    "longest": "Validation hangs with FSDP",
     "resume": "How do I save and resume",
     "export": "How do I export to ONNX",
     "stop": "How do I save before the Slurm time limit",
