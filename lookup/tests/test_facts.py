@@ -1,11 +1,14 @@
 """What the tutorial says about PyTorch, shown without the scripts."""
 
+import inspect
 import sys
 import zipfile
 
 import pytest
 import torch
 from support.jobs import finished
+from torch.distributed.run import get_args_parser
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data.distributed import DistributedSampler
 
 
@@ -45,6 +48,21 @@ def test_a_flipped_byte_is_found_by_testzip_and_not_by_torch_load(tmp_path):
     assert not torch.equal(torch.load(path, weights_only=True)["tensor"], tensor)
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() == "tensor/data/0"
+
+
+def test_the_release_that_brought_it():
+    """Each is in lookup/versions.md; this also holds on another PyTorch than the pinned one."""
+    known = get_args_parser().format_help() + str(inspect.signature(DDP))
+    since = {
+        "--numa-binding": "2.9",
+        "--signals-to-handle": "2.10",
+        "--virtual-local-rank": "2.10",
+        "--shutdown-timeout": "2.12",
+        "forward_sync_buffers": "2.13",
+    }
+    assert {name for name in since if name in known} == {
+        name for name, version in since.items() if torch.__version__ >= version
+    }
 
 
 LEFT = """

@@ -1,15 +1,18 @@
 """Recipes that change the data and how it reaches the ranks."""
 
 import json
+import re
 import shutil
 from textwrap import indent
 
 import pytest
 from changes import IMPATIENT, LENGTH, RESTARTS, told
+from patching import page
 from running import ONE, TWO
+from support.jobs import finished
 from support.positions import BATCH
-from support.results import resumed, same_bits
-from support.scripts import load
+from support.results import resumed, said, same_bits
+from support.scripts import forked, load
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 pytestmark = pytest.mark.slow
@@ -127,13 +130,20 @@ def test_weighted_sampler(recipe):
 
 
 def test_prepare_once(recipe):
-    """Two ranks on nodes of their own, in two folders; one prepares data beyond the timeout."""
+    """Two ranks on nodes of their own; rank 0 prepares data beyond the timeout.
+
+    In a folder that they share, it alone does; each can do it on a disk of its own.
+    """
     save, main = "        torch.save((scans, labels)", "@record"
     wait = '        print("prepares", flush=True)\n        time.sleep(8 * (1 - dist.get_rank()))\n'
-    node = 'os.environ["LOCAL_RANK"] = "0"\nos.mkdir(own := os.environ["RANK"])\nos.chdir(own)\n'
+    node = 'os.environ["LOCAL_RANK"] = "0"\n'
+    disk = 'os.mkdir(own := os.environ["RANK"])\nos.chdir(own)\n'
     changes = IMPATIENT, (save, wait + save)
-    assert recipe.ran(*changes, (main, f"{node}\n\n{main}")).stdout.count("prepares") == 2
-    assert len(list(recipe.folder.glob("[01]/digits.pt"))) == 2
+    assert recipe.ran(*changes, (main, f"{node}\n\n{main}")).stdout.count("prepares") == 1
+    (own,) = re.findall("ask for\n`(.*)` instead", page("recipes/prepare_once"))
+    per_node = ("dist.get_rank() == 0 and not os.path", f"{own} and not os.path")
+    recipe.at("disks").ran(*changes, per_node, (main, f"{node}{disk}\n\n{main}"))
+    assert len(list(recipe.folder.glob("disks/[01]/digits.pt"))) == 2
     recipe.at("impatient").refused(*changes, ("dist.barrier(patient)", "dist.barrier()"))
 
 
@@ -152,5 +162,28 @@ def test_uneven_inputs(recipe):
         assert [len(mine), len(others)] == [102, 101]
         assert [total for _, total in mine[:101]] == [total for _, total in others]
         assert sorted(dealt(job, 0, 1, epoch=epoch)) == list(range(12_929))
-    alone = ("with self.model.join():", "if True:"), ("dist.broadcast_object_list(state)", "pass")
+    alone = ("with self.model.join():", "if True:"), ("dist.broadcast(tensor, 0)", "pass")
     recipe.at("alone").refused(*changes, IMPATIENT, *alone, args=TWO)
+
+
+SHARDED = """
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo")
+model = fully_shard(torch.nn.Linear(2, 1))
+CODE
+for step, batch in enumerate(while_all_have_one(torch.ones(3 + 2 * dist.get_rank(), 1, 2))):
+    model(batch).sum().backward()
+print(f"rank {dist.get_rank()}: {step + 1}\\n", end="")
+dist.destroy_process_group()
+"""
+
+
+def test_uneven_inputs_under_fsdp2(tmp_path):
+    """Of three batches and five, both ranks take three."""
+    [code] = re.findall("^```python\n(.*?)^```$", page("recipes/uneven_inputs"), re.M | re.S)
+    (tmp_path / "program.py").write_text(SHARDED.replace("CODE", code), encoding="utf-8")
+    job = finished(forked(tmp_path / "program.py"), tmp_path)
+    assert said(job, 0) == said(job, 1) == ["3"]

@@ -42,6 +42,10 @@ def test_learning_rate(recipe):
     for job in recipe.with_and_without_a_stop((STEP, rate + STEP)):
         rates = [float(rate) for rate in re.findall("^rate (.+)$", job.stdout, re.MULTILINE)]
         assert rates == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+    stop = f"            if self.epochs_run == 1:\n                stop_signals.append(1)\n{BATCH}"
+    recipe.stopped((BATCH, stop), args=TWO, samples=640, nprocs=1)  # twice as many steps an epoch
+    last = said_at_the_end("trainer.scheduler.get_last_lr()[0]")
+    assert float(said(recipe.ran(last, args=TWO), 0)[0]) == pytest.approx(0, abs=1e-9)
 
 
 @pytest.mark.gpu
