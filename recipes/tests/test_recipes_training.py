@@ -96,7 +96,7 @@ SHOW_STATE = on_each_rank(digest("[torch.get_rng_state()]"))
 RANDOM = (
     ("def load_datasets():\n", NOISY),
     ("return TensorDataset(shifted", "return Noisy(shifted"),
-    ("nn.Flatten()]", "nn.Flatten(), nn.Dropout(0.2)]"),
+    ("nn.Flatten(),\n", "nn.Flatten(),\n        nn.Dropout(0.2),\n"),
     (BATCH, f"            if step == 0:\n                {SHOW_STATE}{BATCH}"),
 )
 
