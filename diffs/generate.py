@@ -13,11 +13,10 @@ sys.path.insert(0, str(HERE / "generator"))
 
 try:
     from holds import pictures
-    from hunks import Diff, Problem, brief, explained
+    from hunks import Diff, Problem, brief, explained, refreshed
     from notebook import run, write_book
     from page import render
     from patches import KINDS, collect, index, readme
-    from templates import ENV
 
     from lookup import weave
 except ModuleNotFoundError as error:
@@ -55,7 +54,7 @@ def generate(root=HERE.parent):
     yield root / "README.md", front_page(root)
     for diff in diffs:
         yield folder / f"{diff.slug.replace('-', '_')}.diff", f"{WRITTEN}\n{diff.text}"
-    yield folder / "README.md", ENV.get_template("README.md.j2").render(diffs=diffs)
+    yield folder / "README.md", refreshed(root, diffs)
     yield from pictures(folder / "pictures")
     book = folder / "walkthrough.ipynb"
     yield book, write_book(book, diffs)

@@ -9,9 +9,11 @@ from markdown_it import MarkdownIt
 from templates import ENV
 
 COUNTS = {3: "three", 4: "four", 5: "five", 6: "six"}  # how many lines may carry a lesson
-# The parts of a note, and of what stands before the notes of a step: what stands behind each.
-NOTE = {"diff": "```diff\n", "anchors": "\n```\n", "text": ""}
+README = "diffs/README.md"  # has a note on each hunk: what it is for
+BLOCK = re.compile(r"\n```diff\n(?P<hunks>.*?)```\n", re.DOTALL)  # with which a note begins
+PLAY = re.compile("^Play with it: .*\n", re.MULTILINE)
 NEAR = 2  # how many unchanged lines may stand between changes that are shown together
+# The parts of what stands before the notes of a step: what stands behind each.
 LESSON = {"count": " lines**\n\n", "list": "\n\n", "story": ""}
 
 
@@ -52,6 +54,7 @@ class Note:
     tests: list = field(default_factory=list)
     links: list = field(default_factory=list)  # [(title, address)]
     hunks: list = field(default_factory=list)
+    shown: str = ""  # its hunks, as they stand in the README
 
     @property
     def slug(self):
@@ -148,12 +151,12 @@ def cut_at(text, marks, where):
 
 
 def explained(root):
-    """Return the diffs from each step to the next, with the note of each hunk."""
+    """Return the diffs from each step to the next, with what diffs/README.md says of each hunk."""
     diffs = [Diff(old, new) for old, new in pairwise(sorted(root.glob("0[1-9]_*.py")))]
     named = {diff.name: diff for diff in diffs}
-    for level, heading, body in sections((root / "diffs" / "notes.md").read_text("utf-8")):
-        if level == 2:
-            name, _, title = heading.partition(": ")
+    for level, heading, body in sections((root / README).read_text("utf-8")):
+        name, _, title = heading.partition(": ")
+        if level == 2 and name in named:
             diff = named[name]
             diff.title, diff.story = title, body
         elif level == 3:
@@ -162,39 +165,59 @@ def explained(root):
         for hunk in diff.hunks:
             if not hunk.note:
                 line = hunk.changed[0]
-                raise Problem(f"notes.md: no note on the hunk {hunk.header} of {diff.name}: {line}")
+                raise Problem(
+                    f"README.md: no note on the hunk {hunk.header} of {diff.name}: {line}"
+                )
         read_lesson(diff)
     return diffs
 
 
 def read_note(diff, title, body):
     """Return a note from its heading and the text below it, tied to its hunks if it has any."""
-    if "```diff" not in body:
-        return Note(title, body.strip())
-    parts = cut_at(body, NOTE, f'notes.md: the note "{title}"')
-    text, _, links = parts["text"].partition("Read more: ")
-    why, _, tests = text.partition("Fails without it: ")
-    note = Note(title, why.strip(), re.findall(r"`(test_[^`]+)`", tests))
+    text, _, tests = re.sub(PLAY, "", body).partition("<details>")
+    text, _, links = text.partition("Read more:")
+    shown = re.match(BLOCK, text)
+    note = Note(title, text[shown.end() if shown else 0 :].strip())
+    note.tests = re.findall(r"`(test_[^`]+)`", tests)
     note.links = re.findall(r"\[([^]]+)\]\(((?:https://|\.\./)[^)]+)\)", links)
-    for line in parts["anchors"].splitlines():
-        hunk = single([hunk for hunk in diff.hunks if line in hunk.changed], line, diff)
-        hunk.note = note
-        note.hunks.append(hunk)
+    if shown:
+        note.shown = shown[0]
+        for piece in re.split("^@@ .*\n", shown["hunks"], flags=re.MULTILINE):
+            if piece:
+                note.hunks.append(meant(diff, title, piece))
+                note.hunks[-1].note = note
     return note
+
+
+def meant(diff, title, piece):
+    """Return the hunk of a diff with which this piece, as it was or in part, has most in common."""
+    lines = {line for line in piece.splitlines() if line[:1] in ("+", "-") and line[1:].strip()}
+    hunk = max(diff.hunks, key=lambda hunk: len(lines.intersection(hunk.changed)))
+    if not lines.intersection(hunk.changed):
+        raise Problem(f'README.md: the note "{title}" shows no hunk of {diff.name}')
+    return hunk
 
 
 def read_lesson(diff):
     """Find the lines that carry the lesson, each with the note on its hunk, before the story."""
-    parts = cut_at(diff.story, LESSON, f"notes.md: {diff.name}")
-    diff.story = parts["story"].strip()
-    for item in re.split(r"^- ", parts["list"], flags=re.MULTILINE)[1:]:
-        code, _, why = item.removeprefix("`").partition("`: ")
-        hunk = single([hunk for hunk in diff.hunks if hunk.adds(code)], code, diff)
-        diff.lesson.append((code, " ".join(why.split()), hunk.note))
+    parts = cut_at(diff.story, LESSON, f"README.md: {diff.name}")
+    diff.story = re.sub(PLAY, "", parts["story"]).strip()
+    for code, why in re.findall(r"^\d\. \[`(.+?)`\]\(#.*?\): (.*)", parts["list"], re.MULTILINE):
+        found = [hunk for hunk in diff.hunks if hunk.adds(code)]
+        if len(found) != 1:
+            raise Problem(f"README.md: `{code}` is in {len(found)} hunks of {diff.name}")
+        diff.lesson.append((code, why, found[0].note))
 
 
-def single(found, line, diff):
-    """Return the only hunk that was found with this line."""
-    if len(found) != 1:
-        raise Problem(f"notes.md: `{line}` is in {len(found)} hunks of {diff.name}")
-    return found[0]
+def refreshed(root, diffs):
+    """Return diffs/README.md with its hunks, and the links to them, as the scripts are now."""
+    text = (root / README).read_text("utf-8")
+    for diff in diffs:
+        for code, why, note in diff.lesson:
+            link = f"[`{code}`](#{note.slug}): {why}\n"
+            text = re.sub(rf"\[`{re.escape(code)}`\]\(#.*?\): .*\n", lambda _, new=link: new, text)
+        for note in diff.notes:
+            if note.hunks:
+                hunks = "".join(f"{hunk.text}\n" for hunk in note.hunks)
+                text = text.replace(note.shown, f"\n```diff\n{hunks}```\n")
+    return text

@@ -54,15 +54,15 @@ def runs(root):
     return [cell for cell in cells if cell.id.startswith("run-")]
 
 
-NOTES = "diffs/notes.md"
+NOTES = "diffs/README.md"
 PATCH = "pitfalls/no_set_epoch.md"
 
 
 @pytest.mark.parametrize(
     ("page", "old", "new", "said"),
     [
-        (NOTES, "```diff\n-    print(message", "```\n-    print(message", "no note on the hunk"),
-        (NOTES, "+import signal\n", "+import gone\n", "is in 0 hunks of 03 → 04"),
+        (NOTES, "rank 0 only\n\n```diff\n", "rank 0 only\n\n```\n", "no note on hunk"),
+        (NOTES, "`class ResumableSampler(", "`class Gone(", "is in 0 hunks of 03 → 04"),
         (PATCH, ".sampler.set_epoch(", ".set_epoch(", "no longer applies to 05_gather_eval.py: "),
         (PATCH, "`test_pitfall[no_set_epoch]`", "test", "has no tests"),
         (PATCH, "This writes the *broken* script", "It does", "does not say below its command"),

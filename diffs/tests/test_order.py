@@ -61,7 +61,7 @@ dist.destroy_process_group()
     ids=["as printed", "frozen after DDP", "loaded after DDP"],
 )
 def test_the_order_of_everything(tmp_path, line, model, said):
-    text = (ROOT / "diffs" / "notes.md").read_text(encoding="utf-8")
+    text = (ROOT / "diffs" / "README.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     lines = code.replace("compile(model)", 'compile(model, backend="eager")')
     if line:
