@@ -15,6 +15,8 @@ SAME_BITS = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NVIDIA_TF32_OVERRIDE": "0",
     "NCCL_NVLS_ENABLE": "0",
+    # After a timeout, the watchdog gives all ranks four times as long to write down what they did.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000",
 }
 
 
