@@ -261,6 +261,23 @@ LENGTH = [
     ("    with torch.no_grad", "    batches = iter(part)\n    with torch.no_grad"),
     ("for inputs, _ in part]", "for inputs, _ in (next(batches) for _ in range(len(part)))]"),
 ]
+GATHERED_IN_LOOP = [
+    before("    with torch.no_grad", "    every = []\n"),
+    (
+        "        mine = torch.cat([model(inputs).argmax(dim=1) for inputs, _ in part])\n"
+        "    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]\n"
+        "    dist.all_gather(parts, mine)\n"
+        "    guesses = torch.stack(parts, dim=1).flatten()[: len(test)]\n",
+        """        for inputs, _ in part:
+            mine = model(inputs).argmax(dim=1)
+            parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, mine)
+            every.append(torch.stack(parts, 1).flatten())
+    guesses = torch.cat(every)[: len(test)]
+""",
+    ),
+]
+MASKED = [before(WRAP, '    net.register_buffer("mask", torch.ones(4, 4).tril())\n')]
 LOGGED = [
     ("import os\n", "import logging\nimport os\n"),
     before("    torch.manual_seed(0)\n", '    logging.basicConfig(filename="log", level="INFO")\n'),
@@ -573,9 +590,9 @@ KINDS = {
         [*TOWERS, SYNCED[0]],
     ),
     "summed without a gradient": Kind(
-        {"gradients_pass_collectives": WRONG},
+        {"gradients_pass_collectives": UNSURE},
         [("return torch.distributed.nn.all_reduce(x)", "dist.all_reduce(x)\n    return x")],
-        r"all_reduce has no gradient.+\(dist.all_reduce\(x",
+        r"the gradient is 1/2 of the right one.+\(dist.all_reduce\(x",
         BARLOW,
     ),
     "the loss divided by the number of ranks": Kind(
@@ -672,6 +689,12 @@ KINDS = {
         [KEPT, ("guesses == test.dataset.y[test.indices]", "guesses == 0")],
         "counts 22 samples, 21 of them distinct, of 21: nothing is cut off after the gather",
         LENGTH,
+    ),
+    "gathered in the loop, cut behind it": Kind(
+        SINGLE,
+        [KEPT, ("guesses == test.dataset.y[test.indices]", "guesses == 0")],
+        "counts 22 samples, 21 of them distinct, of 21: nothing is cut off after the gather",
+        GATHERED_IN_LOOP,
     ),
     "cut, perhaps": Kind(
         {"each_sample_is_evaluated_once": UNSURE},
@@ -977,6 +1000,12 @@ DRILLED = {
     "divided again": Drilled(
         "world-size",
         [("loss.backward()", "(loss / size).backward()")],
+        "the script divides it again",
+    ),
+    "constant buffers": Drilled("world-size", MASKED, "", PASS),
+    "divided again, beside constant buffers": Drilled(
+        "world-size",
+        [*MASKED, ("loss.backward()", "(loss / size).backward()")],
         "the script divides it again",
     ),
     "gathered without a gradient": Drilled(

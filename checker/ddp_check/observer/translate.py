@@ -178,7 +178,7 @@ for name in ("_passing_sync_batchnorm_handle", "_check_comm_hook"):
 def total(tensor, group):
     """Return the sum of a tensor over the ranks."""
     result = tensor.detach().clone()
-    group.allreduce([result]).wait()  # not by a function that is watched
+    group.allreduce([result]).wait()  # not by a function that is patched
     return result
 
 
@@ -189,15 +189,15 @@ def normalize(original, self, tensor):
     if not (self.training and dist.is_initialized()):
         return BatchNorm2d.forward(self, tensor)
     group = self.process_group or dist.group.WORLD
-    rank, each = group.rank(), torch.zeros(group.size(), dtype=torch.int)
-    each[rank] = len(tensor)
-    each = total(each, group).tolist()
-    before, after = sum(each[:rank]), sum(each[rank + 1 :])
-    own = torch.nn.functional.pad(tensor, [0, 0] * (tensor.dim() - 1) + [before, after])
-    if own.requires_grad:  # the losses of all ranks depend on it
-        own.register_hook(lambda gradient: total(gradient, group))
-    whole = total(own, group) + (own - own.detach())
-    return BatchNorm2d.forward(self, whole)[before : before + len(tensor)]
+    rank, sizes = group.rank(), torch.zeros(group.size(), dtype=torch.int)
+    sizes[rank] = len(tensor)
+    sizes = total(sizes, group).tolist()
+    before, after = sum(sizes[:rank]), sum(sizes[rank + 1 :])
+    padded = torch.nn.functional.pad(tensor, [0, 0] * (tensor.dim() - 1) + [before, after])
+    if padded.requires_grad:  # the losses of all ranks depend on it
+        padded.register_hook(lambda gradient: total(gradient, group))
+    batch = total(padded, group) + (padded - padded.detach())
+    return BatchNorm2d.forward(self, batch)[before : before + len(tensor)]
 
 
 OnTheCPU().__enter__()

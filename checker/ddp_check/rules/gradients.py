@@ -195,14 +195,12 @@ def gradients_pass_collectives(run):
     calls = [
         call for call in run.all(events.Collective) if call.cuts_gradient and call.elements > 1
     ]
-    ranks = len(run.events_by_rank)
-    for call in calls:
-        if call.name == "all_reduce" and NO_KERNEL in run.output:
-            text = (
-                "backward() takes this sum for the rank's own part. If all ranks compute the same "
-            )
-            text += f"loss from it, the gradient is 1/{ranks} of the right one; else it is wrong. "
-            return unsure(f"{text}torch.distributed.nn.all_reduce has a gradient", call.where)
+    sums = [event for event in run.all(events.ReducedInPlace) if event.elements > 1]
+    if sums:
+        ranks = len(run.events_by_rank)
+        text = "backward() takes this sum for the rank's own part. If all ranks compute the same "
+        text += f"loss from it, the gradient is 1/{ranks} of the right one; else it is wrong. "
+        return unsure(f"{text}torch.distributed.nn.all_reduce has a gradient", sums[0].where)
     if calls and NO_KERNEL in run.output:
         return wrong(f'{calls[0].name} has no gradient: "{NO_KERNEL} …"', calls[0].where)
     for call in calls:
