@@ -302,7 +302,7 @@ def test_a_rank_hangs_on_a_cluster(cluster, clone, submit, monkeypatch):
     pid = re.search(r"^3 +node2 +(\d+) .*<--$", job.wait_for(as_shown), re.MULTILINE)[1]
     dump = typed(in_the_guide(r"^(srun .* py-spy dump .*)$"), pid)
     assert "    BadData.__getitem__ (04_multinode.py:" in dump
-    typed(in_the_guide(r"^(srun .* pkill .*)$"))
+    typed(in_the_guide(r"^(python .*where.py 24 --signal.*)$"))
     job.becomes("FAILED")
     for rank in range(4):
         assert f"[rank{rank}] Fatal Python error: Aborted" in job.stdout

@@ -6,11 +6,11 @@ import shutil
 
 import pytest
 import torch.distributed as dist
-from clusters import GUIDE, in_the_guide
+from clusters import in_the_guide
 from machines import DEAD, LIVE
 from support.positions import GATE, at, open_the_gate, wait_at_the_gate
 from support.results import epochs, same_bits
-from support.scripts import LONG, SCRIPT, SMALL, edit, edited
+from support.scripts import LONG, ROOT, SCRIPT, SMALL, edit, edited
 
 SLOW = pytest.mark.slow
 pytestmark = pytest.mark.xdist_group("machines")
@@ -18,8 +18,9 @@ pytestmark = pytest.mark.xdist_group("machines")
 
 @pytest.mark.weekly("one more way to start two nodes, as slurm/tests/test_nodes.py does often")
 def test_two_terminals(machines, tmp_path, trained):
-    """Run the guide's command in a folder on each machine; with a copied file, they resume."""
-    (typed,) = set(re.findall(r"^node\d\$ (torchrun .*\\\n.*)$", GUIDE, re.MULTILINE))
+    """Run the page's command in a folder on each machine; with a copied file, they resume."""
+    page = (ROOT / "without_slurm" / "README.md").read_text(encoding="utf-8")
+    (typed,) = set(re.findall(r"^node\d\$ (torchrun .*\\\n.*)$", page, re.MULTILINE))
     folders = [tmp_path / name for name in ("node1", "node2")]
     for folder in folders:
         folder.mkdir()
