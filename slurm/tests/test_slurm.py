@@ -276,14 +276,14 @@ def test_a_node_runs_as_many_processes_as_it_has_gpus(cluster, alone, clone, sim
     spawned = SIMPLE.replace('"WORLD_SIZE", ', "")
     (clone / "02_multigpu_spawn.py").write_text(spawned, encoding="utf-8")
     for step, options, expected in (
-        ("02", ["--exclusive"], ["9 0,1,2,3"]),
-        ("04", [*ON_NODE_1, "--gpus-per-node=2", "--exclusive"], ["4 18 0,1,2,3"] * 4),
-        ("04", [*ON_NODE_1, "--gpus-per-node=2", "--gpus-per-task=2", "--cpus-per-task=4"],
+        ("02", ["--exclusive"], ["64 0,1,2,3"]),
+        ("04", [*ON_NODE_1, "--gpus-per-node=2", "--exclusive"], ["4 64 0,1,2,3"] * 4),
+        ("04", [*ON_NODE_1, "--gpus-per-node=2", "--gpus-per-task=2", "--cpus-per-gpu=2"],
          ["2 2 0,1"] * 2),
-        (alone, ["--exclusive", "--gpus-per-node=2"], ["8 18 0,1,2,3"] * 8),
-        (alone, ["--gres=gpu:2"], ["4 36 0,1"] * 4),
+        (alone, ["--exclusive", "--gpus-per-node=2"], ["8 64 0,1,2,3"] * 8),
+        (alone, ["--gres=gpu:2"], ["4 18 0,1"] * 4),
         (alone, ["--gpus-per-task=1", "--ntasks-per-node=2", "--gpus-per-node=2",
-                 "--cpus-per-task=18"], ["4 9 0", "4 9 0", "4 9 1", "4 9 1"]),
+                 "--cpus-per-gpu=9"], ["4 9 0", "4 9 0", "4 9 1", "4 9 1"]),
     ):  # fmt: skip
         assert found(simple(step, *options).becomes("COMPLETED")) == expected
 
