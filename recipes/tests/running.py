@@ -76,7 +76,7 @@ def writes_nothing_again(path, *args):
 
 def saved(job, name="checkpoint.pt"):
     """Return what a job has saved in a file."""
-    return torch.load(job.cwd / name, weights_only=True)
+    return torch.load(job.cwd / name, map_location="cpu", weights_only=True)
 
 
 def same_but_for_rounding(a, b):

@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from changes import EVENTS
 from gpt import held, held_out, on_page, small, trained
 from patching import text_of
 from running import same, saved, writes_nothing_again
@@ -93,7 +94,8 @@ def test_fsdp2_gpt_in_bf16(tmp_path):
     """Parameters are gathered in bf16, and gradients summed in float32."""
     everywhere = ('torch.bfloat16 if device.type == "cuda" else None', "torch.bfloat16")
     call = "interrupted = train(model, samples_run)\n"
-    calls = "{(e.name, e.input_dtypes[0]) for e in profiler.events() if '_base_' in e.name}"
+    sent = "'_base_' in e.name() and e.dtypes()"
+    calls = f"{{(e.name(), e.dtypes()[0]) for e in {EVENTS} if {sent}}}"
     profiled = f"""with torch.profiler.profile(record_shapes=True) as profiler:
     {call}{on_each_rank(f"sorted({calls})")}"""
     job = trained(tmp_path, "fsdp2_gpt", everywhere, (call, profiled), nprocs=2, double=False)

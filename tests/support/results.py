@@ -11,7 +11,7 @@ from support.scripts import load
 def weights(job_or_path):
     """Return the weights in the checkpoint of a job, or in a file: {name: tensor}."""
     path = job_or_path if isinstance(job_or_path, Path) else job_or_path.cwd / "checkpoint.pt"
-    return torch.load(path, weights_only=True)["MODEL_STATE"]
+    return torch.load(path, map_location="cpu", weights_only=True)["MODEL_STATE"]
 
 
 def same_bits(a, b):
