@@ -29,6 +29,8 @@ COMMANDS = (
     (launcher(2), "breakdown.py"),
     (launcher(2), BUCKETS),
     (launcher(4), BUCKETS),
+    (launcher(2), "by_hand.py"),
+    (launcher(4), "by_hand.py"),
     (PYTHON, "scaling.py --processes=4"),
     (PYTHON, "learning_rate.py"),
     (PYTHON, "growth.py"),

@@ -43,13 +43,17 @@ def replaced(text, changes, name):
 
 
 def changed(name, changes=()):
-    """Return the text of a step, like "04", or of a recipe for step 5, with some of it replaced."""
-    if name in STEPS:
-        return replaced(STEPS[name].read_text(encoding="utf-8"), changes, name)
-    words = ["patch", "--quiet", "--output=-", STEPS["05"], ROOT / "recipes" / f"{name}.md"]
-    place = tempfile.gettempdir()  # patch writes a file of its own there, for a moment
-    text = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True, cwd=place).stdout
-    return replaced(text, changes, name)
+    """Return the text of a step, like "04", or of a recipe, with some of it replaced."""
+    if name[:2] in STEPS:
+        return replaced(STEPS[name[:2]].read_text(encoding="utf-8"), changes, name)
+    page = ROOT / "recipes" / f"{name}.md"
+    before = re.search(r"^--- (\w+)\.py$", page.read_text(encoding="utf-8"), re.MULTILINE)[1]
+    with tempfile.TemporaryDirectory() as place:  # patch writes a file of its own there, too
+        step = Path(place, "before.py")
+        step.write_text(changed(before), encoding="utf-8")
+        words = ["patch", "--quiet", "--output=-", step, page]
+        result = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True, cwd=place)
+    return replaced(result.stdout, changes, name)
 
 
 def load(name, changes=()):

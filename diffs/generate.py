@@ -12,6 +12,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "generator"))
 
 try:
+    import by_hand
     from holds import pictures
     from hunks import Diff, Problem, brief, explained, refreshed
     from notebook import run, write_book
@@ -56,6 +57,7 @@ def generate(root=HERE.parent):
         yield folder / f"{diff.slug.replace('-', '_')}.diff", f"{WRITTEN}\n{diff.text}"
     yield folder / "README.md", refreshed(root, diffs)
     yield from pictures(folder / "pictures")
+    yield by_hand.picture(folder / "pictures")
     book = folder / "walkthrough.ipynb"
     yield book, write_book(book, diffs)
     yield root / "exercise" / "README.md", exercise(root / "exercise")

@@ -3,7 +3,9 @@
 import re
 import subprocess
 import tempfile
+from contextlib import contextmanager
 from itertools import takewhile
+from pathlib import Path
 
 from hunks import Diff, Problem, cut_at
 
@@ -49,8 +51,9 @@ class Patch:
         self.links = re.findall(r"\[([^]]+)\]\((https://[^)]+)\)", parts["links"])
         # The script that it applies to, and the name of the patched one, behind --- and +++.
         self.old, self.new, *_ = (line[4:] for line in parts["patch"].splitlines())
-        self.result = patched(root / self.old, path)
-        self.diff = Diff(root / self.old, root / self.new, self.result, context=1)
+        with original(root, self.old) as script:
+            self.result = patched(script, path)
+            self.diff = Diff(script, root / self.new, self.result, context=1)
         for problem in self.problems():
             raise Problem(f"{self.path}: {problem}")
         hunks = [hunk.text for hunk in self.diff.hunks]
@@ -116,6 +119,20 @@ def cells(text):
     """Return the cells of the rows of a table in Markdown, without its heading."""
     rows = [line for line in text.splitlines() if line.startswith("|")]
     return [tuple(row.strip("| ").split(" | ")) for row in rows[2:]]
+
+
+@contextmanager
+def original(root, name):
+    """Give the path of the script that a page patches. A recipe of this name may write it."""
+    page = root / "recipes" / f"{Path(name).stem}.md"
+    if (root / name).exists() or not page.exists():
+        yield root / name
+        return
+    before = re.search(r"^--- (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)[1]
+    with tempfile.TemporaryDirectory() as folder, original(root, before) as script:
+        path = Path(folder, name)
+        path.write_text(patched(script, page), encoding="utf-8")
+        yield path
 
 
 def patched(script, page):

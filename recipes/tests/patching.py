@@ -36,11 +36,14 @@ def text_of(name):
     """Return the patched script of a recipe or pitfall, like "recipes/fsdp2"."""
     if not shutil.which("patch"):
         pytest.skip("needs the program: apt-get install patch")
-    words = ["patch", "--quiet", "--output=-", ROOT / step_of(name)]
-    place = tempfile.gettempdir()  # patch writes a file of its own there, for a moment
-    return subprocess.run(
-        words, input=page(name), check=True, stdout=subprocess.PIPE, text=True, cwd=place
-    ).stdout
+    step = ROOT / step_of(name)
+    with tempfile.TemporaryDirectory() as place:  # patch writes a file of its own there, too
+        if not step.exists():  # another recipe writes it
+            step = write(Path(place, step.name), text_of(f"recipes/{step.stem}"))
+        words = ["patch", "--quiet", "--output=-", step]
+        return subprocess.run(
+            words, input=page(name), check=True, stdout=subprocess.PIPE, text=True, cwd=place
+        ).stdout
 
 
 def on_screen(name):

@@ -1,0 +1,112 @@
+"""DDP by hand: it ends with the weights of DDP, and what happens when it is broken."""
+
+import pytest
+import torch
+from changes import said_at_the_end
+from running import ONE, Patched, same_but_for_rounding
+from support.positions import BATCH
+from support.results import resumed, said, same_bits
+from support.scripts import DOUBLE, LONG, digest
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+pytestmark = pytest.mark.slow
+END = "    if dist.get_rank() == 0:\n        evaluate("
+RANKS_WEIGHTS = said_at_the_end(digest("model.parameters()"), END)
+OWN_SEED = ("seed(args.seed)", "seed(args.seed + dist.get_rank())")
+UNSENT = ("            dist.broadcast(tensor, src=0)\n", "            pass\n")
+UNDIVIDED = ("            parameter.grad /= dist.get_world_size()\n", "")
+RATE = "AdamW(model.parameters(), lr="
+SGD, HALF_THE_RATE = ((RATE, f"SGD(model.parameters(), lr={factor}") for factor in ("", "0.5 * "))
+ONLY_RANK_0 = "self.model.module[0].bias.requires_grad_(dist.get_rank() == 0)"
+UNUSED_ON_RANK_1 = (BATCH, f"            {ONLY_RANK_0}\n{BATCH}")
+MODEL = "    model = build_model(args.width).to(device)\n"
+UNUSED = (MODEL, f"{MODEL}    model.register_parameter('unused', nn.Parameter(torch.ones(1)))\n")
+TWO_BRANCHES = f"""\
+    class Branches(nn.ModuleList):
+        def forward(self, images):
+            order = (0, 1) if dist.get_rank() == 0 else (1, 0)
+            results = {{branch: self[branch](images) for branch in order}}
+            return results[0] + 2 * results[1]
+
+    first = Branches(nn.Conv2d(1, args.width, 3, padding=1) for _ in range(2))
+{MODEL}    model[0] = first.to(device)
+"""
+OTHER_ORDER = (MODEL, TWO_BRANCHES)
+UNUSED_IS_RIGHT = {"static_graph", "find_unused_parameters"}
+
+
+@pytest.fixture(params=["after_backward", "during_backward", "in_buckets"])
+def by_hand(request, tmp_path):
+    return Patched(f"recipes/{request.param}", tmp_path)
+
+
+def test_ddp_by_hand_ends_with_the_same_bits(by_hand, trained):
+    """Fresh, and resumed after two epochs."""
+    fresh = by_hand.at("fresh").ran(args=LONG)
+    by_hand.at("again").ran(args=("2", *LONG[1:]))
+    again = by_hand.at("again").ran(args=LONG)
+    assert resumed(again) == [2]
+    assert same_bits(fresh, trained("03", *LONG))
+    assert same_bits(fresh, again)
+
+
+def test_ddp_by_hand_on_four_ranks(by_hand, trained, trained_with):
+    """The sums are rounded otherwise: in double precision, hardly."""
+    assert not same_bits(by_hand.at("float").ran(nprocs=4), trained("03", *ONE, nprocs=4))
+    double = by_hand.at("double").ran(*DOUBLE, nprocs=4)
+    same_but_for_rounding(double, trained_with("03", DOUBLE, ONE, nprocs=4))
+
+
+def test_broken_ddp_by_hand(tmp_path, trained_with):
+    """Without a first broadcast or an order, ranks differ; without division, steps are larger."""
+
+    def broken(name, *changes, code=0):
+        recipe = Patched(f"recipes/{name}", tmp_path).at(f"{len([*tmp_path.iterdir()])}")
+        return recipe.ran(*changes, RANKS_WEIGHTS, code=code)
+
+    for job in broken("after_backward", UNSENT, OWN_SEED), broken("during_backward", OTHER_ORDER):
+        assert said(job, 0) != said(job, 1)
+    ordered = broken("in_buckets", OTHER_ORDER)
+    assert same_bits(ordered, trained_with("03", (OTHER_ORDER,), ONE))
+    undivided = broken("after_backward", UNDIVIDED, HALF_THE_RATE)
+    assert same_bits(undivided, trained_with("03", (SGD,), ONE))
+    assert "NoneType" in broken("after_backward", UNUSED, code=1).stderr
+    broken("during_backward", UNUSED)
+    job = broken("during_backward", UNUSED_ON_RANK_1, code=1)
+    assert "op.preamble.length <= op.nbytes" in job.stderr
+    for change in UNUSED, UNUSED_ON_RANK_1:
+        job = broken("in_buckets", change, code=1)
+        assert "RuntimeError: a bucket waits for a gradient" in job.stderr
+
+
+def two_steps(**options):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    if UNUSED_IS_RIGHT & {*options}:
+        model.register_parameter("unused", nn.Parameter(torch.ones(1)))
+    ddp = DDP(model, **options)
+    for _ in range(2):
+        ddp(torch.rand(4, 2)).sum().backward()
+    return ddp
+
+
+def test_what_ddp_does_beyond(process_group):
+    """Its buckets follow the first backward; gradients may be views of them; buffers are sent."""
+    for option in UNUSED_IS_RIGHT:
+        assert two_steps(**{option: True}).module.unused.grad is None
+    ddp = two_steps(gradient_as_bucket_view=True)
+    assert len({p.grad.untyped_storage().data_ptr() for p in ddp.parameters()}) == 1
+    with torch.profiler.profile() as profiler:
+        ddp(torch.rand(4, 2)).sum().backward()
+    assert "gloo:broadcast" in {event.name for event in profiler.events()}
+    assert ddp._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"] == "2 3 1 0"
+    sent = []
+    ddp.register_comm_hook(
+        sent, lambda sent, bucket: sent.append(1) or allreduce_hook(None, bucket)
+    )
+    with ddp.no_sync():
+        ddp(torch.rand(4, 2)).sum().backward()
+    assert not sent
+    ddp(torch.rand(4, 2)).sum().backward()
+    assert sent
