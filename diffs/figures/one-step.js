@@ -8,6 +8,7 @@
     [0.3, 0.9, -0.5], [0.7, 0.7, 0.5], [0.8, -0.7, 1.9], [0.2, -1.1, 1.1],
   ];
   const [BATCH, RATE, FIRST, EDIT] = [2, 0.4, [-1, 1], 0.5];
+  const SHUFFLES = [5, 7, 11, 13]; // each rank goes through all samples in steps of its own
 
   // ------------------------------------------------------------ what PyTorch does
 
@@ -23,11 +24,13 @@
     return { ...none, phase: "forward", micro: 0, waiting: false };
   }
 
-  // The samples of a rank's next batch: with a sampler, those of its own shard.
+  // The samples of a rank's next batch: with a sampler, those of its own shard; without one, all
+  // samples in an order of its own, as with shuffle=True.
   function batch(state, sets, rank) {
     return upTo(BATCH).map((j) => {
       const position = (state.first + state.micro) * BATCH + j;
-      return (sets.sameData ? position : position * state.ranks + rank) % SAMPLES.length;
+      const own = (position + 3 * rank) * SHUFFLES[rank];
+      return (sets.sameData ? own : position * state.ranks + rank) % SAMPLES.length;
     });
   }
 
@@ -144,7 +147,7 @@
 
   const TOLD = {
     forward(state, sets) {
-      if (sets.sameData) return "Without the sampler, every rank reads all samples, here in the same order.";
+      if (sets.sameData) return "Without the sampler, shuffle=True gives each rank all samples, in an order of its own.";
       if (sets.module) return "The losses are right, but DDP has not seen this forward pass.";
       return "Each rank runs its copy of the model on its own batch, and has a loss of its own.";
     },
@@ -156,7 +159,6 @@
       }
       if (state.phase !== "allReduce") return "Inside no_sync(), gradients stay on their rank and add up.";
       if (state.ranks === 1) return "There is one rank: its gradients are the mean already.";
-      if (sets.sameData) return "The same batch gives the same gradients: the mean is nothing new.";
       return "Each rank has gradients of its own, and would go its own way (the blue arrows).";
     },
 
@@ -175,9 +177,9 @@
             `weights, so the ranks stay ${shown(spread(state))} apart.`;
       }
       if (sets.sameData) {
-        const samples = BATCH * sets.accumulate;
-        return `${state.ranks} ranks did the work of one: all learned from the same ${samples} samples. With ` +
-          `DistributedSampler, this step would have used ${samples * state.ranks}.`;
+        const batches = SAMPLES.length / BATCH;
+        return "All ranks took the same step, and no error is raised. But each goes through all samples: an epoch " +
+          `has ${batches} batches, as on one GPU. With DistributedSampler it has ${Math.ceil(batches / state.ranks)}.`;
       }
       if (sets.accumulate > 1) {
         return sets.noSync
@@ -371,5 +373,5 @@
     restart();
   }
 
-  figures["one-step"] = { start, train, SAMPLES, FIRST, RATE, BATCH };
+  figures["one-step"] = { start, train, SAMPLES, SHUFFLES, FIRST, RATE, BATCH };
 }

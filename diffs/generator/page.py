@@ -4,7 +4,7 @@ import re
 from difflib import SequenceMatcher
 from itertools import groupby, pairwise, takewhile
 
-from hunks import anchor
+from hunks import Diff, anchor, brief
 from markupsafe import Markup, escape
 from patches import KINDS, readme
 from pygments.lexers import PythonLexer
@@ -25,6 +25,7 @@ STYLES = {  # the CSS class for each of Pygments' token types that the page colo
 }
 TAGS = {" ": "span", "-": "del", "+": "ins"}
 ALIKE = 0.5  # of lines less similar than this, no words are marked
+STEPS_WIDTH, PATCHES_WIDTH = 33, 48  # characters that a line has in a column beside the code
 
 
 # ---------------------------------------------------------------- lines of code
@@ -101,6 +102,20 @@ class Code:
             old, new = old + (sign != "+"), new + (sign != "-")
         return numbered(html, hunk.starts[1])
 
+    def short(self):
+        """Return the changed lines alone, each with a line that shows its place."""
+        html = [self.line(TAGS[sign], number) for sign, number in brief(*self.lines)]
+        return numbered(html, 0)
+
+    def whole(self):
+        """Return all lines of the new file, and between them those of the old one that go."""
+        html = []
+        for tag, i1, i2, j1, j2 in SequenceMatcher(None, *self.lines, autojunk=False).get_opcodes():
+            kept = tag == "equal"
+            html += [self.line("del", number) for number in range(i1, i2) if not kept]
+            html += [self.line("span" if kept else "ins", number) for number in range(j1, j2)]
+        return numbered(html, 0)
+
     def fold(self, start, end):
         return numbered((self.line("span", number) for number in range(start, end)), start)
 
@@ -111,17 +126,24 @@ def numbered(lines, start):
     return Markup(html).format(start, Markup().join(lines))
 
 
+def beside(text, hunks, width):
+    """Return whether a text fits beside these hunks; if not, it would leave an empty area."""
+    lines = sum(1 + len(paragraph) / width for paragraph in text.split("\n\n"))
+    return 1.2 * lines < 6 + sum(len(hunk.lines) for hunk in hunks)  # code has smaller letters
+
+
 def parts(diff):
     """Yield both files in parts, in the order of the file: folded lines, and hunks with notes."""
     code, done = Code(diff), 0
     for number, hunk in enumerate(diff.hunks, 1):
         start = hunk.starts[1]
         yield from fold(diff, code, done, start)
-        more = hunk.note.hunks.index(hunk) > 0  # its note stands beside the first of them
-        yield {"note": hunk.note, "number": number, "html": code.hunk(hunk), "more": more}
+        more = hunk.note.hunks.index(hunk) > 0  # its note stands at the first of them
+        part = {"note": hunk.note, "number": number, "html": code.hunk(hunk), "more": more}
+        yield {**part, "beside": beside(hunk.note.why, [hunk], STEPS_WIDTH)}
         behind = diff.notes[diff.notes.index(hunk.note) + 1 :]
         asides = takewhile(lambda note: not note.hunks, [] if more else behind)
-        yield from ({"note": note, "html": "", "more": False} for note in asides)
+        yield from ({"note": note, "html": "", "more": False, "beside": False} for note in asides)
         done = start + sum(line[0] != "-" for line in hunk.lines)
     yield from fold(diff, code, done, len(diff.new_lines))
 
@@ -152,7 +174,10 @@ def tab(root, pages, kind):
     shown = []
     for page in (page for page in pages if page.kind == kind):
         code = Code(page.diff)
-        shown.append({"patch": page, "hunks": [code.hunk(hunk) for hunk in page.diff.hunks]})
+        html = [code.hunk(hunk) for hunk in page.diff.hunks]
+        text = "\n\n".join([page.purpose, page.why, page.advice, page.command, *page.below])
+        fits = beside(text, page.diff.hunks, PATCHES_WIDTH)
+        shown.append({"patch": page, "hunks": html, "beside": fits})
     return {"slug": kind, "title": title, "story": story, "patches": shown}
 
 
@@ -176,7 +201,8 @@ def render(root, diffs, pages, messages):
     tabs = [tab(root, pages, kind) for kind in KINDS]
     for one, following in pairwise([*steps, *tabs, lookup]):
         one["next"] = following
-    shown = {"steps": steps, "tabs": tabs, "lookup": lookup, "figures": figures}
+    pair = Code(Diff(root / "convert" / "train.py", root / "convert" / "train_ddp.py"))
+    shown = {"pair": pair, "steps": steps, "tabs": tabs, "lookup": lookup, "figures": figures}
     html = ENV.get_template("page.html.j2").render(shown)
     html = html.replace('href="../diffs/index.html#', 'href="#')
     away = r'(?<=href=")\.\./([^"]+)'

@@ -66,7 +66,12 @@ def run(sets):
 
     model.register_comm_hook(None, counted)
     optimizer = torch.optim.SGD(model.parameters(), lr=given["RATE"])
-    shard = samples if sets["sameData"] else samples[[*DistributedSampler(samples, shuffle=False)]]
+    order = [*DistributedSampler(samples, shuffle=False)]
+    if sets["sameData"]:
+        step, count = given["SHUFFLES"][rank], len(samples)
+        order = [(at + 3 * rank) * step % count for at in range(count)]
+        assert sorted(order) == [*range(count)]
+    shard = samples[order]
     batches = cycle(shard.split(given["BATCH"]))
     forward = plain if sets["module"] else model
     for step in range(given["steps"]):
@@ -96,7 +101,7 @@ TRAIN = """([every, ranks, steps]) => every.map(sets =>
 
 
 def test_one_step_is_that_of_ddp(script, tmp_path):
-    names = ("SAMPLES", "FIRST", "RATE", "BATCH")
+    names = ("SAMPLES", "SHUFFLES", "FIRST", "RATE", "BATCH")
     given = script.evaluate("names => names.map(name => figures['one-step'][name])", names)
     given = dict(zip(names, given)) | {"every": SWITCHES, "steps": STEPS}
     (tmp_path / "train.py").write_text(f"given = {given}{DDP}")

@@ -10,7 +10,7 @@ from playwright.sync_api import expect
 from support.scripts import ROOT
 
 DIFFS = hunks.explained(ROOT)
-TABS = [*(diff.slug for diff in DIFFS), *patches.KINDS, "troubleshooting"]
+TABS = ["start", *(diff.slug for diff in DIFFS), *patches.KINDS, "troubleshooting"]
 ARTICLES = """all => Object.fromEntries(all.map(article => [article.id, [
   [...article.querySelectorAll(".code del, .code ins")].map(
     line => (line.tagName === "DEL" ? "-" : "+") + line.textContent),
@@ -61,12 +61,12 @@ def test_a_command_is_copied_by_keyboard(visit, clipboard):
 def test_by_keyboard_alone(visit):
     page = visit()
     focused = page.locator(":focus")
-    for text in ("Skip to the diffs", "", DIFFS[0].name, DIFFS[1].name):  # the second: the search
+    for text in ("Skip to the diffs", "", "Start", DIFFS[0].name):  # the second: the search
         page.keyboard.press("Tab")
         expect(focused).to_contain_text(text)
     focused.press("Enter")
-    expect(page.locator(f'[id="{DIFFS[1].slug}"]')).to_be_visible()
-    expect(page.locator(f'[id="{DIFFS[0].slug}"]')).to_be_hidden()
+    expect(page.locator(f'[id="{DIFFS[0].slug}"]')).to_be_visible()
+    expect(page.locator("#start")).to_be_hidden()
     line = page.locator("details.fold:visible .code > *").first
     expect(line).to_be_hidden()
     page.get_by_role("button", name="Unfold all").press("Space")
@@ -97,6 +97,8 @@ def test_a_permanent_link_leads_below_the_bar_and_nothing_is_scrolled_sideways(v
 @pytest.mark.parametrize(
     ("anchor", "scheme", "size"),
     [
+        ("start", "light", "laptop"),
+        ("start", "dark", "phone"),
         ("01-to-02", "light", "laptop"),
         ("01-to-02", "dark", "phone"),
         ("03-to-04", "dark", "phone"),
