@@ -3,15 +3,13 @@
 On a shared GPU, which rank takes which is not seen here, nor is any link between GPUs.
 """
 
-import re
-
 import pytest
 import torch
 from support import gpus
 from support.jobs import RESTARTS, finished, run
-from support.positions import KILLED, ON_RANK_1, TOLD, at
+from support.positions import KILLED, TOLD, at
 from support.results import accuracy, check_report, epochs, resumed, said, same_bits
-from support.scripts import ON_PATH, SMALL, command, edited, exact, on_each_rank
+from support.scripts import SMALL, command, edited, exact, on_each_rank
 
 if not gpus.count():
     pytest.skip("runs on GPUs: pytest --gpus", allow_module_level=True)
@@ -84,15 +82,3 @@ def test_told_to_stop_on_gpus_it_loses_no_step(undisturbed, tmp_path):
     assert epochs(first) + epochs(second) == [1, 2]
     assert each_rank_used_one_gpu(second, nprocs), second
     assert same_bits(second, other)
-
-
-def test_a_rank_that_stays_away_is_named(tmp_path):
-    """NCCL's watchdog ends the rank that waits, and the flight recorder says for whom."""
-    away = at(0, 101, "time.sleep(60)", ON_RANK_1)  # in the last step, after the last vote
-    path = edited(tmp_path, "05", away, ("timedelta(minutes=5)", "timedelta(seconds=10)"))
-    traces = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/trace_"}
-    job = run(command(path, *SHORT), tmp_path, {**traces, "TORCH_FR_BUFFER_SIZE": "2000"})
-    assert job.returncode == 1
-    assert "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=" in job.stderr, job
-    report = finished(["torchfrtrace", "--prefix", "trace_", tmp_path], tmp_path, ON_PATH)
-    assert re.search(r"missing ranks\W+1\b", report.stdout + report.stderr), report

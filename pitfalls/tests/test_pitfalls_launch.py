@@ -31,7 +31,8 @@ def test_global_rank_as_device(pitfall):
 def test_collective_on_one_rank(pitfall):
     job = pitfall.refused(IMPATIENT)
     assert re.search(r"^\[rank0\]: .* in evaluate$", job.stderr, re.MULTILINE)
-    assert re.search(r"^\[rank1\]: .* in main$", job.stderr, re.MULTILINE)
+    waits = r"^\[rank1\]:.* (in main|Watchdog caught .*)$"  # in a barrier of gloo, or of NCCL
+    assert re.search(waits, job.stderr, re.MULTILINE)
     assert "accuracy" not in job.stdout
 
 

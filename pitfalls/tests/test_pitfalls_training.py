@@ -114,7 +114,6 @@ def test_mean_of_means(both):
     assert float(percent) != accuracy(ours)[0]
 
 
-@pytest.mark.gpu
 def test_rank_0_evaluates_the_wrapper(pitfall):
     job = pitfall.refused(IMPATIENT)
     assert "accuracy" not in job.stdout

@@ -9,6 +9,7 @@ import pytest
 from changes import IMPATIENT, LENGTH, RESTARTS, told
 from patching import page
 from running import ONE, TWO
+from support import gpus
 from support.jobs import finished
 from support.positions import BATCH
 from support.results import resumed, said, same_bits
@@ -163,7 +164,9 @@ def test_uneven_inputs(recipe):
         assert [total for _, total in mine[:101]] == [total for _, total in others]
         assert sorted(dealt(job, 0, 1, epoch=epoch)) == list(range(12_929))
     alone = ("with self.model.join():", "if True:"), ("dist.broadcast(tensor, 0)", "pass")
-    recipe.at("alone").refused(*changes, IMPATIENT, *alone, args=TWO)
+    broken = recipe.at("alone").ran(*changes, IMPATIENT, *alone, args=TWO, code=1)
+    said = ["Watchdog caught"] if gpus.count() else recipe.on_screen()
+    assert all(text in broken.stderr for text in said), broken
 
 
 SHARDED = """

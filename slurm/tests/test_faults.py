@@ -19,6 +19,7 @@ from threading import Thread
 import psutil
 import pytest
 from clusters import GUIDE, ON_A_CLUSTER, ONE_CLUSTER, TWO_BY_TWO, in_the_guide
+from support import gpus
 from support.jobs import RESTARTS, Job, finished, kill, run
 from support.positions import GATE, KILLED, ON_RANK_1, at, open_the_gate, wait_at_the_gate
 from support.results import accuracy, epochs, resumed, same_bits, shape, weights
@@ -260,11 +261,25 @@ def test_a_rank_hangs_on_this_machine(tmp_path):
     with Job(command(edited(tmp_path, "04", *STUCK), *LONG), tmp_path) as job:
         job.wait_for("^epoch 1 ")
         first, second = (job.workers()[rank].pid for rank in (0, 1))
-        waits = rf"^0 +\S+ +{first} .* _engine_run_backward$"
+        waits = rf"^0 +\S+ +{first} .* (_engine_run_backward|all_reduce)$"
         hangs = rf"^1 +\S+ +{second} +04_multinode.py:\d+ (BadData\.)?__getitem__ +<--$"
         where = [sys.executable, ROOT / "slurm" / "where.py"]
         both = re.compile(rf"{waits}\n{hangs}", re.MULTILINE).search
         job.wait_for(lambda: both(finished(where, tmp_path, ON_PATH).stdout))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not gpus.count(), reason="runs on GPUs: pytest --gpus")
+def test_a_rank_that_stays_away_is_named(tmp_path):
+    """NCCL's watchdog ends the rank that waits, and the flight recorder says for whom."""
+    away = at(0, 101, "time.sleep(60)", ON_RANK_1)  # in the last step, after the last vote
+    path = edited(tmp_path, "05", away, ("timedelta(minutes=5)", "timedelta(seconds=10)"))
+    traces = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/trace_"}
+    job = run(command(path, *LONG), tmp_path, {**traces, "TORCH_FR_BUFFER_SIZE": "2000"})
+    assert job.returncode == 1
+    assert "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=" in job.stderr, job
+    report = finished(["torchfrtrace", "--prefix", "trace_", tmp_path], tmp_path, ON_PATH)
+    assert re.search(r"missing ranks\W+1\b", report.stdout + report.stderr), report
 
 
 @SLOW

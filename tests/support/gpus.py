@@ -1,4 +1,4 @@
-"""The GPUs of this machine, which tests use with `pytest --gpus`, and which are hidden without."""
+"""The GPUs of this machine, which tests use with `pytest --gpus`."""
 
 import os
 from pathlib import Path
