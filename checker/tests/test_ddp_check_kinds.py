@@ -503,7 +503,7 @@ KINDS = {
     ),
     "random samples": Kind({**SHARED, **RANDOM}, [SAME_SEED], right=RANDOM_SAMPLES),
     "dictionaries": Kind(SHARED, [SAME_ORDER], right=DICTIONARIES),
-    "no DataLoader": Kind(SHARED, [SAME_SEED], right=DRAWN),
+    "no DataLoader": Kind({**SHARED, "random_numbers_differ": UNSURE}, [SAME_SEED], right=DRAWN),
     "sharded parameters": Kind(SHARED, [SAME_ORDER], right=SHARDED),
     "processes of its own": Kind(SHARED, [SAME_ORDER], right=SPAWNED),
     "split by worker": Kind(
@@ -571,7 +571,9 @@ KINDS = {
         HEAD,
     ),
     "reduced again": Kind(
-        {"gradients_are_averaged": UNSURE}, [BY_HAND[1]], r"DDP has averaged.+\(dist.all_reduce\(va"
+        {"gradients_are_averaged": SLOW},
+        [BY_HAND[1]],
+        r"this changes nothing \(dist.all_reduce\(va",
     ),
     "join": Kind(ENDS, [("with model.join():", "if True:")], "", JOIN),
     "the same data, reduced by hand": Kind(
@@ -627,7 +629,7 @@ KINDS = {
     "a plateau with a loss of its own": Kind(
         RATES,
         [("step(total[0].item())", "step(loss.item())"), ("patience=0", "patience=9")],
-        r"the scheduler's step 1 gets another value on each rank.+\(schedule.step",
+        r"the scheduler gets another value on each rank.+\(schedule.step",
         PLATEAU[1],
     ),
     "a schedule of one rank": Kind(
@@ -713,7 +715,10 @@ KINDS = {
     "the rest": Kind(SINGLE, [("range(20, 21)", "range(0)")], "it sees 20 of 21 samples", REST),
     # ------------------------------------------------------------ output
     "in turn": Kind(
-        {"one_rank_writes": WRONG}, [WAITS], r"ranks 0, 1 write turns.txt \(open", IN_TURN
+        {"one_rank_writes": WRONG},
+        [WAITS],
+        r"ranks 0, 1 write turns.txt at the same time \(open",
+        IN_TURN,
     ),
     "by another rank": Kind(
         {"one_rank_writes": WRONG},
@@ -747,7 +752,7 @@ KINDS = {
     "of rank 0, beside SyncBatchNorm": Kind(
         PRINTED_LOSS,
         [(SUM, ""), (PRINTED, "{loss.item():.2f}")],
-        r"no collective before it.+ \(print",
+        r"no collective comes before this loss.+ \(print",
         [*SYNCED, UNEVALUATED],
     ),
     "a mean of means": Kind(
@@ -949,6 +954,52 @@ WARM_UP = [
     before(READY, "    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)\n"),
     after(STEP, "            seen += size * len(inputs)\n            warm_up.step()\n"),
 ]
+WARM_UP_STEPS = """    steps = 64 // (8 * size)
+    factor = lambda count: min(1, (count + 1) / steps)
+    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+"""
+CAUSAL = [  # a buffer that no step changes
+    before(
+        "\ndef main",
+        """
+class Causal(nn.Linear):
+    def __init__(self, size):
+        super().__init__(size, size)
+        self.register_buffer("mask", torch.ones(size, size).tril())
+
+    def forward(self, inputs):
+        return nn.functional.linear(inputs, self.weight * self.mask, self.bias)
+
+
+""",
+    ),
+    ("nn.ReLU()", "nn.ReLU(), Causal(8)"),
+]
+MASKED_MEAN = (  # over those of the inputs that count, whose number differs from rank to rank
+    TRAIN,
+    """            kept = inputs[:, 0] > 0
+            loss = cross_entropy(model(inputs)[kept], targets[kept])
+""",
+)
+LAST = [
+    (
+        "            state =",
+        "            if epoch < 2:\n                continue\n            state =",
+    )
+]
+COMPARED = """    places = [None] * size
+    dist.all_gather_object(places, first)
+    if len(set(places)) > 1:
+        raise RuntimeError(f"the ranks begin at {places}")
+"""
+READS_AND_TELLS = """    found = [None]
+    if rank == 0 and os.path.exists("saved.pt"):
+        found = [torch.load("saved.pt", weights_only=True)]
+    dist.broadcast_object_list(found)
+    if saved := found[0]:
+        net.load_state_dict(saved["net"])
+        first = saved["epochs"]
+"""
 
 
 class Drilled(NamedTuple):
@@ -969,7 +1020,9 @@ DRILLED = {
         f"{NOT_RESTORED} that random draws are not",
         UNSURE,
     ),
-    "by argument": Drilled("kill", LONG, "does it need others to resume", UNSURE, BY_ARGUMENT),
+    "by argument": Drilled(
+        "kill", LONG, "If it needs more arguments to resume", UNSURE, BY_ARGUMENT
+    ),
     "with its argument": Drilled(
         "kill", [*LONG, *DROPOUT], NOT_RESTORED, UNSURE, BY_ARGUMENT, ["again"]
     ),
@@ -991,11 +1044,38 @@ DRILLED = {
     "warm-up by the samples of one rank": Drilled(
         "world-size", [*WARM_UP, ("size * len", "len")], "a schedule count the samples of one rank"
     ),
+    "warm-up by the batch size": Drilled(
+        "world-size",
+        [before(READY, WARM_UP_STEPS), after(STEP, "            warm_up.step()\n")],
+        "right if they are computed from batch size times number of processes",
+        UNSURE,
+    ),
     "SyncBatchNorm": Drilled("world-size", SYNCED, "", PASS),
+    "BatchNorm": Drilled("world-size", [NORMALIZED], r"1.running_mean changes in trai", UNSEEN),
+    "dropout, resized": Drilled("world-size", DROPOUT, "run the drill without dropout", UNSEEN),
+    "a constant mask": Drilled("world-size", [*CAUSAL, MASKED_MEAN], "mean over tokens"),
+    "a constant mask, right": Drilled("world-size", CAUSAL, "", PASS),
+    "no save": Drilled("kill", [(SAVE, "            pass\n")], "no rank saves with", UNSEEN),
+    "saved too late": Drilled("kill", LAST, "the first save comes after the last step", UNSEEN),
+    "folders of their own": Drilled("own-folders", LONG, "the others do not find the checkpoint"),
+    "folders, compared": Drilled(
+        "own-folders",
+        LONG,
+        "the run ends before its first step: RuntimeError: the ranks begin at",
+        PASS,
+        [before(WRAP, COMPARED)],
+    ),
+    "folders, told by rank 0": Drilled(
+        "own-folders",
+        LONG,
+        "what rank 0 has loaded reaches the others",
+        PASS,
+        [(READS, READS_AND_TELLS)],
+    ),
     "reduced again": Drilled(
         "world-size",
         [BY_HAND[1], ("                value.grad /= size\n", "")],
-        "and the script their sum",
+        "and the script adds up what DDP has averaged",
     ),
     "divided again": Drilled(
         "world-size",
@@ -1024,7 +1104,7 @@ def test_drill(tmp_path, monkeypatch, name):
     script = write(tmp_path / "train.py", whole.read_text(encoding="utf-8"), resuming)
     translate = "yes" if training == SYNCED else "auto"
     with planned(script, restart_args=again, translate=translate) as plan:
-        if drill == "kill":
+        if drill != "world-size":
             plan.undisturbed = observed(whole)
         verdicts = perform(drill, plan)
     found = [verdict for verdict in verdicts if verdict.status != PASS] or verdicts

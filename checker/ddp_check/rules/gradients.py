@@ -106,10 +106,14 @@ def equal_before(run):
     text = "before they are all-reduced, all ranks have the same"
     if not run.all(events.Wrap):
         return wrong(f"{text}: the same data everywhere?", step.where, "no_sampler")
-    if where and len(step.reduced) >= len(step.gradients):  # else they are no gradients
-        times = f"{len(run.events_by_rank)} times as large"
-        text += f": DDP has averaged them, and their sum is {times}"
-        return None if factor_of_mean(run) else unsure(f"{text}. Is it divided?", where)
+    if not where or len(step.reduced) < len(step.gradients):  # they are no gradients
+        return None
+    ranks, factor = len(run.events_by_rank), factor_of_mean(run)
+    if factor is None:
+        text += f": DDP has averaged them, and their sum is {ranks} times as large. Is it divided?"
+        return unsure(text, where)
+    if close(factor, 1, FACTOR):
+        return slow(f"{text}: DDP has averaged them, and this changes nothing", where)
 
 
 def factor_of_mean(run):
@@ -154,9 +158,8 @@ def loss_divided(run):
     ranks, steps = len(run.events_by_rank), run.all(events.Step)
     if ranks < 2 or not run.all(events.Wrap) or run.all(events.CommHook):
         return None
-    if steps and all(step.loss_reduced for step in steps):
-        factors = [ranks / divisor for step in steps for divisor in step.divisors]
-        if factors and all(close(factor, ranks) for factor in factors):
+    if all(step.loss_reduced for step in steps):
+        if not any(close(divisor, ranks) for step in steps for divisor in step.divisors):
             text = "the loss is added up over the ranks before backward(), which adds up the "
             text += f"gradients, too: each step takes {ranks} times their mean"
             return wrong(text, steps[0].where, WRONG_RESULTS)

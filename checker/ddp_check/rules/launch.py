@@ -7,7 +7,16 @@ from itertools import zip_longest
 from ddp_check import events
 from ddp_check.protocol import is_own, own_frame
 from ddp_check.ranks import counted, differing_ranks, of_lowest_rank, short
-from ddp_check.rules.base import fragile, not_applicable, note, passed, unseen, unsure, wrong
+from ddp_check.rules.base import (
+    WRONG,
+    fragile,
+    not_applicable,
+    note,
+    passed,
+    unseen,
+    unsure,
+    wrong,
+)
 from ddp_check.run import LACKS_GPUS
 
 NETWORK = (
@@ -80,6 +89,9 @@ def explained(run, text, where, page="", details=()):
         return wrong(f"{reason}; {text}", where, "recipes/early_stopping", details)
     if in_sync or "_sync_buffers" in str(details):
         return wrong(f"{BUFFERS}; {text}", where, "rank_0_evaluates_the_wrapper", details)
+    cause = same_collectives(run)
+    if cause and cause.status == WRONG:
+        return wrong(f"{cause.text}; {text}", cause.where, cause.page or page, details)
     return wrong(text, where, page, details)
 
 
