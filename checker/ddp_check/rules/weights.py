@@ -150,6 +150,8 @@ def evaluation_mode(run):
 
 def unused_search_is_needed(run):
     """find_unused_parameters is set only where it is needed"""
+    if "find_unused_parameters" not in run.text:
+        return not_applicable("it is not set")
     warned = "find_unused_parameters=True was specified" in run.output
     if warned and not any(step.unused for step in run.all(events.Step)):
         where = run.all(events.Wrap)[0].where
