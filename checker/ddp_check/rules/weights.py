@@ -35,7 +35,10 @@ def not_wrapped(run):
     if run.all(events.Wrap) or by_hand:
         return None
     partly, text = bool(steps[0].reduced), "no model is wrapped in DistributedDataParallel"
-    text += ", and not all gradients are reduced" if partly else ": each rank trains its own"
+    if steps[0].reduced_all:
+        text += ", and what the ranks reduce by hand is not the same on all"
+    else:
+        text += ", and not all gradients are reduced" if partly else ": each rank trains its own"
     return wrong(text, steps[0].where, follows=partly)
 
 
