@@ -35,13 +35,13 @@ def kept_folder():
         keeper.communicate()  # closes the pipe that it waits at
 
 
-def signalled(folder, method):
+def signal_processes(folder, method):
     """Terminate or kill all observed processes that report to a folder or inside it; count them."""
     count = 0
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            asked = process.environ().get(VARIABLE)
-            if asked and Path(json.loads(asked)["events"]).is_relative_to(folder):
+            task = process.environ().get(VARIABLE)
+            if task and Path(json.loads(task)["events"]).is_relative_to(folder):
                 getattr(process, method)()
                 count += 1
     return count
@@ -50,6 +50,6 @@ def signalled(folder, method):
 if __name__ == "__main__":
     sys.stdin.read()  # until the checker has ended
     end = time.monotonic() + 30
-    while signalled(sys.argv[1], "kill") and time.monotonic() < end:
+    while signal_processes(sys.argv[1], "kill") and time.monotonic() < end:
         time.sleep(0.05)
     shutil.rmtree(sys.argv[1], ignore_errors=True)

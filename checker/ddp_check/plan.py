@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from ddp_check import events
-from ddp_check.keeper import kept_folder, signalled
+from ddp_check.keeper import kept_folder, signal_processes
 from ddp_check.protocol import HERE, STACKS, VARIABLE, Task
 from ddp_check.run import Run
 
@@ -306,5 +306,5 @@ def cpu_time(pid):
 
 def kill_all(process, folder):
     """Kill the command and all its descendants, including the ranks that torchrun started."""
-    signalled(folder, "kill")
+    signal_processes(folder, "kill")
     process.wait()

@@ -21,7 +21,7 @@ from ddp_check.drills.steps import (
     steps_of,
     trains_on,
 )
-from ddp_check.keeper import signalled
+from ddp_check.keeper import signal_processes
 from ddp_check.numbers import distance
 from ddp_check.plan import reports
 from ddp_check.ranks import counted, of_lowest_rank
@@ -48,7 +48,7 @@ def sigterm(plan):
     if reason := cannot_resume(plan):
         yield RESUMES, unseen(reason)
         return
-    stop_all = partial(once, trains_on, lambda _, folder: signalled(folder, "terminate"))
+    stop_all = partial(once, trains_on, lambda _, folder: signal_processes(folder, "terminate"))
     stopped = plan.run("stopped", during=stop_all, pause=pause_of(plan))  # as Slurm does
     if not stopped.all(events.SigtermHandler):
         lost = len(steps_of(stopped)) - (saved_steps(stopped) or 0)

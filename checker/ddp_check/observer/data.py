@@ -96,6 +96,7 @@ def set_epoch(original, self, epoch):
 
 @patch("torch.utils.data.DataLoader.__init__")
 def make_loader(original, self, dataset, batch_size=1, *args, **kwargs):
+    """Multiply the batch for the drill world-size."""
     scalable = TASK.scale and batch_size and kwargs.get("batch_sampler") is None
     batch_size = batch_size * TASK.scale if scalable else batch_size
     original(self, dataset, batch_size, *args, **kwargs)
@@ -103,6 +104,7 @@ def make_loader(original, self, dataset, batch_size=1, *args, **kwargs):
 
 @patch(f"{ITERATOR}._next_index")
 def next_index(original, self):
+    """Remember the indices of a batch until it is returned."""
     index = original(self)
     with harmless:
         self._ddp_check.asked.append(index if isinstance(index, list | tuple) else [index])

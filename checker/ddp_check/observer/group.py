@@ -36,6 +36,7 @@ def meet_here(address):
 
 @patch(f"{C10D}.init_process_group")
 def init_process_group(original, *args, **kwargs):
+    """Report that the process joins the group, on this machine wherever it is told to meet."""
     nn_imported = "torch.distributed.nn" in sys.modules
     call = inspect.signature(original).bind(*args, **kwargs)
     method = call.arguments.get("init_method") or ""
@@ -112,6 +113,7 @@ def number_in(tensors):
 
 @patch(*COLLECTIVES)
 def collective(original, *args, **kwargs):
+    """Report a collective before it is called, as it may hang, and what it gave afterwards."""
     if state.in_collective:  # all_gather_object calls all_gather
         return original(*args, **kwargs)
     state.in_collective += 1

@@ -49,6 +49,7 @@ class Forward(NamedTuple):
 
 @patch(f"{DDP}.__init__")
 def wrap(original, self, module, *args, **kwargs):
+    """Report a new DDP model. For the drill world-size, let two runs start from equal weights."""
     number = len(state.wrapped)
     if TASK.scale:
         module.double()
@@ -97,6 +98,7 @@ def register_comm_hook(original, self, hook_state, hook):
 
 @patch(f"{DDP}.forward")
 def forward(original, self, *args, **kwargs):
+    """Note the inputs of a training call, and whether its gradients will be reduced."""
     state.in_forward = True
     with harmless:
         if torch.is_grad_enabled() and self.module.training:
@@ -117,6 +119,7 @@ def forward(original, self, *args, **kwargs):
 
 @hooks.register_module_forward_pre_hook
 def enter(module, _):
+    """Look at a call of any module."""
     if is_compiling():
         return  # the hooks would become a part of the graph
     state.depth += 1

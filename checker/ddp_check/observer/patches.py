@@ -1,7 +1,12 @@
 """What the observer replaces or uses in PyTorch, and what a report lacks without it.
 
-Importing this module observes nothing, so a test can ask each version of PyTorch for these names.
-If one of them is missing, the rest is still observed, and the report says what it lacks.
+All of these names exist in PyTorch 2.8, the oldest version that is promised, and in 2.13. A name
+with an underscore is private, and the first to go. Importing this module observes nothing, so a
+test asks each new version for them. If a function to replace is missing, the rest is still
+observed, and the report says what it lacks.
+
+Outside of PyTorch, the observer replaces `signal.signal`, `logging.StreamHandler.emit` and
+`sys.stdout`, and listens to the audit events `open` and `os.rename`.
 """
 
 import functools
@@ -11,7 +16,7 @@ from typing import NamedTuple
 
 from torch.distributed import distributed_c10d
 
-OLDEST = "2.8"  # every name exists in it; the newest version that was tried is 2.13
+OLDEST = "2.8"  # version that is promised
 _COLLECTIVE = "all_|reduce(?!_op)|broadcast|gather|scatter|barrier|monitored_barrier"
 COLLECTIVES = [
     f"torch.distributed.distributed_c10d.{name}"
@@ -28,7 +33,7 @@ class Patch(NamedTuple):
 
 C10D = "torch.distributed.distributed_c10d"
 DDP = "torch.nn.parallel.DistributedDataParallel"
-ITERATOR = "torch.utils.data.dataloader._BaseDataLoaderIter"  # private: also in a worker's parent
+ITERATOR = "torch.utils.data.dataloader._BaseDataLoaderIter"
 SCALER = "torch.amp.GradScaler"
 RNG = "torch.random"
 CLIP = "torch.nn.utils.clip_grad"
@@ -105,13 +110,13 @@ def resolve(name):
     parts = owner.split(".")
     for count in range(len(parts), 0, -1):
         try:
-            found = importlib.import_module(".".join(parts[:count]))
+            place = importlib.import_module(".".join(parts[:count]))
         except ModuleNotFoundError:
             continue
         for part in parts[count:]:
-            found = getattr(found, part)
-        getattr(found, last)
-        return found, last
+            place = getattr(place, part)
+        getattr(place, last)
+        return place, last
     raise ModuleNotFoundError(name)
 
 

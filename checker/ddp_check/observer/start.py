@@ -12,21 +12,20 @@ import torch.distributed as dist
 
 from ddp_check.events import Exit, SigtermHandler, Start, Unpatched
 from ddp_check.observer import data, files, losses, steps  # noqa: F401  # each observes a subject
-from ddp_check.observer.base import TASK, harmless, is_first, report, script_line, state
+from ddp_check.observer.base import TASK, ask, harmless, is_first, report, script_line, state
 from ddp_check.observer.models import describe_models
 from ddp_check.observer.patches import missing, replace
 
 
 def count_gloo_threads():
-    try:
-        names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-    except OSError:  # one has just ended
-        return count_gloo_threads()
-    return sum("gloo" in name for name in names)
+    threads = Path("/proc/self/task")
+    names = [ask((threads / number / "comm").read_text) for number in os.listdir(threads)]
+    return sum("gloo" in name for name in names if name)  # None: the thread has just ended
 
 
 @atexit.register  # before the script can register anything, so it is called last
 def end():
+    """Report the final weights, and what is left of the process group."""
     if state.pid != os.getpid() or not is_first("end"):
         return
     group_open = dist.is_initialized()

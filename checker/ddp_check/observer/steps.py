@@ -35,6 +35,7 @@ PROJECTED = 1 << 16  # elements of a parameter that enter a projection
 
 @optimizers.register_optimizer_step_pre_hook
 def enter_step(optimizer, args, kwargs):
+    """Report a step before it is taken, while the gradients are there."""
     state.in_step += 1
     if state.in_step > 1 or is_called_by("_init_optim_state"):
         return  # the latter makes the state that a sharded checkpoint is loaded into
@@ -57,6 +58,7 @@ def leave_step(optimizer, args, kwargs):
 
 
 def save_gradients():
+    """Keep the gradients of the first steps for the drill world-size."""
     gradients = [
         [(name, value.grad) for name, value in module.named_parameters()]
         for module in state.wrapped
@@ -96,7 +98,7 @@ class Optimized:
 
 
 def report_step(optimizer, closure):
-    now, optimized = state.since_step, Optimized(optimizer)
+    since, optimized = state.since_step, Optimized(optimizer)
     parameters, gradients = optimized.parameters, optimized.gradients
     elements = sum(value.numel() for value in gradients.values())
     trained = {number for name, number in optimized.models.items() if name in gradients}
@@ -105,27 +107,27 @@ def report_step(optimizer, closure):
         gradients=checksums({name: value.grad for name, value in parameters.items()}),
         weights=checksums(parameters) if state.new_pass or not state.wrapped else None,
         rates=[float(group.get("lr", 0)) for group in optimizer.param_groups],
-        losses=now.losses,
-        divisors=now.divisors,
-        backwards=now.backwards,
-        samples=now.samples,
-        inputs=now.inputs,
-        infinite=optimized.not_finite(now.losses),
+        losses=since.losses,
+        divisors=since.divisors,
+        backwards=since.backwards,
+        samples=since.samples,
+        inputs=since.inputs,
+        infinite=optimized.not_finite(since.losses),
         zero=not any(value.any() for value in gradients.values()),
         unused=sum(value.grad is None and value.requires_grad for value in parameters.values()),
         foreign=0 if optimized.sharded else len(parameters) - len(optimized.models),
-        bypassed=sorted(trained - {call.model for call in now.forwards}),
+        bypassed=sorted(trained - {call.model for call in since.forwards}),
         sharded=optimized.sharded,
         has_state=bool(optimizer.state),
         closure=closure,
-        synced=all(call.synced for call in now.forwards[-1:]),
-        reductions=most_reductions(now.forwards),
-        reduced=[total for total, _ in now.reduced],
-        reduced_all=sum(count for _, count in now.reduced) >= elements,
+        synced=all(call.synced for call in since.forwards[-1:]),
+        reductions=most_reductions(since.forwards),
+        reduced=[total for total, _ in since.reduced],
+        reduced_all=sum(count for _, count in since.reduced) >= elements,
         training=all(state.wrapped[number].training for number in optimized.models.values()),
-        random=now.draws,
+        random=since.draws,
         joined=any(is_joined(wrapper()) for wrapper in state.wrappers),
-        loss_reduced=now.loss_reduced,
+        loss_reduced=since.loss_reduced,
         **describe_projections(optimized),
         **describe_buffers(),
     )
@@ -177,21 +179,21 @@ def project_own(gradient):
 
 def projection(gradient):
     """Return a number to compare gradients by: a sum that weighs their elements differently."""
-    some = gradient.detach().flatten()[:PROJECTED].double().cpu()
-    return float(some @ torch.arange(len(some), dtype=torch.double).cos())
+    elements = gradient.detach().flatten()[:PROJECTED].double().cpu()
+    return float(elements @ torch.arange(len(elements), dtype=torch.double).cos())
 
 
 def describe_projections(optimized):
     """Return the projections of this rank's gradients, and of those that the optimizer takes."""
-    now = state.since_step
-    if not projecting or now.scaled or optimized.sharded:
+    since = state.since_step
+    if not projecting or since.scaled or optimized.sharded:
         return {"own_gradient": None, "taken_gradient": None}
     taken = sum(projection(gradient) for gradient in optimized.gradients.values())
     if state.steps >= STEPS:
         for handle in projecting.values():
             handle.remove()
         projecting.clear()
-    return {"own_gradient": now.projection, "taken_gradient": taken}
+    return {"own_gradient": since.projection, "taken_gradient": taken}
 
 
 # ---------------------------------------------------------------- GradScaler

@@ -67,8 +67,9 @@ class Samples:
         totals = [0] * count
         rows = []  # of checksums, with one more part in each
         for part in self.parts:
-            some = part[:, :: 1 + part.shape[1] // ELEMENTS].contiguous().view(torch.uint8).numpy()
-            totals = [zlib.crc32(row, total) for row, total in zip(some, totals)]
+            elements = part[:, :: 1 + part.shape[1] // ELEMENTS].contiguous()
+            bits_of_rows = elements.view(torch.uint8).numpy()
+            totals = [zlib.crc32(row, total) for row, total in zip(bits_of_rows, totals)]
             rows.append(totals)
         self.checksums = rows[-1] if rows else None  # of each sample
         self.labels = rows[0] if len(rows) > 1 else None  # of the smallest part of each
