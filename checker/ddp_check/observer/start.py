@@ -19,7 +19,10 @@ from ddp_check.observer.patches import missing, replace
 
 def count_gloo_threads():
     threads = Path("/proc/self/task")
-    names = [ask((threads / number / "comm").read_text) for number in os.listdir(threads)]
+    names = [
+        ask((threads / number / "comm").read_text)
+        for number in ask(os.listdir, threads, default=())
+    ]
     return sum("gloo" in name for name in names if name)  # None: the thread has just ended
 
 
