@@ -183,6 +183,9 @@ KINDS = {  # what an entry's title begins with: a diff that makes train_ddp.py a
 +    head = nn.parallel.DistributedDataParallel(nn.Linear(10, 10))
 +    head_optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
 
+         model.train()
++        head.train()
+
 -            loss = cross_entropy(model(images), labels)
 +            loss = cross_entropy(head(model(images)), labels)
 +            head_optimizer.zero_grad()

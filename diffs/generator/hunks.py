@@ -37,6 +37,12 @@ class Hunk:
         return [int(number) - 1 for number in re.findall(r"[-+](\d+)", self.header)]
 
     @property
+    def slug(self):
+        """Where it is on the page: at its note if it is the first of that, else behind."""
+        number = self.note.hunks.index(self)
+        return f"{self.note.slug}-{number + 1}" if number else self.note.slug
+
+    @property
     def changed(self):
         return [line for line in self.lines if line[0] in "+-"]
 
@@ -76,7 +82,7 @@ class Diff:
         self.new_lines = (text or new.read_text(encoding="utf-8")).splitlines()
         self.hunks = []
         self.title = self.story = ""
-        self.lesson = []  # [(line, why, note)], in the order to read them
+        self.lesson = []  # [(line, why, hunk)], in the order to read them
         self.notes = []  # in the order to read them
         _, _, *lines = difflib.unified_diff(self.old_lines, self.new_lines, n=context, lineterm="")
         for line in lines:
@@ -206,15 +212,15 @@ def read_lesson(diff):
         found = [hunk for hunk in diff.hunks if hunk.adds(code)]
         if len(found) != 1:
             raise Problem(f"README.md: `{code}` is in {len(found)} hunks of {diff.name}")
-        diff.lesson.append((code, why, found[0].note))
+        diff.lesson.append((code, why, found[0]))
 
 
 def refreshed(root, diffs):
     """Return diffs/README.md with its hunks, and the links to them, as the scripts are now."""
     text = (root / README).read_text("utf-8")
     for diff in diffs:
-        for code, why, note in diff.lesson:
-            link = f"[`{code}`](#{note.slug}): {why}\n"
+        for code, why, hunk in diff.lesson:
+            link = f"[`{code}`](#{hunk.note.slug}): {why}\n"
             text = re.sub(rf"\[`{re.escape(code)}`\]\(#.*?\): .*\n", lambda _, new=link: new, text)
         for note in diff.notes:
             if note.hunks:

@@ -139,8 +139,8 @@ def parts(diff):
         start = hunk.starts[1]
         yield from fold(diff, code, done, start)
         more = hunk.note.hunks.index(hunk) > 0  # its note stands at the first of them
-        part = {"note": hunk.note, "number": number, "html": code.hunk(hunk), "more": more}
-        yield {**part, "beside": beside(hunk.note.why, [hunk], STEPS_WIDTH)}
+        part = {"note": hunk.note, "hunk": hunk, "number": number, "html": code.hunk(hunk)}
+        yield {**part, "more": more, "beside": beside(hunk.note.why, [hunk], STEPS_WIDTH)}
         behind = diff.notes[diff.notes.index(hunk.note) + 1 :]
         asides = takewhile(lambda note: not note.hunks, [] if more else behind)
         yield from ({"note": note, "html": "", "more": False, "beside": False} for note in asides)

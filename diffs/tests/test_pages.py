@@ -3,6 +3,7 @@
 import html
 import re
 import shutil
+import sys
 from functools import cache
 
 import hunks
@@ -72,6 +73,18 @@ def test_what_starts_ranks_says_what_to_type_with_fewer_gpus():
     start = re.compile(r"^(?!.*srun|.* train\.py).*torchrun .*-node=[24] .*\.py", re.MULTILINE)
     started = [page for page, text in TEXTS.items() if start.search(text)]
     assert not [page for page in started if "CUDA_VISIBLE_DEVICES=" not in TEXTS[page]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "folder"), [(0, "."), (1, "recipes/tests")])
+def test_the_tests_that_contributors_copy_pass(number, folder, tmp_path):
+    """With the fixtures of the folder that they go into."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", TEXTS[ROOT / "tests" / "README.md"], re.M | re.S)
+    (tmp_path / "test_printed.py").write_text(blocks[number], encoding="utf-8")
+    (tmp_path / "conftest.py").symlink_to(ROOT / folder / "conftest.py")
+    options = ["-m", "", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml"]
+    job = finished([sys.executable, "-m", "pytest", *options, "test_printed.py"], tmp_path)
+    assert "1 passed" in job.stdout
 
 
 @pytest.mark.weekly("trains for minutes what tests/ trains anyway, with the README's own words")
