@@ -17,13 +17,15 @@ from pathlib import Path
 
 import shared
 
-LOADER = "data, args.batch_size, "
+LOADER = "        sampler=sampler,\n"
 FORWARD = "loss = nn.functional.cross_entropy(self.model(source), targets, label_smoothing=0.1)"
 BUILD = "build_model(args.width)"
 DDP = "= DDP(model"
 ASK = "step % 10 == 0 and self._stop_agreed()"
 CHANGES = {  # what to replace in step 5: [(old, new)]
-    "one loader worker": [(LOADER, f"{LOADER}num_workers=1, persistent_workers=True, ")],
+    "one loader worker": [
+        (LOADER, f"{LOADER}        num_workers=1,\n        persistent_workers=True,\n")
+    ],
     "bf16 autocast": [
         (FORWARD, f"with torch.autocast(source.device.type, torch.bfloat16): {FORWARD}")
     ],

@@ -18,7 +18,7 @@ SMALL = {
     "peers": "--repeats=1 --epochs=2 --width=2",
     "lines": "--repeats=1 --epochs=2 --width=1",
     "breakdown": "--width=4",
-    "by_hand": "--width=2 --layers=1 --rounds=1 --steps=1",
+    "by_hand": "--width=2 --layers=1 --rounds=1 --steps=1 --profiled=3",
     "scaling": "--repeats=1 --epochs=2 --processes=1 --width=1",
     "learning_rate": "--seeds=1 --epochs=1 --processes=2 --width=4",
     "growth": "--processes=2 --predictions=10000 --samples=100000 --width=8",

@@ -42,6 +42,7 @@ def by_hand(request, tmp_path):
     return Patched(f"recipes/{request.param}", tmp_path)
 
 
+@pytest.mark.gpu
 def test_ddp_by_hand_ends_with_the_same_bits(by_hand, trained):
     """Fresh, and resumed after two epochs."""
     fresh = by_hand.at("fresh").ran(args=LONG)
