@@ -936,7 +936,7 @@ def test_hang(tmp_path, name):
     assert told(verdicts) == {"script_ends": WRONG}
     assert re.search(say, verdicts["script_ends"].text)
     calls = "0" if name == "in training" else r"\d+"
-    assert re.match(f"the script hangs; {calls} calls", verdicts["same_collectives"].text)
+    assert re.match(f"the script did not end; {calls} calls", verdicts["same_collectives"].text)
 
 
 # ---------------------------------------------------------------- drills

@@ -206,7 +206,7 @@ def own_gpu(run):
     if any(event.visible_chosen for event in run.all(events.Gpu)):
         return unseen("the script chooses what each rank can see")
     if not run.all(events.Step) and run.returncode != 0:
-        return unseen("the script failed before it trained")
+        return unseen("no step was taken before the run ended")
     first_rank = {}  # number of a GPU -> the first rank that uses it
     for rank, named in run.by_rank(events.Gpu).items():
         for event in [event for event in named if event.use == "use"] or named:
@@ -228,7 +228,7 @@ def same_collectives(run):
             return different_calls(number, {rank: call_by_rank[rank] for rank in pair})
     if run.returncode is None:
         until = counted(min(map(len, calls.values())), "call")
-        return unseen(f"the script hangs; {until} until then agree")
+        return unseen(f"the script did not end; {until} until then agree")
 
 
 def signature(call):
