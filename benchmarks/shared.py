@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import platform
+import random
 import re
 import statistics
 import subprocess
@@ -109,12 +110,12 @@ def powers_up_to(limit):
 
 
 def rounds(functions, repeats):
-    """Call all functions in turn, and again; return {name: [what it returned in each round]}."""
+    """Call all functions in each round, in another order; return {name: [what it returned]}."""
     found = {name: [] for name in functions}
     with tqdm(total=repeats * len(functions), unit="run") as progress:
-        for _ in range(repeats):
-            for name, function in functions.items():
-                found[name].append(function())
+        for seed in range(repeats):
+            for name in random.Random(seed).sample(list(functions), len(functions)):
+                found[name].append(functions[name]())
                 progress.update()
     return found
 
