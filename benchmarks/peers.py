@@ -4,8 +4,8 @@
 
 The programs are step 5; those of lookup/frameworks.md in Accelerate, Fabric and the Hugging Face
 Trainer; what PyTorch's DDP series ends with; and a bare loop with DDP. Each round starts all of
-them, in another order, and compares them with the step 5 of that round. Then each is told to stop, or killed,
-in the middle of its second epoch, and started once more.
+them, in another order, and compares them with the step 5 of that round. Then each is told to stop,
+or killed, in the middle of its second epoch, and started once more.
 """
 
 import ast

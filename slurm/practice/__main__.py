@@ -33,13 +33,16 @@ WELCOME = """\
 {version} with {nodes} nodes of {gpus} GPUs each. This shell is on the login node.
 
 Real: Slurm, and for each node a network address, a host name and processes of its own.
-Not real: the GPUs, which are only names, so the scripts train on the CPU over gloo. All nodes
+Not real: {not_real}. All nodes
 share the cores and the file system of this machine, and none of them reaches the internet.
 
 {help}
 
 Jobs run as {user}. Ctrl-D or exit ends the cluster and its jobs, and leaves the files they wrote.
 """
+
+NAMES = "the GPUs, which are only names, so the scripts train on the CPU over gloo"
+SHARED = "GPUs of their own: the nodes share this machine's first, over NCCL, so it is slow"
 
 
 # ---------------------------------------------------------------- trouble
@@ -91,6 +94,7 @@ def open_shell(cluster, user):
         os.chown(cluster.folder / name, user.pw_uid, user.pw_gid)
     threading.Thread(target=serve, args=[cluster], daemon=True).start()
     values = {"nodes": cluster.nodes, "gpus": cluster.gpus, "help": HELP, "user": user.pw_name}
+    values["not_real"] = SHARED if cluster.options else NAMES
     print(WELCOME.format(version=cluster.run("sinfo", "--version").strip(), **values), flush=True)
     enter = ["nsenter", *SPACES, "-t", str(child(cluster.outer.pid))]
     become = ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--init-groups"]
@@ -109,16 +113,19 @@ def main():
     number = {"type": int, "choices": range(1, 33), "metavar": "N"}
     parser.add_argument("--nodes", **number, default=2, help="default: 2")
     parser.add_argument("--gpus", **number, default=4, help="per node; default: 4")
+    words = "give each node, instead of names, this machine's first GPU (not tested yet)"
+    parser.add_argument("--real-gpu", action="store_true", help=words)
     args = parser.parse_args()
     if reason := missing():
         sys.exit(reason)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
+    gpus = 1 if args.real_gpu else args.gpus
     os.umask(0o022)  # the user has to read slurm.conf
     user = pwd.getpwuid(int(os.environ.get("SUDO_UID", "0")))
     with tempfile.TemporaryDirectory(prefix="cluster-", ignore_cleanup_errors=True) as folder:
         os.chmod(folder, 0o755)
-        with Cluster(folder, args.nodes, args.gpus) as cluster:
+        with Cluster(folder, args.nodes, gpus, real_gpu=args.real_gpu) as cluster:
             open_shell(cluster, user)
 
 
