@@ -167,7 +167,8 @@ def add_param_group(original, self, group):
     result = original(self, group)
     with harmless:
         for value in self.param_groups[-1]["params"]:
-            if value.requires_grad and value.is_leaf and id(value) not in projecting:
+            whole = not mesh_dimensions([value])  # the slice of a sharded one would communicate
+            if whole and value.requires_grad and value.is_leaf and id(value) not in projecting:
                 projecting[id(value)] = value.register_hook(project_own)
     return result
 
