@@ -151,20 +151,23 @@ function find(text) {
   const asked = new Set(said.filter((term) => rarity.has(term)));
   const mass = (some) => some.reduce((sum, term) => sum + (rarity.get(term) || 0), 0);
   const unknown = said.filter((term) => !rarity.has(term) && !term.includes(" ")).length;
-  const least = said.length > 12 ? 0.1 : 0.25; // who types a few words means all of them
+  const least = said.length > 12 ? 0.22 : 0.43; // who types a few words means all of them
   const error = NAMED.test(text); // whose message is what one looks for
   const all = mass([...asked]) + unknown * Math.log(entries.length);
   const scored = entries.map((one) => {
-    let shared = 0;
-    for (const term of asked) shared += rarity.get(term) * (one.weights.get(term) || 0);
+    let [shared, present] = [0, 0];
+    for (const term of asked) {
+      shared += rarity.get(term) * (one.weights.get(term) || 0);
+      present += one.weights.has(term) ? rarity.get(term) : 0;
+    }
     let [covered, sure] = [0, false]; // how much of one of its messages is there
     for (const message of one.messages) {
-      const whole = mass([...message]);
+      const whole = (message.mass ??= mass([...message]));
       const share = mass([...message].filter((term) => asked.has(term))) / whole;
       covered = Math.max(covered, share * Math.min(1, 0.3 + whole / 25));
       sure ||= share > 0.6 && whole > 16;
     }
-    return { ...one, covered, shared, sure, score: shared * (0.4 + covered) * one.worth };
+    return { ...one, covered, shared, present, sure, score: shared * (0.4 + covered) * one.worth };
   });
   // Only an entry can be an error in place of the warning, or the cause in place of the report.
   const failed = scored.some((one) => one.harmless === false && one.sure);
@@ -176,7 +179,8 @@ function find(text) {
   scored.sort((a, b) => b.score - a.score);
   const links = new Set();
   return scored
-    .filter(({ score, shared, covered }) => score > 0.3 * scored[0].score && shared > LEAST && (shared > least * all || covered > 0.4))
+    .filter(({ score, shared }) => score > 0.3 * scored[0].score && shared > LEAST)
+    .filter(({ present, covered }) => present > least * all || covered > 0.45)
     .filter(({ shared, covered }) => !error || covered > 0.25 || shared > 0.85 * all)
     .filter(({ link }) => !links.has(link) && links.add(link))
     .slice(0, KEPT);
