@@ -120,7 +120,7 @@ def printed_loss_is_of_all(run):
     right = [
         where
         for (where, _), numbers in places.items()
-        if all(number.fault == "" for number in numbers)
+        if any(number.fault == "" for number in numbers)
     ]
     if right:
         return passed(counted(len(right), "number"), right[0])
@@ -138,7 +138,7 @@ class Number(NamedTuple):
 def printed_numbers(run):
     """Return what is said of the numbers that rank 0 prints after a step: {place: [number]}.
 
-    A place is a line of the script, and which number in it.
+    A place is a line of the script, and the words before the number.
     """
     steps = list(run.by_rank(events.Step).values())
     begun = taken = 0  # steps before this epoch, and until now
@@ -158,13 +158,14 @@ def printed_numbers(run):
                 left -= len(event.indices or event.samples or ())
             case events.Print() if taken:
                 rows = list(zip(*(of_rank[:taken] for of_rank in steps)))
-                for place, match in enumerate(re.finditer(FRACTION, event.text)):
+                for match in re.finditer(FRACTION, event.text):
+                    words = event.text[: match.start()]
                     fault = fault_of(match, [rows[-1:], rows[begun:], rows])
-                    is_loss = bool(re.search(LOSS, event.text[: match.start()]))
+                    is_loss = bool(re.search(LOSS, words))
                     alone = is_loss and taken >= summed + 2 and left != 0
-                    named_sum = bool(re.search("(?i)sum|total", event.text[: match.start()]))
+                    named_sum = bool(re.search("(?i)sum|total", words))
                     number = Number(fault, named_sum, alone)
-                    places.setdefault((event.where, place), []).append(number)
+                    places.setdefault((event.where, pattern(words)), []).append(number)
     return places
 
 
