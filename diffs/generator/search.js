@@ -110,7 +110,7 @@ function article(element) {
   const heading = element.querySelector("h3").textContent.replace(/^\s*\d+|#\s*$/g, "").trim();
   const note = element.querySelector(".note");
   const row = document.querySelector(`#troubleshooting .pages a[href="#${element.id}"]`)?.nextElementSibling.children;
-  const command = element.matches("#recipes *") && note.querySelector(".command code").textContent;
+  const command = element.matches("#recipes *") && note.querySelector(".command code")?.textContent;
   const why = row?.[0] ?? (command ? note.querySelector("p") : element.closest(".step").querySelector("h2"));
   const typed = row ? [row[1]] : command ? [code(command)] : [];
   const worth = row ? 0.9 : 0.7; // a patch fits step 5 only: an answer for any script is before it
