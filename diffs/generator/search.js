@@ -128,7 +128,7 @@ function collect() {
   const entries = [
     ...all("#troubleshooting .entry", entry),
     ...all("#troubleshooting .pages li", row),
-    ...all(".step:not([id='01-to-05']) article", article),
+    ...all(".step:not([id='01-to-05']) article:has(.note)", article),
   ];
   const counts = new Map();
   for (const { weights } of entries) {
