@@ -14,7 +14,7 @@ from checking import BASE, SPAWNED, after, before, judged, line_of, named, obser
 from ddp_check import events
 from ddp_check.drills import conclude, perform
 from ddp_check.plan import LAUNCHERS, TORCHRUN, planned
-from ddp_check.report import exit_code, ranked, text_of
+from ddp_check.report import changes, exit_code, ranked, text_of
 from ddp_check.rules import judge
 from ddp_check.rules.base import FRAGILE, NONE, PASS, SLOW, UNSEEN, UNSURE, WRONG
 from support.jobs import free_port
@@ -852,7 +852,7 @@ def test_what_the_observer_changes_is_listed(tmp_path, deleted):
     with planned(path) as plan:
         plan.undisturbed = observed(path)
         report = text_of(plan, judge(plan.undisturbed))
-    assert ("\nChanged: destroy_process_group waits 50 ms. " in report) != deleted
+    assert ("\nChanged for this run: a pause of 50 ms before " in report) != deleted
 
 
 def test_calls_for_gpus_are_translated(tmp_path):
@@ -863,10 +863,10 @@ def test_calls_for_gpus_are_translated(tmp_path):
     ask = "import torch\nhas = torch.cuda.is_available()\n"
     asks = write(tmp_path / "asks.py", ask + path.read_text(encoding="utf-8"))
     with planned(asks) as plan:
-        report = text_of(plan, judge(plan.undisturbed))
         assert exit_code(plan, judge(plan.undisturbed)) == 0
-    assert re.search("(?im)^Without a GPU, the script ended with: .*(cuda|nvidia)", report)
-    assert "\nTranslated for the CPU: torch.cuda.is_available() (asks.py:2), " in report
+        lines = changes(plan)
+    assert re.search("(?i)^Without a GPU, the script ended with: .*(cuda|nvidia)", lines[0])
+    assert lines[1].startswith("Translated for the CPU: torch.cuda.is_available() (asks.py:2), ")
 
 
 PLACES = """import torch
