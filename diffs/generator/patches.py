@@ -66,7 +66,7 @@ class Patch:
         link = f"[{self.title}]({self.name}.md)"
         if self.kind == "recipes":
             return f"| {link} | {' '.join(self.purpose.split())} |\n"
-        return "".join(f"| {seen} | {link} | {remedy} |\n" for seen, _, remedy in self.rows)
+        return "".join(f"| {seen} | {link} |\n" for seen, _, _ in self.rows)
 
     def problems(self):
         """Yield what is missing, or too much."""
