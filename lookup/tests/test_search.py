@@ -96,7 +96,8 @@ def test_the_first_hit_says_what_to_type(page):
     search, first = page.locator("#search"), page.locator("#hits > div").first
     search.fill("KeyError: 'SLURM_PROCID'")
     expect(first).to_contain_text("srun python train.py")  # a list, where it depends
-    search.fill("set_epoch dataset persistent workers")  # the remedy of a page that is a patch
+    # the remedy of a page that is a patch:
+    search.fill("every epoch has the same order, although set_epoch is called")
     expect(first).to_contain_text("Leave out persistent_workers=True if")
     expect(first.get_by_role("button")).to_have_count(0)  # nobody types prose
     search.fill("environment variable RANK expected, but not set")
