@@ -61,7 +61,7 @@ PATCH = "pitfalls/no_set_epoch.md"
 @pytest.mark.parametrize(
     ("page", "old", "new", "said"),
     [
-        (NOTES, "rank 0 only\n\n```diff\n", "rank 0 only\n\n```\n", "no note on hunk"),
+        (NOTES, "rank 0 only\n\n```diff\n", "rank 0 only\n\n```\n", "no note on the hunk"),
         (NOTES, "`class ResumableSampler(", "`class Gone(", "is in 0 hunks of 03 → 04"),
         (PATCH, ".sampler.set_epoch(", ".set_epoch(", "no longer applies to 05_gather_eval.py: "),
         (PATCH, "`test_pitfall[no_set_epoch]`", "test", "has no tests"),

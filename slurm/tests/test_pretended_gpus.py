@@ -16,7 +16,12 @@ TRAINED = "    trainer.train(args.total_epochs, args.save_every)\n"
 
 VOTE = {("all_reduce", "cpu")}
 OBJECTS = {("all_gather", "cpu"), ("gather", "cpu")}
-ON_THE_CPU = {"02": set(), "03": set(), "04": VOTE, "05": VOTE | OBJECTS}
+ON_THE_CPU = {
+    "02": set(),
+    "03": {("all_gather", "cuda")},
+    "04": VOTE | {("all_gather", "cpu")},
+    "05": VOTE | OBJECTS,
+}
 
 
 @pytest.mark.parametrize("step", ["02", "03", "04", "05"])

@@ -213,7 +213,7 @@ def accuracy_is_of_samples(run):
     evaluated = {entry.number: entry for entry in of_lowest_rank(passes)}
     if len({size for entry in evaluated.values() for size in entry.sizes}) < 2:
         return unseen("no batches of unequal size are evaluated")
-    totals = possible_totals(passes) | totals_of_epochs(run)
+    totals, trained = possible_totals(passes), totals_of_epochs(run)
     entry, compared = None, 0  # the evaluation that has just ended, and how many were compared
     for event in of_lowest_rank(run.events_by_rank):
         match event:
@@ -224,7 +224,7 @@ def accuracy_is_of_samples(run):
             case events.Print() if entry and entry.length:
                 for shown, digits, percent in re.findall(ACCURACY, event.text):
                     compared += 1
-                    if verdict := no_share(event, entry, totals, shown, digits, percent):
+                    if verdict := no_share(event, entry, totals, trained, shown, digits, percent):
                         return verdict
     if not compared:
         return unseen("no accuracy is printed right after an evaluation")
@@ -247,10 +247,11 @@ def totals_of_epochs(run):
     return {sum(sum(entry.sizes) for entry in epoch.values()) for epoch in run.epochs} - {0}
 
 
-def no_share(event, entry, totals, shown, digits, percent):
+def no_share(event, entry, totals, trained, shown, digits, percent):
     """Return the verdict if a printed accuracy is no share of any number of samples."""
     whole = 100 if percent or float(shown) > 1 else 1
     value, off = float(shown) / whole, 0.51 * 10 ** -len(digits) / whole
+    totals = totals | {total for total in trained if off * total < 0.25}  # of more, anything is one
     if any(abs(value - round(value * total) / total) <= off for total in totals):
         return None
     near = round(value * entry.length) / entry.length * whole
