@@ -132,7 +132,7 @@ def shown(job, code):
 
 
 def printed(path):
-    """Return the text of a file without gloo's messages, which PyTorch 2.8 prints, and in pieces."""
+    """Return the text of a file without gloo's messages, which PyTorch 2.8 prints in pieces."""
     text = path.read_text(encoding="utf-8")
     return re.sub(r"^(?:.*(?:\[Gloo\]|peer ranks).*|\d+)\n", "", text, flags=re.MULTILINE)
 
