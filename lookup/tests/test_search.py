@@ -62,13 +62,17 @@ def test_a_pasted_text_brings_its_entry_first(page):
 
 
 def test_a_question_in_a_few_words(page):
+    wrong = []
     for (text, wanted), found in zip(ASKED, hits(page, *(text for text, _ in ASKED))):
         if wanted is None:
-            assert found == [], text
+            right = found == []
         elif wanted[0] == "#":
-            assert found[0][1].startswith(wanted), text
+            right = found != [] and found[0][1].startswith(wanted)
         else:
-            assert any(wanted in plain(title) for title, _, _ in found[:3]), (text, found[:3])
+            right = any(wanted in plain(title) for title, _, _ in found[:3])
+        if not right:
+            wrong.append((text, wanted, [title for title, *_ in found[:3]]))
+    assert wrong == []
     page.locator("#search").fill("how do I bake bread")
     expect(page.locator("#hits")).to_contain_text("Try the last line of the error")
 
