@@ -47,7 +47,7 @@ def text_of(name):
 
 
 def on_screen(name):
-    """Return the messages that a page quotes in its table of symptoms."""
+    """Return the messages that a page quotes in its table of symptoms, without NCCL's."""
     _, _, table = page(name).partition("| What you see |")
-    rows = re.findall(r"^\| (.+?) \|", table.partition("\n\n")[0], re.MULTILINE)
+    rows = re.findall(r"^\| (?!NCCL)(.+?) \|", table.partition("\n\n")[0], re.MULTILINE)
     return [text for symptom in rows for text in re.findall(r"`([^`]+)`", symptom)]
