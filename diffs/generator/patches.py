@@ -15,7 +15,7 @@ GPT = "exercise/solution.py"
 LIMITS = {"recipes": 40, "pitfalls": 15, GPT: 95}  # how many lines may change
 WIDTH = 95  # of a forge's column
 # What a page says below its command: what that writes, and what to type with fewer GPUs than ranks.
-BELOW = ("One GPU?", "With one GPU", "Fewer than four GPUs?", "This writes the *broken*")
+BELOW = ("[One GPU?", "With one GPU", "[Fewer than four GPUs?", "This writes the *broken*")
 BREAKS = "\n\nThe patch that breaks it:"
 ROW = r"\]\((\w+)\.md\)"  # in a table of the README.md of a kind
 PARTS = {  # of a page, in their order: what stands behind each
@@ -24,7 +24,7 @@ PARTS = {  # of a page, in their order: what stands behind each
     "command": "\n```\n\n",
     "explanation": "\n\n```diff\n",
     "patch": "\n```\n\n",
-    "advice": "\n\n<details>\n<summary>Tests that show it</summary>\n\n",
+    "advice": "\n\n<details>\n<summary>Tests</summary>\n\n",
     "tests": "\n\n</details>\n\nRead more: ",
     "links": "",
 }
