@@ -17,6 +17,7 @@ WIDTH = 95  # of a forge's column
 # What a page says below its command: what that writes, and what to type with fewer GPUs than ranks.
 BELOW = ("[One GPU?", "With one GPU", "[Fewer than four GPUs?", "This writes the *broken*")
 BREAKS = "\n\nThe patch that breaks it:"
+TESTS = "\n\n<details>\n<summary>Tests</summary>\n\n"  # behind the advice, if they have other names
 ROW = r"\]\((\w+)\.md\)"  # in a table of the README.md of a kind
 PARTS = {  # of a page, in their order: what stands behind each
     "title": "\n\n",
@@ -24,8 +25,7 @@ PARTS = {  # of a page, in their order: what stands behind each
     "command": "\n```\n\n",
     "explanation": "\n\n```diff\n",
     "patch": "\n```\n\n",
-    "advice": "\n\n<details>\n<summary>Tests</summary>\n\n",
-    "tests": "\n\n</details>\n\nRead more: ",
+    "advice": "\n\nRead more: ",
     "links": "",
 }
 
@@ -45,9 +45,10 @@ class Patch:
         paragraphs = parts["explanation"].removesuffix(BREAKS).split("\n\n")
         self.below = [*takewhile(lambda each: each.startswith(BELOW), paragraphs)]
         self.why = "\n\n".join(paragraphs[len(self.below) :])
-        table, _, self.advice = parts["advice"].rpartition("|\n\n")
+        advice, _, named = parts["advice"].partition(TESTS)
+        table, _, self.advice = advice.rpartition("|\n\n")
         self.rows = [*cells(parts["opening"]), *cells(table)]  # [(symptom, cause, remedy)]
-        self.tests = re.findall(r"`(test_[^`]+)`", parts["tests"])
+        self.tests = re.findall(r"`(test_[^`]+)`", named) or tests_of(root, self.name)
         self.links = re.findall(r"\[([^]]+)\]\((https://[^)]+)\)", parts["links"])
         # The script that it applies to, and the name of the patched one, behind --- and +++.
         self.old, self.new, *_ = (line[4:] for line in parts["patch"].splitlines())
@@ -113,6 +114,18 @@ def collect(root, kind):
     for name in sorted({*names} ^ ({*pages} - {*NOT_PATCHES})):
         raise Problem(f"{kind}/{name}.md: not there, or in no table of {kind}/README.md")
     return [Patch(root, pages[name]) for name in names]
+
+
+def tests_of(root, name):
+    """Return the tests with the name of a page: functions of that name, or else parameters."""
+    texts = [path.read_text(encoding="utf-8") for path in root.glob("*/tests/test_*.py")]
+    shared = "test_pitfall", "test_trains_like_ddp"
+    return [f"test_{name}" for text in texts if f"def test_{name}(" in text] or [
+        f"{test}[{name}]"
+        for test in shared
+        for text in texts
+        if f"def {test}(" in text and f'"{name}"' in text
+    ]
 
 
 def cells(text):

@@ -56,6 +56,7 @@ def runs(root):
 
 NOTES = "diffs/README.md"
 PATCH = "pitfalls/no_set_epoch.md"
+BY_HAND = "recipes/after_backward.md"
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ PATCH = "pitfalls/no_set_epoch.md"
         (NOTES, "rank 0 only\n\n```diff\n", "rank 0 only\n\n```\n", "no note on the hunk"),
         (NOTES, "`class ResumableSampler(", "`class Gone(", "is in 0 hunks of 03 → 04"),
         (PATCH, ".sampler.set_epoch(", ".set_epoch(", "no longer applies to 05_gather_eval.py: "),
-        (PATCH, "`test_pitfall[no_set_epoch]`", "test", "has no tests"),
+        (BY_HAND, "<summary>Tests</summary>", "Tests", "has no tests"),
         (PATCH, "This writes the *broken* script", "It does", "does not say below its command"),
         (PATCH, "patch -o no_set_epoch.py", "patch", "its command does not end with 'patch -o no_"),
     ],
@@ -74,6 +75,7 @@ def test_an_error_in_a_page_is_reported_in_one_line(copy, page, old, new, said):
     with pytest.raises(hunks.Problem) as problem:
         hunks.explained(copy)
         patches.collect(copy, "pitfalls")
+        patches.collect(copy, "recipes")
     assert re.match(rf"{page.removeprefix('diffs/')}: .*{re.escape(said)}.*$", str(problem.value))
 
 
