@@ -103,7 +103,7 @@ class Gpu(Event):
     use: str  # "set": by set_device; "use": by anything else
     index: int
     count: int  # of the GPUs that a node has
-    visible_chosen: bool  # the script has set CUDA_VISIBLE_DEVICES
+    visible: str  # what the script has set CUDA_VISIBLE_DEVICES to, or ""
 
 
 # ---------------------------------------------------------------- communication

@@ -796,6 +796,12 @@ KINDS = {
     "no set_device": Kind(
         GPU, [("    torch.cuda.set_device(local)\n", "")], r"\(inputs, targets = ", GPUS
     ),
+    "a GPU that the script hides": Kind(
+        GPU,
+        [before("    local = ", '    os.environ["CUDA_VISIBLE_DEVICES"] = "0"\n')],
+        r"rank 1 uses GPU 1, but the script sets CUDA_VISIBLE_DEVICES=0 ",
+        GPUS,
+    ),
     "a layer too wide": Kind(ENDS, [("Linear(8, 4)", "Linear(9, 4)")], r"\(loss = cross_e", GPUS),
     "a graph": Kind(
         {"script_ends": UNSURE}, [("cuda.init()", "cuda.CUDAGraph()")], "CUDAGraph", GPUS

@@ -42,8 +42,8 @@ def use(device, kind="use"):
     index = device if isinstance(device, int | None) else torch.device(device).index
     index = state.gpu if index is None else index
     if line and is_first(kind, index):
-        visible_chosen = bool(os.environ.get("CUDA_VISIBLE_DEVICES"))  # the checker sets it to ""
-        report(Gpu, line, use=kind, index=index, count=COUNT, visible_chosen=visible_chosen)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # which the checker sets to ""
+        report(Gpu, line, use=kind, index=index, count=COUNT, visible=visible)
     return index
 
 

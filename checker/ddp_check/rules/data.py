@@ -22,8 +22,9 @@ def ranks_share_data(run):
         if verdict := shared(epoch):
             text = f"epoch {number}: {verdict.text}"
             return replace(verdict, text=text, where=of_lowest_rank(epoch).where)
-    if not (rows or run.epochs):
-        return unseen("no DataLoader was used to train, nor a wrapped model")
+    if not run.epochs:
+        each = "in each step, the ranks have different batches; " if rows else ""
+        return unseen(f"{each}no DataLoader was used to train, so it is not seen which samples")
 
 
 def indices_are_shared_out(epochs):

@@ -203,18 +203,21 @@ def thread_left(run, rank, event):
 
 def own_gpu(run):
     """each rank uses a GPU of its own"""
-    if any(event.visible_chosen for event in run.all(events.Gpu)):
-        return unseen("the script chooses what each rank can see")
     if not run.all(events.Step) and run.returncode != 0:
         return unseen("no step was taken before the run ended")
-    first_rank = {}  # number of a GPU -> the first rank that uses it
+    first_rank = {}  # name of a GPU -> the first rank that uses it
     for rank, named in run.by_rank(events.Gpu).items():
         for event in [event for event in named if event.use == "use"] or named:
-            if not 0 <= event.index < event.count:
-                text = f"rank {rank} uses GPU {event.index}, but a node has {event.count}"
-                return wrong(text, event.where, "global_rank_as_device")
-            if (other := first_rank.setdefault(event.index, rank)) != rank:
-                return wrong(f"ranks {other} and {rank} both use GPU {event.index}", event.where)
+            visible = event.visible.split(",") if event.visible else range(event.count)
+            sees = f"a node has {event.count}"
+            if event.visible:
+                sees = f"the script sets CUDA_VISIBLE_DEVICES={event.visible}"
+            if not 0 <= event.index < len(visible):
+                page = "" if event.visible else "global_rank_as_device"
+                return wrong(f"rank {rank} uses GPU {event.index}, but {sees}", event.where, page)
+            if (other := first_rank.setdefault(visible[event.index], rank)) != rank:
+                text = f"ranks {other} and {rank} both use GPU {visible[event.index]}"
+                return wrong(f"{text}: {sees}" if event.visible else text, event.where)
 
 
 def same_collectives(run):
