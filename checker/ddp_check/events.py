@@ -121,13 +121,8 @@ class Collective(Event):
 
 
 @dataclass(kw_only=True)
-class Received(Event):
-    """It is about to wait for what another rank sends."""
-
-
-@dataclass(kw_only=True)
 class GradientLost(Event):
-    """A backward pass has ended at a tensor that an all_gather returned."""
+    """A backward pass does not go on to a tensor that an all_gather returned."""
 
     own_part: bool  # also at what this rank itself gave
 
@@ -139,7 +134,6 @@ class ReducedInPlace(Event):
     The collective has no gradient: what comes from the other ranks counts as a constant.
     """
 
-    name: str  # of the collective
     elements: int
 
 
@@ -165,9 +159,7 @@ class Counted(Event):
 class Totalled(Event):
     """Numbers were added up over all ranks."""
 
-    values: list[int]  # the whole ones, and their sum
-    own: float | None  # of this rank, if it is a single number
-    total: float | None  # over the ranks, likewise
+    values: list[int]  # those that are whole numbers, and the sum of all if it is one
 
 
 # ---------------------------------------------------------------- data
@@ -269,11 +261,12 @@ class Step(Event):
     zero: bool  # all gradients are zero
     unused: int  # parameters that require a gradient and have none
     foreign: int  # parameters that are in no wrapped model
-    bypassed: list[int]  # wrapped models that have gradients, though no wrapper was called
+    # Lines that call a wrapped model whose wrapper was not called, and which has gradients:
+    bypassed: list[str]
     sharded: int  # dimensions of the mesh that the parameters are sharded over
     has_state: bool  # the optimizer has taken a step before, or its state was loaded
     closure: bool  # step() was given one, which computes the gradients
-    synced: bool  # the last forward pass of DDP asked for a reduction
+    synced: bool  # the last forward pass of DDP asked for a reduction; also if there was none
     reductions: int  # backward passes that reduced gradients, of the model with the most
     reduced: list[int]  # checksums of what the script itself added up over the ranks
     reduced_all: bool  # that is as much as all gradients
@@ -284,13 +277,6 @@ class Step(Event):
     # before. A DataLoader's seed and a sampler's order do not count, nor what makes samples.
     random: dict[str, int]
     joined: bool  # it is taken inside join()
-
-
-@dataclass(kw_only=True)
-class Bypass(Event):
-    """A wrapped model is called in training without its wrapper."""
-
-    model: int
 
 
 @dataclass(kw_only=True)

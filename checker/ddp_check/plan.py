@@ -21,6 +21,7 @@ from ddp_check.run import Run
 
 CHECKPOINT = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".new", ".interrupted")
 CONFIG = (".py", ".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".env")
+SMALL = 1 << 16  # bytes of a file that is copied or read, not linked
 STARTS = r"\bspawn\(|\bstart_processes\(|\bProcess\(\s*target"  # starts its own processes
 SETS = r"""environ\[["'](\w+)["']\]\s*=[^=]"""
 ASKS = r"""(?:environ(?:\.get)?|getenv)[\[(]["']((?:LOCAL_)?RANK)["'][\],)]"""
@@ -52,12 +53,16 @@ def small_files(folder):
     return {
         str(path.relative_to(folder)): path.read_text(encoding="utf-8", errors="replace")
         for path in (*folder.glob("*.*"), *folder.glob("*/*.*"))
-        if path.suffix in CONFIG and path.is_file() and path.stat().st_size < 1 << 16
+        if path.suffix in CONFIG and path.is_file() and path.stat().st_size < SMALL
     }
 
 
 def mirror(source, target, depth=3):
-    """Copy or link the files of a folder into a new one, without checkpoints."""
+    """Copy the small files of a folder into a new one, and link large ones, without checkpoints.
+
+    Python would import from the folder that a link points to, and a library in C that opens a file
+    for writing is not seen by the observer, which detaches links.
+    """
     target.mkdir()
     for path in source.iterdir():
         new = target / path.name
@@ -65,8 +70,8 @@ def mirror(source, target, depth=3):
             continue
         if path.is_dir() and depth and "data" not in path.name and os.access(path, os.R_OK):
             mirror(path, new, depth - 1)
-        elif path.suffix == ".py":
-            shutil.copy(path, new)  # from a link, Python would import from its target's folder
+        elif path.suffix == ".py" or (path.is_file() and path.stat().st_size < SMALL):
+            shutil.copy(path, new)
         else:
             new.symlink_to(path)
 

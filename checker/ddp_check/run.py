@@ -96,8 +96,9 @@ class Run:
     @property
     def step_rows(self):
         """The steps that all ranks took before one in join(): a tuple of their events for each."""
-        # Whether a rank reports the step of a failure, or is killed before, is a matter of chance.
-        rows = list(zip(*self.by_rank(events.Step).values()))[: -1 if self.returncode else None]
+        rows = list(zip(*self.by_rank(events.Step).values()))
+        if self.returncode != 0:
+            rows = rows[:-1]  # whether a rank reports it or is killed before, is a matter of chance
         return list(takewhile(lambda row: not any(step.joined for step in row), rows))
 
     def first_difference(self, field):

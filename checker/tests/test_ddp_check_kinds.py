@@ -564,6 +564,11 @@ KINDS = {
         [before(LOOP, "        model.require_backward_grad_sync = False\n")],
         r"under no_sync \(optimizer.step",
     ),
+    "no_sync in evaluation mode": Kind(
+        {**GRADIENTS, **WEIGHTS, "training_mode": UNSURE},
+        [before(LOOP, "        model.eval().require_backward_grad_sync = False\n")],
+        r"under no_sync \(optimizer.step",
+    ),
     "accumulated": Kind({"gradients_are_averaged": SLOW}, [ALWAYS_SYNC], "3 backward", ACCUMULATED),
     "one of two models": Kind(
         {**GRADIENTS, **WEIGHTS},
@@ -809,7 +814,9 @@ KINDS = {
 }
 
 
+READ = before(ZERO, "            lose(loss, parts := [])\n            parts[0].mul_(2).numpy()\n")
 RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
+    "a gathered loss is changed and read": ([LOST[1], READ], {"gradients_pass_collectives": PASS}),
     "a validation in the middle of an epoch": (
         [after(LOOP, "            next(iter(DataLoader(test, 7)))\n"), UNEVALUATED],
         {"random_numbers_differ": UNSEEN},

@@ -1,10 +1,12 @@
 """How scripts are started, frameworks, and runs that end or write in other ways."""
 
+import sqlite3
 import textwrap
 
 import pytest
 import torch
 from checking import BASE, before, judged, line_of, passed, told
+from ddp_check.plan import SMALL
 from ddp_check.report import ranked
 from ddp_check.rules.base import FRAGILE, NOTE, UNSURE, WRONG
 from support.scripts import write
@@ -134,11 +136,14 @@ def test_slow_is_no_hang(tmp_path):
 
 
 WRITES = """import os
+import sqlite3
 import torch
 assert not os.path.exists("runs/model.pt")
 torch.save({}, "runs/model.pt")
 print(open("log.txt").read(), file=open("runs/notes.txt", "w"))
 print("new", file=open("log.txt", "a"))
+os.write(os.open("large.txt", os.O_WRONLY | os.O_APPEND), b"new")
+sqlite3.connect("large.db").execute("CREATE TABLE runs (loss)")
 torch.save({}, "log.txt")
 """
 
@@ -146,9 +151,15 @@ torch.save({}, "log.txt")
 def test_what_a_script_writes_stays_out_of_its_folder(tmp_path, fork_ranks):
     """Its files are there, its checkpoints are not, and writing to a file changes only a copy."""
     (tmp_path / "runs").mkdir()
-    files = [tmp_path / name for name in ("log.txt", "runs/notes.txt", "runs/model.pt")]
-    for file in files:
+    database = sqlite3.connect(tmp_path / "large.db")
+    database.execute(f"CREATE TABLE old AS SELECT zeroblob({SMALL}) AS row")
+    database.commit()
+    (tmp_path / "large.txt").write_text("old" * SMALL, encoding="utf-8")
+    names = ("log.txt", "runs/notes.txt", "runs/model.pt", "large.txt", "large.db")
+    files = [tmp_path / name for name in names]
+    for file in files[:3]:
         file.write_text("old", encoding="utf-8")
+    contents = [file.read_bytes() for file in files]
     run, _ = judged(write(tmp_path / "train.py", WRITES), nproc=1)
     assert run.returncode == 0, run.output
-    assert [file.read_text(encoding="utf-8") for file in files] == ["old"] * 3
+    assert [file.read_bytes() for file in files] == contents

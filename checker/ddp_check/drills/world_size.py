@@ -27,7 +27,7 @@ def cannot_compare(plan):
     """Return the verdict if the undisturbed run shows that the steps cannot be compared."""
     run = plan.undisturbed
     if run.returncode != 0 and len(steps_of(run)) <= STEPS:
-        return unseen(f"the script fails without the drill: {run.ending}")
+        return unseen(f"the script fails without the drill: {launch.script_ends(run).text}")
     if not run.all(events.Wrap):
         return unseen("no model is wrapped in DistributedDataParallel")
     if run.averages_weights:

@@ -22,7 +22,8 @@ torch_save, torch_load = torch.save, torch.load  # before they are patched
 class SinceStep:
     """What has happened since an optimizer took its last step."""
 
-    forwards: list = field(default_factory=list)  # calls of DDP in training mode, as `Forward`
+    forwards: list = field(default_factory=list)  # calls of DDP, as `Forward`
+    bypasses: dict = field(default_factory=dict)  # number of a model -> a line that calls it itself
     inputs: list = field(default_factory=list)  # checksums of the batches that entered models
     losses: list = field(default_factory=list)  # values of the losses whose backward pass came
     divisors: list = field(default_factory=list)  # of those losses

@@ -14,7 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ddp_check import events
 from ddp_check.observer.base import TASK, ask, harmless, is_first, report, state
-from ddp_check.observer.group import forget_lengths, pause_lengths, resume_lengths
+from ddp_check.observer.group import after_gather
 from ddp_check.observer.patches import ITERATOR, patch
 from ddp_check.observer.randomness import left_out
 from ddp_check.observer.values import Samples, checksum, fingerprint, parts_of
@@ -50,7 +50,7 @@ def begin(original, self, loader, first_iter=None):
         original(self, loader, *([] if first_iter is None else [first_iter]))
     with harmless:
         if not first_iter:  # persistent workers reuse the iterator of the previous pass
-            forget_lengths()
+            after_gather.stop()
             report_pass(self, loader)
 
 
@@ -113,7 +113,7 @@ def next_index(original, self):
 
 @patch(f"{ITERATOR}.__next__")
 def next_batch(original, self):
-    pause_lengths()
+    after_gather.pause()
     try:
         with left_out():  # a sampler draws the order; `fetch` reports random samples
             batch = original(self)
@@ -130,7 +130,7 @@ def end_pass(progress):
     report(events.PassEnded, number=progress.number)
     if state.new_pass:  # no step: it was an evaluation
         state.since_step.samples = progress.samples
-    resume_lengths()
+    after_gather.resume()
 
 
 def report_batch(progress, batch):

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 import shutil
 import sys
 
@@ -50,22 +49,34 @@ sys.stdout = Printed(sys.stdout)
 
 
 def audit(event, args):
-    if event == "open" and isinstance(args[0], str) and re.search("[wax+]", str(args[1] or "")):
-        unlink(args[0], args[1])
-        path = os.path.realpath(args[0])
-        if path.startswith(TASK.place) and script_line():
-            report(Opened, path=path, append="a" in args[1])
-    elif event == "os.rename" and script_line():
-        source, path = (os.path.realpath(os.fsdecode(name)) for name in args[:2])
-        report(Renamed, path=path if path.startswith(TASK.place) else None, source=source)
+    """Keep the user's own files unchanged, and report what the script opens and renames."""
+    with harmless:
+        if event == "open":
+            look_at_open(*args)
+        elif event == "sqlite3.connect" and isinstance(args[0], str):
+            detach(args[0], truncates=False)
+        elif event == "os.rename" and script_line():
+            source, path = (os.path.realpath(os.fsdecode(name)) for name in args[:2])
+            report(Renamed, path=path if path.startswith(TASK.place) else None, source=source)
 
 
-def unlink(path, mode="w"):
+def look_at_open(path, mode, flags):
+    """Look at a call of open(), or of os.open(), which has no mode."""
+    if isinstance(path, int) or not flags & (os.O_WRONLY | os.O_RDWR):
+        return
+    path = os.fsdecode(path)
+    detach(path, truncates=bool(flags & os.O_TRUNC))
+    real = os.path.realpath(path)
+    if mode and real.startswith(TASK.place) and script_line():
+        report(Opened, path=real, append="a" in mode)
+
+
+def detach(path, truncates=True):
     """Replace a link by a file before it is written to, so the user's own file stays unchanged."""
     if os.path.islink(path) and os.path.abspath(path).startswith(TASK.place):
         original = os.path.realpath(path)
         os.unlink(path)
-        if "w" not in mode and os.path.isfile(original):
+        if not truncates and os.path.isfile(original):
             shutil.copyfile(original, path)
 
 
@@ -79,7 +90,7 @@ sys.addaudithook(audit)
 def save(original, obj, f, *args, **kwargs):
     path = f if isinstance(f, str | os.PathLike) else ask(getattr, f, "name")
     if path is f:
-        unlink(f)
+        detach(f)
     steps = state.steps
     result = original(obj, f, *args, **kwargs)
     if state.in_sharded_save or not script_line():  # a part of another checkpoint

@@ -37,7 +37,7 @@ buffers_at_start = {}  # name of a buffer -> its checksum when its model was wra
 
 
 class Forward(NamedTuple):
-    """A call of a DDP model in training mode."""
+    """A call of a DDP model that a backward pass may follow."""
 
     model: int
     backwards: int  # that came before it
@@ -101,10 +101,11 @@ def forward(original, self, *args, **kwargs):
     """Note the inputs of a training call, and whether its gradients will be reduced."""
     state.in_forward = True
     with harmless:
-        if torch.is_grad_enabled() and self.module.training:
+        if torch.is_grad_enabled():
             number = model_numbers.get(id(self.module), -1)
             call = Forward(number, state.backwards, self.require_backward_grad_sync)
             state.since_step.forwards.append(call)
+        if torch.is_grad_enabled() and self.module.training:
             state.since_step.inputs.append(batch_checksum([args, kwargs]))
     if TASK.scale:
         args, kwargs = tree_map_only(SHORTER, torch.Tensor.double, (args, kwargs))
@@ -147,19 +148,14 @@ def is_wrapper(module):
 
 
 def enter_training(module):
-    """Report a training call that bypasses DDP, and note what enters a sharded model."""
+    """Note a training call that bypasses DDP, and what enters a sharded model."""
     in_backward = torch._C._current_graph_task_id() >= 0  # where checkpoints call modules again
-    beside = module.training and id(module) in model_numbers
-    if beside and not (state.in_forward or in_backward):
-        number = model_numbers[id(module)]
-        if requires_grad(module) and is_first("bypassed", number):
-            report(events.Bypass, script_line(skip=model_numbers), model=number)
+    number, bypasses = model_numbers.get(id(module)), state.since_step.bypasses
+    beside = number not in (None, *bypasses) and not (state.in_forward or in_backward)
+    if beside and any(value.requires_grad for value in module.parameters()):
+        bypasses[number] = script_line(skip=model_numbers)
     if SHARDED & {kind.__name__ for kind in type(module).__mro__} and is_first("sharded"):
         module.register_forward_pre_hook(note_inputs, with_kwargs=True)
-
-
-def requires_grad(module):
-    return any(value.requires_grad for value in module.parameters())
 
 
 def note_inputs(module, args, kwargs):

@@ -43,8 +43,6 @@ PATCHES = [
     Patch(f"{C10D}.init_process_group", "the process group", "torch.distributed"),
     Patch(f"{C10D}.destroy_process_group", "how the group is left", "torch.distributed"),
     *(Patch(name, "a collective", "torch.distributed") for name in COLLECTIVES),
-    Patch(f"{C10D}.recv", "waits for other ranks", "torch.distributed"),
-    Patch(f"{C10D}.recv_object_list", "waits for other ranks", "torch.distributed"),
     # data
     Patch("torch.utils.data.DataLoader.__init__", "the batch of the drill world-size"),
     Patch(f"{ITERATOR}.__init__", "all passes over the data"),

@@ -19,7 +19,7 @@ from ddp_check.observer.base import (
     save_for_checker,
     state,
 )
-from ddp_check.observer.group import forget_lengths
+from ddp_check.observer.group import after_gather
 from ddp_check.observer.models import buffer_checksums, buffers_at_start, known_buffers, of_model
 from ddp_check.observer.patches import CLIP, SCALER, patch
 from ddp_check.observer.randomness import attribute_to_script
@@ -42,7 +42,7 @@ def enter_step(optimizer, args, kwargs):
     state.steps += 1
     time.sleep(TASK.pause)
     with harmless:
-        forget_lengths()
+        after_gather.stop()
         attribute_to_script()
         if TASK.scale and state.steps <= STEPS and state.wrapped:
             save_gradients()
@@ -102,6 +102,7 @@ def report_step(optimizer, closure):
     parameters, gradients = optimized.parameters, optimized.gradients
     elements = sum(value.numel() for value in gradients.values())
     trained = {number for name, number in optimized.models.items() if name in gradients}
+    bypassed = sorted(trained & since.bypasses.keys() - {call.model for call in since.forwards})
     report(
         events.Step,
         gradients=checksums({name: value.grad for name, value in parameters.items()}),
@@ -116,7 +117,7 @@ def report_step(optimizer, closure):
         zero=not any(value.any() for value in gradients.values()),
         unused=sum(value.grad is None and value.requires_grad for value in parameters.values()),
         foreign=0 if optimized.sharded else len(parameters) - len(optimized.models),
-        bypassed=sorted(trained - {call.model for call in since.forwards}),
+        bypassed=[since.bypasses[number] for number in bypassed],
         sharded=optimized.sharded,
         has_state=bool(optimizer.state),
         closure=closure,

@@ -168,8 +168,7 @@ def result_is_shared(run, row):
     """Return whether a collective follows that can bring the results together."""
     calls = following(run, row, events.Collective)
     names = [call.name for call in calls if not call.in_model]
-    received = following(run, row, events.Received)
-    return bool(received) or any(re.search("reduce|gather|all_to_all", name) for name in names)
+    return any(re.search("reduce|gather|all_to_all", name) for name in names)
 
 
 def part_of(row):

@@ -80,9 +80,7 @@ def reduced_apart(run):
     text = (
         f"step {first.number}: the gradients differ from rank to rank, first that of {first.name}"
     )
-    bypassing_lines = {event.model: event.where for event in run.all(events.Bypass)}
-    for model in step.bypassed:
-        where = bypassing_lines.get(model, step.where)
+    for where in step.bypassed:
         text += f"; the model is called without its wrapper at {short(where)}"
         return wrong(text, where, "forward_through_module")
     if not step.synced:

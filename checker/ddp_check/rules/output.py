@@ -13,7 +13,7 @@ from ddp_check.rules.base import fragile, not_applicable, passed, unseen, unsure
 FRACTION = r"-?\d+\.(\d+)(?!\.?\d)(?:e[+-]?\d+)?"
 LOSS = r"(?i)(loss|nll|perplexity|\bppl)\w*[^\w\n]{0,12}$"  # before a number
 THE_SUM = "the sum over the ranks"
-WAITS = events.Step | events.Collective | events.Received
+WAITS = events.Step | events.Collective
 WRITES = events.Opened | events.Save | events.Renamed
 
 
