@@ -1,7 +1,8 @@
 """What the observer reports: a dataclass for each kind of event. Does not import PyTorch.
 
 A process writes an event as a line of JSON, and the checker reads it again. Checksums are whole
-numbers, equal if the values were equal bit for bit; "0 or None" says that there was nothing to sum.
+numbers, equal if the values were equal bit for bit. One is 0 if there was nothing to sum, and None
+if it is not known.
 """
 
 import json
@@ -10,10 +11,13 @@ from dataclasses import dataclass
 
 @dataclass(kw_only=True)
 class Event:
-    """Something that a process of the script did."""
+    """Something that a process of the script did. Each subclass becomes a dataclass, too."""
 
     time: float = 0.0  # in seconds, of a clock that all processes share
     where: str = ""  # the line of the script, as "file:line"; "" if none of its lines is running
+
+    def __init_subclass__(cls):
+        dataclass(kw_only=True)(cls)
 
     def __str__(self):
         return json.dumps({"kind": type(self).__name__, **vars(self)}, default=str)
@@ -28,14 +32,12 @@ def read(line):
 # ---------------------------------------------------------------- processes and their group
 
 
-@dataclass(kw_only=True)
 class Start(Event):
     """The process imported PyTorch."""
 
     rank: int | str | None = None  # as its launcher says
 
 
-@dataclass(kw_only=True)
 class Unpatched(Event):
     """This PyTorch has no such function, so it is not observed."""
 
@@ -43,32 +45,28 @@ class Unpatched(Event):
     lacks: str  # what the report lacks
 
 
-@dataclass(kw_only=True)
 class Trouble(Event):
     """The observer has failed to look at something; the script has not noticed it."""
 
     error: str
-    place: str  # in the observer, as "file:line"
+    place: str  # the line of the observer, as "file:line"
 
 
-@dataclass(kw_only=True)
 class Join(Event):
     """It joined a process group."""
 
     rank: int
     port: int | str | None  # at which the ranks met
-    nn_imported: bool  # torch.distributed.nn had been imported before
+    nn_imported_before: bool  # torch.distributed.nn had been imported
     by_script: bool  # not by a library
 
 
-@dataclass(kw_only=True)
 class Leave(Event):
     """It is about to destroy the process group."""
 
     live_wrappers: int  # DDP models that still exist
 
 
-@dataclass(kw_only=True)
 class Exit(Event):
     """It ends, and Python's atexit functions run."""
 
@@ -77,30 +75,26 @@ class Exit(Event):
     nn_imported: bool  # torch.distributed.nn has been imported, by now
 
 
-@dataclass(kw_only=True)
 class OtherMachine(Event):
     """It was told to meet the other ranks on another machine; they meet here instead."""
 
     host: str
 
 
-@dataclass(kw_only=True)
 class SigtermHandler(Event):
     """It set a handler for SIGTERM."""
 
 
-@dataclass(kw_only=True)
 class Translated(Event):
     """It made a call for a GPU, which was translated for the CPU."""
 
     call: str  # as the script could have written it
 
 
-@dataclass(kw_only=True)
 class Gpu(Event):
     """It named a GPU, for the first time in this way."""
 
-    use: str  # "set": by set_device; "use": by anything else
+    by_set_device: bool  # not by a tensor or a module that goes there
     index: int
     count: int  # of the GPUs that a node has
     visible: str  # what the script has set CUDA_VISIBLE_DEVICES to, or ""
@@ -109,7 +103,6 @@ class Gpu(Event):
 # ---------------------------------------------------------------- communication
 
 
-@dataclass(kw_only=True)
 class Collective(Event):
     """The script, or a library on its behalf, calls a collective on all ranks."""
 
@@ -120,14 +113,12 @@ class Collective(Event):
     cuts_gradient: bool  # its input requires a gradient, and its result has none
 
 
-@dataclass(kw_only=True)
 class GradientLost(Event):
     """A backward pass does not go on to a tensor that an all_gather returned."""
 
     own_part: bool  # also at what this rank itself gave
 
 
-@dataclass(kw_only=True)
 class ReducedInPlace(Event):
     """A backward pass goes through a tensor that a collective has summed up in place.
 
@@ -137,7 +128,6 @@ class ReducedInPlace(Event):
     elements: int
 
 
-@dataclass(kw_only=True)
 class Cut(Event):
     """After a gather, the end of a tensor was cut off."""
 
@@ -147,7 +137,6 @@ class Cut(Event):
     order: str
 
 
-@dataclass(kw_only=True)
 class Counted(Event):
     """After a gather, a tensor was compared, converted, or reduced to a number."""
 
@@ -155,9 +144,8 @@ class Counted(Event):
     reduced: bool  # by sum() or mean()
 
 
-@dataclass(kw_only=True)
 class Totalled(Event):
-    """Numbers were added up over all ranks."""
+    """Tensors of numbers were added up over all ranks."""
 
     values: list[int]  # those that are whole numbers, and the sum of all if it is one
 
@@ -165,7 +153,6 @@ class Totalled(Event):
 # ---------------------------------------------------------------- data
 
 
-@dataclass(kw_only=True)
 class PassBegun(Event):
     """A pass over a DataLoader begins."""
 
@@ -182,7 +169,6 @@ class PassBegun(Event):
     persistent: bool  # its workers stay for the next pass
 
 
-@dataclass(kw_only=True)
 class Batch(Event):
     """A DataLoader has returned a batch."""
 
@@ -194,26 +180,22 @@ class Batch(Event):
     width: int | None  # elements of a sample; where padding changes it, checksums differ
 
 
-@dataclass(kw_only=True)
 class PassEnded(Event):
     """A DataLoader has no more batches."""
 
     number: int  # of the pass
 
 
-@dataclass(kw_only=True)
-class Looked(Event):
-    """A model is called without gradients, for the first time since a batch."""
+class BatchEvaluated(Event):
+    """A model is called without gradients, for the first time since a DataLoader's batch."""
 
 
-@dataclass(kw_only=True)
 class EpochSet(Event):
     """DistributedSampler.set_epoch is called."""
 
     value: int
 
 
-@dataclass(kw_only=True)
 class Drawn(Event):
     """Random numbers were drawn to make samples, by this generator for the first time."""
 
@@ -226,26 +208,24 @@ class Drawn(Event):
 # ---------------------------------------------------------------- models and optimizers
 
 
-@dataclass(kw_only=True)
 class Wrap(Event):
     """A model was wrapped in DistributedDataParallel."""
 
     names: list[str]  # of its parameters
 
 
-@dataclass(kw_only=True)
 class CommHook(Event):
     """A wrapped model gets a hook that reduces its gradients instead of DDP."""
 
     name: str  # of the hook, with its module
 
 
-@dataclass(kw_only=True)
 class Step(Event):
     """An optimizer is about to take a step. What is counted is counted since the step before."""
 
     gradients: dict[str, int]  # checksum of each parameter's gradient, 0 without one
-    weights: dict[str, int] | None  # checksum of each parameter, in the first step of a pass
+    # Checksum of each parameter, in the first step of a pass, or, without a wrapped model, in each:
+    weights: dict[str, int] | None
     rates: list[float]  # learning rate of each group of parameters
     losses: list[float]  # whose backward pass came
     divisors: list[float]  # of these losses or their terms; a factor counts as its inverse
@@ -270,7 +250,7 @@ class Step(Event):
     reductions: int  # backward passes that reduced gradients, of the model with the most
     reduced: list[int]  # checksums of what the script itself added up over the ranks
     reduced_all: bool  # that is as much as all gradients
-    training: bool  # the wrapped models are in training mode
+    training: bool  # the wrapped models with these parameters, if any, are in training mode
     buffers: dict[str, int]  # checksum of each buffer, without BatchNorm's statistics
     buffers_changed: list[str]  # since their model was wrapped, statistics included
     # Who has drawn from PyTorch's generator, "model" or "script", and a checksum of its state
@@ -279,47 +259,39 @@ class Step(Event):
     joined: bool  # it is taken inside join()
 
 
-@dataclass(kw_only=True)
 class Clipped(Event):
     """Gradients are clipped."""
 
     scaled: bool  # a GradScaler's factor is in them
 
 
-@dataclass(kw_only=True)
 class Scheduled(Event):
     """A learning rate scheduler takes a step."""
 
     metric: float | None  # that ReduceLROnPlateau gets
 
 
-@dataclass(kw_only=True)
 class SkippedStep(Event):
     """A GradScaler has skipped an optimizer's step, as a gradient was not finite."""
 
-    scale: float  # the factor that was too large
 
-
-@dataclass(kw_only=True)
 class StateLoaded(Event):
     """A model or an optimizer loads a state."""
 
     wraps: int  # how many models had been wrapped before
 
 
-@dataclass(kw_only=True)
 class Evaluated(Event):
-    """A model is called without gradients, for the first time in a pass."""
+    """A model is called without gradients, for the first time since a pass over data began."""
 
     model: str  # its class
     steps: int  # of the optimizers before
-    values: dict[str, int]  # checksum of each parameter and buffer
+    checksums: dict[str, int]  # of each parameter and buffer
     noisy: str  # the layer that changes what the model returns, being in training mode, or ""
     wrapped: bool  # in DistributedDataParallel
     number: int  # of the pass
 
 
-@dataclass(kw_only=True)
 class Final(Event):
     """The weights of a model at the end."""
 
@@ -330,22 +302,19 @@ class Final(Event):
 # ---------------------------------------------------------------- output and files
 
 
-@dataclass(kw_only=True)
 class Print(Event):
     """A line is printed, or logged."""
 
     text: str
 
 
-@dataclass(kw_only=True)
 class Opened(Event):
-    """A file was opened for writing."""
+    """A file is about to be opened for writing."""
 
     path: str
     append: bool
 
 
-@dataclass(kw_only=True)
 class Renamed(Event):
     """A file is renamed."""
 
@@ -353,7 +322,6 @@ class Renamed(Event):
     source: str
 
 
-@dataclass(kw_only=True)
 class Save(Event):
     """torch.save has returned."""
 
@@ -362,23 +330,16 @@ class Save(Event):
     steps: int  # of the optimizers before
 
 
-@dataclass(kw_only=True)
 class ShardedSave(Event):
     """torch.distributed.checkpoint has saved a checkpoint, all of it."""
 
-    path: str | None
     steps: int  # of the optimizers before it began
-    asynchronous: bool
 
 
-@dataclass(kw_only=True)
 class ShardedLoad(Event):
     """torch.distributed.checkpoint is about to load a checkpoint."""
 
-    path: str | None
 
-
-@dataclass(kw_only=True)
 class Load(Event):
     """torch.load is called by the script."""
 

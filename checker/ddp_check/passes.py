@@ -69,7 +69,7 @@ def passes_in(found):
             case _ if latest:
                 latest.after.append(event)
     for entry in passes.values():
-        looked = len(entry.events_of(events.Looked))
+        looked = len(entry.events_of(events.BatchEvaluated))
         if looked and not (entry.ended or entry.is_training):  # it may have fetched one more
             del entry.batches[looked:]
     return list(passes.values())

@@ -20,12 +20,10 @@ from ddp_check.protocol import HERE, STACKS, VARIABLE, Task
 from ddp_check.run import Run
 
 CHECKPOINT = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".new", ".interrupted")
-CONFIG = (".py", ".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".env")
-SMALL = 1 << 16  # bytes of a file that is copied or read, not linked
+SMALL = 1 << 16  # bytes of a file that is copied, not linked
 STARTS = r"\bspawn\(|\bstart_processes\(|\bProcess\(\s*target"  # starts its own processes
 SETS = r"""environ\[["'](\w+)["']\]\s*=[^=]"""
 ASKS = r"""(?:environ(?:\.get)?|getenv)[\[(]["']((?:LOCAL_)?RANK)["'][\],)]"""
-OPTION = r"""["'](--local[-_]rank)["']"""  # torch.distributed.launch passes that with a hyphen
 USES_GPUS = r"nccl|cuda|device_ids|torch\.accelerator|\.to\(\w*rank\)"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=NPROC"]
 # What bash does in each process before it becomes that of the script:
@@ -47,14 +45,6 @@ SLURM = {  # value: variables that srun sets to it on one node; their names begi
     "127.0.0.1": "LAUNCH_NODE_IPADDR",
     "ddp_check": "JOB_NAME CLUSTER_NAME JOB_PARTITION",
 }
-
-
-def small_files(folder):
-    return {
-        str(path.relative_to(folder)): path.read_text(encoding="utf-8", errors="replace")
-        for path in (*folder.glob("*.*"), *folder.glob("*/*.*"))
-        if path.suffix in CONFIG and path.is_file() and path.stat().st_size < SMALL
-    }
 
 
 def mirror(source, target, depth=3):
@@ -95,9 +85,6 @@ class Plan:
         self.path = module_path(self.script) if self.module else Path(self.script)
         self.text = self.path.read_text(encoding="utf-8", errors="replace")
         self.launcher = self.launcher or launcher_of(self.text)
-        # An option for the local rank is passed only if the script does not do without it.
-        self.possible_option, self.option_line = option_for_rank(self.text)
-        self.option = ""
         self.translated = self.translate == "yes"
         self.lacking = ""  # how the run without translated calls ended
 
@@ -112,8 +99,6 @@ class Plan:
         run = self.run("undisturbed")
         if self.translate == "auto" and self.may_want_gpus(run):
             run = self.run_translated(run)
-        if self.possible_option and self.launcher == "torchrun":
-            run = self.run_with_option(run)
         return run
 
     def may_want_gpus(self, run):
@@ -133,21 +118,6 @@ class Plan:
             return before
         return run
 
-    def run_with_option(self, before):
-        """Run the script with an option for its local rank; return the run that counts."""
-        failed = before.returncode != 0 and not before.all(events.Step)
-        shares_gpu = gpus_of(before) == 1 < self.nproc
-        if not failed and not shares_gpu:
-            return before
-        self.option = self.possible_option
-        run = self.run("with_option")
-        if failed and (run.returncode == 0 or len(run.all(object)) > len(before.all(object))):
-            return run
-        if shares_gpu and gpus_of(run) > 1:
-            return run
-        self.option = ""
-        return before
-
     def folder_of(self, place):
         """Return the folder of a name, with the script's files in it."""
         cwd = Path(self.folder, place).resolve()
@@ -158,18 +128,19 @@ class Plan:
     def run(
         self, place, nproc=None, during=None, arguments=None, others_in="", timeout=None, **options
     ):
-        """Run the script in a folder of this name, call `during` meanwhile, and return a Run.
+        """Run the script in a folder of this name, and return a Run.
 
-        All ranks but the first may run in another folder. The options are those of a `Task`.
+        Meanwhile, `during` is called with the process, the folder of the events, and the time at
+        which the script will be killed. All ranks but the first may run in another folder,
+        `others_in`. The options are those of a `Task`.
         """
         cwd, nproc = self.folder_of(place), nproc or self.nproc
         others = self.folder_of(others_in) if others_in else None
         folder = cwd.with_name(f"{place}.run{len(list(cwd.parent.glob(f'{place}.run*')))}")
         folder.mkdir()
         task = Task(str(folder), f"{cwd}{os.sep}", nproc, translate=self.translated, **options)
-        run = Run(nproc, folder, cwd, str(self.path), self.text, small_files(cwd))
+        run = Run(nproc, folder, cwd, str(self.path), self.text)
         run.translate, run.begun = self.translated, time.monotonic()
-        run.option, run.option_where = self.option, f"{self.path}:{self.option_line}"
         with open(folder / "output", "wb") as output:
             process = subprocess.Popen(
                 [*self.command(nproc, cwd, others), *map(str, arguments or self.arguments)],
@@ -200,9 +171,8 @@ class Plan:
         words = [word.replace("NPROC", str(nproc)) for word in LAUNCHERS[self.launcher]]
         before = [OTHERS_IN.format(shlex.quote(str(others)))] if others else []
         before += [AS_TASK] if self.launcher == "srun" else []
-        if before or self.option:
-            option = f' {self.option}="$LOCAL_RANK"' if self.option else ""
-            lines = "\n".join([*before, f'exec "$@"{option}'])
+        if before:
+            lines = "\n".join([*before, 'exec "$@"'])
             words += ["--no-python", "bash", "-c", lines, "bash", sys.executable]
         if self.module:
             return [*words, "-m", self.script]
@@ -223,21 +193,6 @@ def launcher_of(text):
         return "python"
     needs_torchrun = set(re.findall(ASKS, text)) - set(re.findall(SETS, text))
     return "srun" if "SLURM_PROCID" in text and not needs_torchrun else "torchrun"
-
-
-def option_for_rank(text):
-    """Return the option by which a script can be told its local rank, and its line, or ("", 0)."""
-    options = [
-        (option, number)
-        for number, line in enumerate(text.splitlines(), 1)
-        for option in re.findall(OPTION, line)
-    ]
-    return min(options, default=("", 0))
-
-
-def gpus_of(run):
-    """Return how many GPUs a run has named."""
-    return len({event.index for event in run.all(events.Gpu)})
 
 
 def left_out(run):

@@ -130,7 +130,8 @@ def changes(plan):
     if calls := translated(plan):
         texts.append(f"Translated for the CPU: {', '.join(calls)}")
     for event in run.all(events.Trouble):
-        texts.append(f"A fault of the checker, which the script has not noticed: {event.error}")
+        text = f"A fault of the checker, which the script has not noticed: {event.error}"
+        texts.append(f"{text} ({event.place})")
     for event in run.all(events.Unpatched):
         texts.append(f"This PyTorch has no {event.name}, so this is not seen: {event.lacks}")
     left = run.all(events.Leave)

@@ -39,10 +39,7 @@ class Run:
     cwd: Path = Path()
     script: str = ""  # its path
     text: str = ""  # of the script
-    others: dict = field(default_factory=dict)  # name of a small file beside it -> its text
     translate: bool = False  # its calls for GPUs were translated for the CPU
-    option: str = ""  # that tells it its local rank, if it asks for one, and where it does
-    option_where: str = ""
     left_out: list = field(default_factory=list)  # checkpoints that the script missed
     returncode: int | None = None  # None: it was killed after the timeout
     seconds: float = 0

@@ -16,8 +16,7 @@ from ddp_check.drills import conclude, perform
 from ddp_check.plan import LAUNCHERS, TORCHRUN, planned
 from ddp_check.report import changes, exit_code, ranked, text_of
 from ddp_check.rules import judge
-from ddp_check.rules.base import FRAGILE, NONE, PASS, SLOW, UNSEEN, UNSURE, WRONG
-from support.jobs import free_port
+from ddp_check.rules.base import NONE, PASS, SLOW, UNSEEN, UNSURE, WRONG
 from support.scripts import write
 
 pytestmark = [pytest.mark.usefixtures("own_folder", "fork_ranks"), pytest.mark.slow]
@@ -903,18 +902,6 @@ def test_gpus_may_be_used_in_another_file(tmp_path, index, says):
     assert told(verdicts) == says
     assert verdicts["own_gpu"].where == ("places.py:5" if says else verdicts["own_gpu"].where)
     assert verdicts["no_thread_left"].status == NONE
-
-
-def test_a_port_in_a_file(tmp_path):
-    (tmp_path / "settings.yaml").write_text(f"epochs: 3\nport: {free_port()}\n", encoding="utf-8")
-    meet = """    at = f"tcp://localhost:{open('settings.yaml').read().split()[-1]}"
-    rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", init_method=at, rank=rank, world_size=2)
-"""
-    changes = [('    dist.init_process_group("gloo")\n', meet)]
-    _, verdicts = judged(write(tmp_path / "train.py", BASE, changes))
-    assert told(verdicts) == {"port_is_free": FRAGILE}
-    assert verdicts["port_is_free"].where == "settings.yaml:2"
 
 
 def test_ranks_that_share_a_model_read_the_same(tmp_path):

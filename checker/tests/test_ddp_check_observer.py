@@ -14,10 +14,10 @@ from support.scripts import ROOT, write
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 
-@pytest.mark.parametrize("entry", [*PATCHES, *USED], ids=lambda entry: entry.name)
-def test_this_pytorch_has_what_is_patched(entry):
-    """If one fails with a new PyTorch, find out what replaces the function: see `entry.lacks`."""
-    resolve(entry.name)
+@pytest.mark.parametrize("name", [*PATCHES, *USED])
+def test_this_pytorch_has_what_is_patched(name):
+    """If one fails with a new PyTorch, find out what replaces the function: the tables say why."""
+    resolve(name)
 
 
 def test_the_oldest_pytorch_is_the_one_that_is_promised():

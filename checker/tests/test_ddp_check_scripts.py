@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 import torch
-from checking import BASE, before, judged, line_of, passed, told
+from checking import BASE, before, judged, passed, told
 from ddp_check.plan import SMALL
 from ddp_check.report import ranked
 from ddp_check.rules.base import FRAGILE, NOTE, UNSURE, WRONG
@@ -36,30 +36,6 @@ os.environ["MASTER_ADDR"] = "10.255.255.1"
     order = [one.rule for one in ranked(verdicts.values()) if one.rule in told(verdicts)]
     assert order == ["one_group", "printed_loss_is_of_all", *late]  # what comes last, is told last
     assert "the ranks meet at 10.255.255.1" in verdicts["one_group"].text
-
-
-@pytest.mark.parametrize(
-    ("option", "keyword", "says"),
-    [
-        ("local_rank", "default=0", {}),
-        ("local_rank", "type=int", {"script_ends": WRONG}),
-        ("local-rank", "type=int", {"script_ends": FRAGILE}),
-    ],
-)
-def test_a_local_rank_from_the_command_line(tmp_path, option, keyword, says):
-    """As torch.distributed.launch passes it, if the script does not do without it."""
-    ask = f"""    import argparse
-
-    options = argparse.ArgumentParser()
-    options.add_argument("--{option}", {keyword})
-    local = options.parse_args().local_rank
-"""
-    changes = [before("    dist.init", ask), ("manual_seed(rank)", "manual_seed(rank + 0 * local)")]
-    _, verdicts = judged(write(tmp_path / "train.py", BASE, changes))
-    assert told(verdicts) == says
-    if says:
-        assert line_of(verdicts["script_ends"]).startswith("options.add_argument(")
-        assert f"it needs --{option}, which " in verdicts["script_ends"].text
 
 
 # ---------------------------------------------------------------- other scripts

@@ -145,16 +145,6 @@ def script_line(skip=(), direct=False):
     return ""
 
 
-def is_called_by(function, frames=8):
-    """Return whether a function of this name is among the nearest callers."""
-    frame = sys._getframe(1)
-    for _ in range(frames):
-        if frame and frame.f_code.co_name == function:
-            return True
-        frame = frame and frame.f_back
-    return False
-
-
 def save_for_checker(name, values):
     """Save values of rank 0 in the folder of the events."""
     if int(state.rank or 0):

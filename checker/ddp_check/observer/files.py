@@ -8,7 +8,7 @@ import sys
 from ddp_check.events import Load, Opened, Print, Renamed, Save, ShardedLoad, ShardedSave
 from ddp_check.imports import after_import
 from ddp_check.observer.base import TASK, ask, harmless, report, script_line, state
-from ddp_check.observer.patches import patch, replace
+from ddp_check.observer.patches import intercept, patch
 from ddp_check.protocol import is_own
 
 LINE = 200  # characters of a printed line that are kept
@@ -42,7 +42,7 @@ def log(original, self, record):  # a FileHandler is a StreamHandler, too
     return original(self, record)
 
 
-replace(logging.StreamHandler, "emit", log)
+intercept(logging.StreamHandler, "emit", log)
 sys.stdout = Printed(sys.stdout)
 
 # ---------------------------------------------------------------- files
@@ -126,16 +126,16 @@ def watch_sharded():
             result = original(*args, **kwargs)
         finally:
             state.in_sharded_save = False
-        report(ShardedSave, path=checkpoint_path(kwargs), steps=steps, asynchronous=False)
+        report(ShardedSave, steps=steps)
         return result
 
     @patch("torch.distributed.checkpoint.async_save")
     def save_later(original, *args, **kwargs):
-        line, steps, path = script_line(), state.steps, checkpoint_path(kwargs)
+        line, steps = script_line(), state.steps
 
         def saved(future):
             if not future.exception():
-                report(ShardedSave, line, path=path, steps=steps, asynchronous=True)
+                report(ShardedSave, line, steps=steps)
 
         result = original(*args, **kwargs)
         future = ask(lambda: result.upload_completion, default=result)
@@ -144,15 +144,8 @@ def watch_sharded():
 
     @patch("torch.distributed.checkpoint.load")
     def load_sharded(original, *args, **kwargs):
-        report(ShardedLoad, path=checkpoint_path(kwargs))
+        report(ShardedLoad)
         return original(*args, **kwargs)
-
-
-def checkpoint_path(keywords):
-    """Return where a checkpoint lies, from the keywords of a call."""
-    storage = keywords.get("storage_writer") or keywords.get("storage_reader")
-    path = keywords.get("checkpoint_id") or ask(getattr, storage, "path")
-    return os.path.realpath(path) if isinstance(path, str | os.PathLike) else None
 
 
 after_import("torch.distributed.checkpoint", watch_sharded)

@@ -38,7 +38,7 @@ def meet_here(address):
 @patch(f"{C10D}.init_process_group")
 def init_process_group(original, *args, **kwargs):
     """Report that the process joins the group, on this machine wherever it is told to meet."""
-    nn_imported = "torch.distributed.nn" in sys.modules
+    nn_imported_before = "torch.distributed.nn" in sys.modules
     call = inspect.signature(original).bind(*args, **kwargs)
     method = call.arguments.get("init_method") or ""
     if method.startswith("tcp://"):
@@ -51,7 +51,13 @@ def init_process_group(original, *args, **kwargs):
     if not by_script:  # a framework has set the GPU before
         state.gpu = int(os.environ.get("LOCAL_RANK", 0))
     port = urlsplit(method).port or os.environ.get("MASTER_PORT")
-    report(events.Join, rank=state.rank, port=port, nn_imported=nn_imported, by_script=by_script)
+    report(
+        events.Join,
+        rank=state.rank,
+        port=port,
+        nn_imported_before=nn_imported_before,
+        by_script=by_script,
+    )
     return result
 
 

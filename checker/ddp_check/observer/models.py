@@ -32,7 +32,6 @@ from ddp_check.observer.values import batch_checksum, checksums, is_finite, mesh
 SHORTER = (torch.FloatTensor, torch.BFloat16Tensor, torch.HalfTensor)  # than float64
 SHARDED = {"FSDPModule", "FullyShardedDataParallel"}  # importing them would take seconds
 model_numbers = {}  # identity of a module in a wrapped model -> the number of that model
-known_buffers = set()  # names of those that need no more checksums
 buffers_at_start = {}  # name of a buffer -> its checksum when its model was wrapped
 
 
@@ -63,7 +62,6 @@ def wrap(original, self, module, *args, **kwargs):
         model_numbers.update((id(part), number) for part in module.modules())
         state.wrapped.append(module)
         state.wrappers.append(weakref.ref(self))
-        known_buffers.update(shared_buffers(module, number))
         buffers_at_start.update(buffer_checksums(module, number))
         report(events.Wrap, names=[name for name, _ in module.named_parameters()])
 
@@ -73,19 +71,16 @@ def of_model(number):
     return f" of model {number + 1}" if number else ""
 
 
-def buffer_checksums(module, number, known=()):
-    """Return checksums of some elements of each buffer, by name, without those that are known."""
-    named = ((f"{name}{of_model(number)}", value) for name, value in module.named_buffers())
-    return {name: batch_checksum(value) for name, value in named if name not in known}
+def buffer_checksums(module, number):
+    """Return checksums of some elements of each buffer, by name.
 
-
-def shared_buffers(module, number):
-    """Return the names of the buffers of SyncBatchNorm, which all ranks update together."""
+    Without those of SyncBatchNorm, which all ranks update together.
+    """
     return {
-        f"{name}.{buffer}{of_model(number)}"
-        for name, part in module.named_modules()
-        if isinstance(part, nn.SyncBatchNorm)
-        for buffer, _ in part.named_buffers(recurse=False)
+        f"{path}.{name}{of_model(number)}".removeprefix("."): batch_checksum(value)
+        for path, part in module.named_modules()
+        if not isinstance(part, nn.SyncBatchNorm)
+        for name, value in part.named_buffers(recurse=False)
     }
 
 
@@ -129,7 +124,7 @@ def enter(module, _):
             attribute_to_script()
         if torch.is_grad_enabled():
             enter_training(module)
-        elif module in state.wrapped or (state.depth == 1 and not is_wrapper(module)):
+        elif module in state.wrapped or state.depth == 1:
             enter_evaluation(module)
 
 
@@ -141,10 +136,6 @@ def leave(module, _, __):
     if state.depth == 0:
         with harmless:
             attribute_draws("model")
-
-
-def is_wrapper(module):
-    return isinstance(module, DistributedDataParallel)
 
 
 def enter_training(module):
@@ -166,8 +157,10 @@ def note_inputs(module, args, kwargs):
 
 def enter_evaluation(module):
     """Report the first call of an evaluation after a batch, and in a pass."""
+    if isinstance(module, DistributedDataParallel):
+        return  # it calls the wrapped model
     if state.new_batch:
-        report(events.Looked)
+        report(events.BatchEvaluated)
     state.new_batch = False
     values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     if not values or mesh_dimensions(values.values()):
@@ -177,7 +170,7 @@ def enter_evaluation(module):
             events.Evaluated,
             model=type(module).__name__,
             steps=state.steps,
-            values=checksums(values),
+            checksums=checksums(values),
             noisy=next((type(part).__name__ for part in module.modules() if is_noisy(part)), ""),
             wrapped=module in state.wrapped,
             number=state.passes,

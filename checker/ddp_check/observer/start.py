@@ -14,7 +14,7 @@ from ddp_check.events import Exit, SigtermHandler, Start, Unpatched
 from ddp_check.observer import data, files, losses, steps  # noqa: F401  # each observes a subject
 from ddp_check.observer.base import TASK, ask, harmless, is_first, report, script_line, state
 from ddp_check.observer.models import describe_models
-from ddp_check.observer.patches import missing, replace
+from ddp_check.observer.patches import PATCHES, intercept, missing
 
 
 def count_gloo_threads():
@@ -56,10 +56,10 @@ def set_handler(original, number, handler):
     return original(number, handler)
 
 
-replace(signal, "signal", set_handler)
+intercept(signal, "signal", set_handler)
 multiprocessing.util.register_after_fork(state, end_as_a_copy)
 if TASK.translate:
     from ddp_check.observer import translate  # noqa: F401
 report(Start, rank=state.rank)
-for entry in missing:
-    report(Unpatched, name=entry.name, lacks=entry.lacks)
+for name in missing:
+    report(Unpatched, name=name, lacks=PATCHES[name])

@@ -1,7 +1,9 @@
 """Observes the steps of optimizers, schedulers and GradScalers."""
 
+import math
 import re
 import time
+import traceback
 from collections import Counter
 
 import torch
@@ -14,30 +16,30 @@ from ddp_check.observer.base import (
     SinceStep,
     ask,
     harmless,
-    is_called_by,
     report,
     save_for_checker,
     state,
 )
 from ddp_check.observer.group import after_gather
-from ddp_check.observer.models import buffer_checksums, buffers_at_start, known_buffers, of_model
+from ddp_check.observer.models import buffer_checksums, buffers_at_start, of_model
 from ddp_check.observer.patches import CLIP, SCALER, patch
 from ddp_check.observer.randomness import attribute_to_script
 from ddp_check.observer.values import checksums, is_finite, mesh_dimensions
 from ddp_check.protocol import STEPS
 
 STATISTICS = r"(^|\.)(running_|num_batches_)\w+( of model \d+)?$"  # of normalization layers
+BATCH_COUNT = "num_batches_tracked"  # of BatchNorm, which uses it only without a momentum
+MAX_PROJECTED = 1 << 16  # elements of a parameter that enter a projection
+
 projecting = {}  # identity of a parameter -> the handle of its hook, in the first steps
-changed_buffers = set()  # names of those that have changed since their model was wrapped
-COUNTER = r"num_batches_tracked"  # of BatchNorm, which uses it only without a momentum
-PROJECTED = 1 << 16  # elements of a parameter that enter a projection
 
 
 @optimizers.register_optimizer_step_pre_hook
 def enter_step(optimizer, args, kwargs):
     """Report a step before it is taken, while the gradients are there."""
     state.in_step += 1
-    if state.in_step > 1 or is_called_by("_init_optim_state"):
+    callers = {frame.f_code.co_name for frame, _ in traceback.walk_stack(None)}
+    if state.in_step > 1 or "_init_optim_state" in callers:
         return  # the latter makes the state that a sharded checkpoint is loaded into
     state.steps += 1
     time.sleep(TASK.pause)
@@ -91,13 +93,15 @@ class Optimized:
 
     def not_finite(self, losses):
         """Return what is not finite: "loss", "gradient of NAME", or ""."""
-        if any(loss - loss != 0 for loss in losses):
+        if not all(map(math.isfinite, losses)):
             return "loss"
         bad = (name for name, value in self.gradients.items() if not is_finite(value))
         return next((f"gradient of {name}" for name in bad), "")
 
 
 def report_step(optimizer, closure):
+    """Report the step that an optimizer is about to take, with what happened since the last one."""
+    wrappers = [reference() for reference in state.wrappers]
     since, optimized = state.since_step, Optimized(optimizer)
     parameters, gradients = optimized.parameters, optimized.gradients
     elements = sum(value.numel() for value in gradients.values())
@@ -127,7 +131,7 @@ def report_step(optimizer, closure):
         reduced_all=sum(count for _, count in since.reduced) >= elements,
         training=all(state.wrapped[number].training for number in optimized.models.values()),
         random=since.draws,
-        joined=any(is_joined(wrapper()) for wrapper in state.wrappers),
+        joined=any(wrapper._join_config.enable for wrapper in wrappers if wrapper),
         loss_reduced=since.loss_reduced,
         **describe_projections(optimized),
         **describe_buffers(),
@@ -140,22 +144,15 @@ def most_reductions(forwards):
     return max(Counter(model for model, _ in reduced).values(), default=0)
 
 
-def is_joined(wrapper):
-    return wrapper is not None and wrapper._join_config.enable
-
-
 def describe_buffers():
     """Return checksums of the buffers, and the names of those that have changed."""
     sums = {}
     for number, module in enumerate(state.wrapped):
-        sums.update(buffer_checksums(module, number, known_buffers))
-    statistics = {name for name in sums if re.search(STATISTICS, name)}
-    changed = {name for name in sums if sums[name] != buffers_at_start.get(name)}
-    changed_buffers.update(changed)
-    known_buffers.update(statistics & changed)
+        sums |= buffer_checksums(module, number)
+    changed = [name for name in sorted(sums) if sums[name] != buffers_at_start.get(name)]
     return {
-        "buffers": {name: sums[name] for name in sums if name not in statistics},
-        "buffers_changed": [name for name in sorted(changed_buffers) if COUNTER not in name],
+        "buffers": {name: sums[name] for name in sums if not re.search(STATISTICS, name)},
+        "buffers_changed": [name for name in changed if BATCH_COUNT not in name],
     }
 
 
@@ -181,7 +178,7 @@ def project_own(gradient):
 
 def projection(gradient):
     """Return a number to compare gradients by: a sum that weighs their elements differently."""
-    elements = gradient.detach().flatten()[:PROJECTED].double().cpu()
+    elements = gradient.detach().flatten()[:MAX_PROJECTED].double().cpu()
     return float(elements @ torch.arange(len(elements), dtype=torch.double).cos())
 
 
@@ -214,7 +211,7 @@ def step_scaled(original, self, *args, **kwargs):
     result = original(self, *args, **kwargs)
     with harmless:
         if self.is_enabled() and state.steps == steps:
-            report(events.SkippedStep, scale=self.get_scale())
+            report(events.SkippedStep)
     state.since_step = SinceStep()
     return result
 

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ddp_check.events import Gpu, Translated
 from ddp_check.observer.base import TASK, is_first, report, script_line, state
-from ddp_check.observer.patches import C10D, DDP, patch, replace
+from ddp_check.observer.patches import C10D, DDP, intercept, patch
 
 CPU = torch.device("cpu")
 COUNT = int(os.environ.get("LOCAL_WORLD_SIZE", TASK.nproc))
@@ -34,21 +34,25 @@ def is_gpu(value):
     return isinstance(value, str | torch.device) and str(value).partition(":")[0] == "cuda"
 
 
-def use(device, kind="use"):
-    """Report the GPU that the script names: a device, a number, or None for the current one."""
+def number_of(device, by_set_device=False):
+    """Report the GPU that the script names, and return its number, or -1 for a CPU.
+
+    It is a device, a number, or None for the current one.
+    """
     if str(device).startswith("cpu"):
         return -1
     line = script_line()
     index = device if isinstance(device, int | None) else torch.device(device).index
     index = state.gpu if index is None else index
-    if line and is_first(kind, index):
+    if line and is_first("GPU", by_set_device, index):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # which the checker sets to ""
-        report(Gpu, line, use=kind, index=index, count=COUNT, visible=visible)
+        fields = {"index": index, "count": COUNT, "visible": visible}
+        report(Gpu, line, by_set_device=by_set_device, **fields)
     return index
 
 
 def set_device(device, *_):
-    index = use(0 if device is None else device, "set")
+    index = number_of(0 if device is None else device, by_set_device=True)
     state.gpu = index if index >= 0 else state.gpu  # PyTorch ignores others
 
 
@@ -63,10 +67,10 @@ class OnTheCPU(TorchFunctionMode):
             return args[0]
         if func in ANSWERED and script_line(direct=True):
             translated(ANSWERED[func])
-            return use(None) if func is Tensor.get_device else True
+            return number_of(None) if func is Tensor.get_device else True
         if func is Tensor.cuda:
             translated(".cuda()")
-            use(args[1] if len(args) > 1 else kwargs.get("device"))
+            number_of(args[1] if len(args) > 1 else kwargs.get("device"))
             return args[0]
         place = NUMBERED.get(func)
         if place is not None and len(args) > place and type(args[place]) is int:
@@ -75,7 +79,7 @@ class OnTheCPU(TorchFunctionMode):
             kwargs = {**kwargs, "device": torch.device("cuda", kwargs["device"])}
         for gpu in [value for value in (*args, *kwargs.values()) if is_gpu(value)][:1]:
             translated(f'"{gpu}"')
-            use(gpu)
+            number_of(gpu)
             args = tuple(CPU if is_gpu(value) else value for value in args)
             kwargs = {name: CPU if is_gpu(value) else value for name, value in kwargs.items()}
         return func(*args, **kwargs)
@@ -141,7 +145,7 @@ def answer(original, *args, **kwargs):
 for owner in (torch.cuda, torch.accelerator):
     for name, function in inspect.getmembers(owner, inspect.isfunction):
         if function.__module__.startswith(owner.__name__) and not name.startswith("_"):
-            replace(owner, name, answer)
+            intercept(owner, name, answer)
 
 
 def replace_arguments(function, **changes):
@@ -158,7 +162,7 @@ def replace_arguments(function, **changes):
                 translated(f'"{given}"' if isinstance(given, str) else name)
                 if value is None:  # it names the GPUs that it is to use
                     for device in given if isinstance(given, list | tuple) else [given]:
-                        use(device)
+                        number_of(device)
         return original(*call.args, **call.kwargs)
 
 

@@ -26,7 +26,7 @@ def evaluations(run):
         for entry in passes:
             dataset = entry.data, entry.part
             # An evaluation may end early:
-            left = dataset not in whole and entry.events_of(events.Looked)
+            left = dataset not in whole and entry.events_of(events.BatchEvaluated)
             if (entry.is_whole or left) and entry.length and dataset not in trained:
                 key = entry.length, entry.where
                 rows.setdefault(key, {}).setdefault(rank, []).append(entry)

@@ -34,8 +34,6 @@ def script_ends(run):
     """the script ends"""
     text = f"after {run.seconds:.0f} s"
     rank, code = run.status
-    if run.returncode == 0 and run.option:
-        return missing_option(run)
     if run.returncode == 0:
         return passed(text)
     if run.hangs:
@@ -46,15 +44,6 @@ def script_ends(run):
         text += f"; rank {rank} was aborted after its last line, a rare race of gloo's threads"
         return passed(text) if joined_by_framework(run) else fragile(text, "", "late_import")
     return failure(run)
-
-
-def missing_option(run):
-    """Return the verdict on a script that ends only if it is told its local rank."""
-    needs = f"it needs {run.option}, which {{}} passes: read LOCAL_RANK from the environment"
-    if run.option == "--local-rank":
-        only = "torch.distributed.launch, not torchrun,"
-        return fragile(needs.format(only), run.option_where)
-    return wrong(needs.format("no launcher of PyTorch 2"), run.option_where)
 
 
 def hang(run):
@@ -152,11 +141,9 @@ def one_group(run):
 def port_is_free(run):
     """the ranks meet at a port that the launcher chooses"""
     for join in run.joins.values():
-        for name, text in {"": run.text, **run.others}.items():
-            if join.port and (match := re.search(rf"\b{join.port}\b", text)):
-                line = f"{name}:{text[: match.start()].count(chr(10)) + 1}" if name else join.where
-                reason = f"the port is always {join.port}: two jobs on one node would collide"
-                return fragile(reason, line, "fixed_port")
+        if join.port and re.search(rf"\b{join.port}\b", run.text):
+            reason = f"the port is always {join.port}: two jobs on one node would collide"
+            return fragile(reason, join.where, "fixed_port")
 
 
 def group_is_destroyed(run):
@@ -195,7 +182,7 @@ def no_thread_left(run):
 def thread_left(run, rank, event):
     """Return the verdict on a rank that ends with a thread of gloo."""
     text = f"rank {rank} has some, and in rare cases aborts after its work is done"
-    if event.nn_imported and not run.joins[rank].nn_imported:
+    if event.nn_imported and not run.joins[rank].nn_imported_before:
         cure = "import torch.distributed.nn at the top: DDP and optimizers import it too late"
         return note(f"{text}: {cure}", run.joins[rank].where, "late_import")
     return fragile(f"{text}: {DROP_THE_MODEL}", "", "handler_holds_model", follows=True)
@@ -207,7 +194,8 @@ def own_gpu(run):
         return unseen("no step was taken before the run ended")
     first_rank = {}  # name of a GPU -> the first rank that uses it
     for rank, named in run.by_rank(events.Gpu).items():
-        for event in [event for event in named if event.use == "use"] or named:
+        uses = [event for event in named if not event.by_set_device]
+        for event in uses or named:
             visible = event.visible.split(",") if event.visible else range(event.count)
             sees = f"a node has {event.count}"
             if event.visible:

@@ -104,8 +104,8 @@ def evaluated_models_agree(run):
     checksums = {}  # (model, where, steps before, names) -> rank -> {name: checksum}
     for rank, evaluations in run.by_rank(events.Evaluated).items():
         for event in evaluations:
-            key = event.model, event.where, event.steps, tuple(event.values)
-            checksums.setdefault(key, {}).setdefault(rank, event.values)
+            key = event.model, event.where, event.steps, tuple(event.checksums)
+            checksums.setdefault(key, {}).setdefault(rank, event.checksums)
     for (model, where, _, names), values_by_rank in checksums.items():
         apart = [
             name
