@@ -23,7 +23,7 @@ class Pass:
     @property
     def is_training(self):
         """Whether its batches were trained on, perhaps together with those of another pass."""
-        return bool(self.steps) or self.steps_beside > 1
+        return bool(self.steps) or self.steps_beside > 1  # once is a validation in between
 
     def events_of(self, kind):
         """Return the events of a kind that follow one of its batches."""
@@ -69,25 +69,29 @@ def passes_in(found):
             case _ if latest:
                 latest.after.append(event)
     for entry in passes.values():
-        looked = len(entry.events_of(events.BatchEvaluated))
-        if looked and not (entry.ended or entry.is_training):  # it may have fetched one more
-            del entry.batches[looked:]
+        evaluated = len(entry.events_of(events.BatchEvaluated))
+        if evaluated and not (entry.ended or entry.is_training):  # it was left, perhaps by a break
+            del entry.batches[evaluated:]  # which comes before the model is called
     return list(passes.values())
 
 
 def credit(step, fed, passes):
-    """Credit a step to the pass that gave the last batch, preferably one that goes on."""
+    """Credit a step to the last of the passes that gave a batch since the step before (`fed`).
+
+    One that goes on is preferred to one that has ended. If none gave a batch, it was fetched ahead:
+    then the step belongs to the pass that took the step before, or to the newest.
+    """
     training = [entry for entry in passes if entry.steps]
-    lines = {entry.where for entry in training}
-    # Not to one that only evaluates. If none gave a batch since the previous step, it was fetched
-    # ahead.
-    may_train = [
-        entry for entry in passes if not (entry.ended and entry.evaluates) or entry.where in lines
-    ]
-    fed = [entry for entry in fed if entry in may_train] or training[-1:]
-    fed = fed or [entry for entry in passes[-1:] if entry in may_train]
-    fed = [entry for entry in fed if not entry.ended] or fed
-    for entry in fed[-1:]:
-        entry.steps.append(step)
-    for entry in fed[:-1]:
-        entry.steps_beside += 1
+    training_lines = {entry.where for entry in training}
+
+    def may_train(entry):  # an evaluation that has ended does not, unless its line trains
+        return entry.where in training_lines or not (entry.ended and entry.evaluates)
+
+    newest = passes[-1:]
+    candidates = [*filter(may_train, fed)] or training[-1:] or [*filter(may_train, newest)]
+    candidates = [entry for entry in candidates if not entry.ended] or candidates
+    if candidates:
+        *others, last = candidates
+        last.steps.append(step)
+        for entry in others:
+            entry.steps_beside += 1

@@ -2,7 +2,8 @@
 
 import re
 from dataclasses import replace
-from itertools import chain, takewhile
+from itertools import chain, dropwhile, takewhile
+from typing import NamedTuple
 
 from ddp_check import events
 from ddp_check.ranks import counted, of_lowest_rank
@@ -15,24 +16,26 @@ NEXT = events.Step | events.Batch | events.PassBegun  # what begins after an eva
 
 
 def evaluations(run):
-    """Return the evaluations: {size of a data set and line: [one pass of each rank]}.
+    """Return the evaluations: {(size of the data set, line): [one pass of each rank]}.
 
-    Without those on the training set, and, in a run that failed, those that a rank did not reach.
+    Passes over a training set do not count, nor, in a run that failed, what a rank did not reach.
     """
-    rows, every = {}, list(chain(*run.passes_by_rank.values()))
-    trained = {(entry.data, entry.part) for entry in every if entry.is_training}
-    whole = {(entry.data, entry.part) for entry in every if entry.is_whole}
+    passes = list(chain(*run.passes_by_rank.values()))
+    trained = {(entry.data, entry.part) for entry in passes if entry.is_training}
+    read_whole = {(entry.data, entry.part) for entry in passes if entry.is_whole}
+    passes_by_place = {}  # (size, line) -> rank -> its passes
     for rank, passes in run.passes_by_rank.items():
         for entry in passes:
             dataset = entry.data, entry.part
-            # An evaluation may end early:
-            left = dataset not in whole and entry.events_of(events.BatchEvaluated)
-            if (entry.is_whole or left) and entry.length and dataset not in trained:
-                key = entry.length, entry.where
-                rows.setdefault(key, {}).setdefault(rank, []).append(entry)
-    least = 1 if run.returncode == 0 else len(run.events_by_rank)
+            left_early = dataset not in read_whole and entry.events_of(events.BatchEvaluated)
+            if (entry.is_whole or left_early) and entry.length and dataset not in trained:
+                place = entry.length, entry.where
+                passes_by_place.setdefault(place, {}).setdefault(rank, []).append(entry)
+    least = 1 if run.returncode == 0 else len(run.events_by_rank)  # ranks that evaluate
     return {
-        key: list(zip(*by_rank.values())) for key, by_rank in rows.items() if len(by_rank) >= least
+        place: list(zip(*by_rank.values()))
+        for place, by_rank in passes_by_place.items()
+        if len(by_rank) >= least
     }
 
 
@@ -43,16 +46,21 @@ def each_sample_is_evaluated_once(run):
         return unseen("no DataLoader was used without training")
     ranks = len(run.events_by_rank)
     for (total, where), rows in evaluated.items():
-        rests = [  # where all ranks evaluate the same few samples, which this may leave out
-            row
-            for row in chain(*evaluated.values())
-            if row[0].data == rows[0][0].data and row[0].length < total and alike(row, "base")
-        ]
+        smaller = [row for row in chain(*evaluated.values()) if row[0].length < total]
+        beside = evaluated_by_all(rows[0][0].data, smaller)
         for row in rows:
-            if verdict := missed(row, rests[:1], total, ranks):
+            if verdict := missed(row, beside, total, ranks):
                 return replace(verdict, where=where, page="padded_evaluation")
     total, where = max(evaluated)
     return passed(counted(total, "sample"), where)
+
+
+def evaluated_by_all(data, rows):
+    """Return the indices of samples of a data set that every rank evaluates: a remainder."""
+    for row in rows:
+        if row[0].data == data and alike(row, "base"):
+            return set(row[0].samples("base"))
+    return set()
 
 
 def alike(row, key="indices"):
@@ -61,8 +69,11 @@ def alike(row, key="indices"):
     return None not in samples and len({tuple(sorted(of_rank)) for of_rank in samples}) == 1
 
 
-def missed(row, rests, total, ranks):
-    """Return the verdict on samples that an evaluation does not see, or sees twice."""
+def missed(row, beside, total, ranks):
+    """Return the verdict on samples that an evaluation does not see, or sees twice.
+
+    The samples with the indices `beside` are evaluated elsewhere.
+    """
     samples = [entry.samples() for entry in row]
     if None in samples or len({entry.part for entry in row}) > 1:
         return unseen("the samples have no index, or each rank evaluates a part of its own")
@@ -71,58 +82,71 @@ def missed(row, rests, total, ranks):
     if not alike(row) and (twice := repeated(samples)):
         return counted_twice(row, twice, total)
     distinct = {index for entry in row for index in entry.samples("base")}
-    whole = distinct.union(*(rest[0].samples("base") for rest in rests))
-    if len(distinct) < total and len(whole) != total:
+    if len(distinct) < total and len(distinct | beside) != total:
         text = f"it sees {len(distinct)} of {total} samples"
         return wrong(text) if is_lost(row, total, ranks) else unsure(f"{text}: is that intended?")
-    if row[0].distributed and not rests:
+    if row[0].distributed and not beside:
         return unseen(f"{total} is divisible by {len(row)}; otherwise DistributedSampler would pad")
 
 
 def is_lost(row, total, ranks):
     """Return whether nothing else counts the samples that an evaluation does not see."""
     dropped = row[0].drop_last or (row[0].distributed and len(row) < ranks)
-    totals = [event.values for entry in row for event in entry.events_of(events.Totalled)]
-    counted_elsewhere = any(total in values for values in totals)
+    counted_elsewhere = total in totals_after(row)
     return dropped and not counted_elsewhere and all(entry.is_whole for entry in row)
 
 
+def totals_after(row):
+    """Return the whole numbers that are added up over the ranks after an evaluation."""
+    return {value for event in events_after(row, events.Totalled) for value in event.values}
+
+
+def events_after(row, kind):
+    """Return the events of a kind that follow a batch of an evaluation, on all ranks."""
+    return [event for entry in row for event in entry.events_of(kind)]
+
+
 def counted_twice(row, twice, total):
-    """Return what is wrong with a padded evaluation, unless the padding is cut off."""
+    """Return what is wrong with an evaluation that is padded: that loads `twice` samples again.
+
+    A script may cut the padding off after a gather, or leave it out of what the ranks add up.
+    """
     loaded = sum(len(entry.samples()) for entry in row)
     text = f"{loaded} samples, {loaded - twice} of them distinct, of {total}"
-    cuts = [cut for entry in row for cut in entry.events_of(events.Cut)]
-    orders = {cut.order for cut in cuts if cut.dropped == twice}
-    lengths = [event for entry in row for event in entry.events_of(events.Counted)]
-    calls = [
-        [call for call in entry.events_of(events.Collective) if not call.in_model] for entry in row
-    ]
-    gathers = [sum("gather" in call.name for call in of_rank) for of_rank in calls]
-    if row[0].distributed and "blocks" in orders:
-        give = wrong if max(gathers) == 1 else unsure
-        lost = "what is gathered is in blocks, not in the data set's order, when its end is cut"
-        return give(f"{lost} off: some are lost")
-    if row[0].distributed and "another" in orders:
-        return unsure("what is gathered is sorted when its end is cut off: is that the padding?")
-    if orders or any(event.length == loaded - twice for event in lengths):
+    collectives = [sums_and_gathers(entry) for entry in row]
+    gathers = max(sum("gather" in call.name for call in calls) for calls in collectives)
+    cuts = {cut.order for cut in events_after(row, events.Cut) if cut.dropped == twice}
+    if cuts:
+        return cut_in_order(cuts, gathers) if row[0].distributed else None
+    lengths = events_after(row, events.Counted)
+    if any(event.length == loaded - twice for event in lengths):
         return None
-    reductions = [
-        [call.sums for call in of_rank if call.sums or "gather" in call.name] for of_rank in calls
-    ]
-    added_first = all(of_rank[:1] == [True] for of_rank in reductions)
-    if not any(gathers) or added_first:  # added up before it is gathered
-        totals = {
-            value
-            for entry in row
-            for event in entry.events_of(events.Totalled)
-            for value in event.values
-        }
+    sums_first = all(calls and calls[0].sums for calls in collectives)
+    if not gathers or sums_first:
+        totals = totals_after(row)
         if loaded - twice in totals and loaded not in totals:
             return unsure(f"it loads {text}: are the extra ones left out?")
         return wrong(f"it counts {text}")
     if any(event.reduced and event.length == loaded for event in lengths):
         return wrong(f"it counts {text}: nothing is cut off after the gather")
     return unsure(f"it loads {text}: are the extra ones dropped after the gather?")
+
+
+def sums_and_gathers(entry):
+    """Return the collectives by which a rank brings what it has evaluated to the others."""
+    calls = entry.events_of(events.Collective)
+    return [call for call in calls if not call.in_model and (call.sums or "gather" in call.name)]
+
+
+def cut_in_order(orders, gathers):
+    """Return the verdict on the orders in which gathered results lie when their end is cut off."""
+    if "blocks" in orders:
+        text = "what is gathered is in blocks, not in the data set's order, when its end is cut "
+        text += "off: some are lost"
+        return wrong(text) if gathers == 1 else unsure(text)  # of several, each may hold one batch
+    if "another" in orders:
+        return unsure("what is gathered is sorted when its end is cut off: is that the padding?")
+    return None
 
 
 def result_is_of_all(run):
@@ -158,9 +182,10 @@ def disjoint(row):
 
 def following(run, row, *kinds):
     """Return what rank 0 does between its evaluation and its next batch or step."""
-    found = of_lowest_rank(run.events_by_rank)
-    last = max(at for at, event in enumerate(found) if event is row[0].batches[-1])
-    until_next = takewhile(lambda event: not isinstance(event, NEXT), found[last + 1 :])
+    after_last = dropwhile(
+        lambda event: event is not row[0].batches[-1], of_lowest_rank(run.events_by_rank)
+    )
+    until_next = takewhile(lambda event: not isinstance(event, NEXT), [*after_last][1:])
     return [event for event in until_next if isinstance(event, kinds)]
 
 
@@ -191,16 +216,30 @@ def own_part_printed(run, row):
             return wrong(text, event.where, "rank_0_loss")
 
 
+class Share(NamedTuple):
+    """A share that is printed, such as 0.9807 or 98.07 %."""
+
+    value: float  # from 0 to 1
+    error: float  # by which it may have been rounded
+    whole: int  # 100 for a percentage, else 1
+
+    def is_of(self, total):
+        """Return whether a whole number of so many samples has this share."""
+        return abs(self.value - round(self.value * total) / total) <= self.error
+
+
+def printed_share(shown, digits, percent):
+    """Return the share that a decimal stands for: a percentage if it is larger than 1."""
+    whole = 100 if percent or float(shown) > 1 else 1
+    return Share(float(shown) / whole, 0.51 * 10 ** -len(digits) / whole, whole)
+
+
 def has_share(text, count):
     """Return whether a line has a number that is a share of so many samples."""
     if re.search(rf"\d+ ?/ ?{count}\b", text):
         return True
-    for shown, digits, percent in re.findall(r"(\d*\.(\d\d+)) ?(%?)", text):
-        value, whole = float(shown), 100 if percent or float(shown) > 1 else 1
-        share, off = value / whole, 0.51 * 10 ** -len(digits) / whole
-        if share <= 1 and abs(share - round(share * count) / count) <= off:
-            return True
-    return False
+    shares = [printed_share(*match) for match in re.findall(r"(\d*\.(\d\d+)) ?(%?)", text)]
+    return any(share.value <= 1 and share.is_of(count) for share in shares)
 
 
 def accuracy_is_of_samples(run):
@@ -221,10 +260,13 @@ def accuracy_is_of_samples(run):
             case events.Batch() | events.Step():
                 entry = None
             case events.Print() if entry and entry.length:
-                for shown, digits, percent in re.findall(ACCURACY, event.text):
+                for match in re.findall(ACCURACY, event.text):
                     compared += 1
-                    if verdict := no_share(event, entry, totals, trained, shown, digits, percent):
-                        return verdict
+                    share = printed_share(*match)
+                    # Of many more samples than it has digits, any number is a share.
+                    few = {total for total in trained if share.error * total < 0.25}
+                    if not any(map(share.is_of, totals | few)):
+                        return no_share(match[0], share, entry.length, event.where)
     if not compared:
         return unseen("no accuracy is printed right after an evaluation")
     return passed(counted(compared, "number"))
@@ -243,17 +285,13 @@ def possible_totals(passes_by_rank):
 
 def totals_of_epochs(run):
     """Return how many samples all ranks have trained on in an epoch."""
-    return {sum(sum(entry.sizes) for entry in epoch.values()) for epoch in run.epochs} - {0}
+    totals = {sum(sum(entry.sizes) for entry in epoch.values()) for epoch in run.epochs}
+    return {total for total in totals if total}
 
 
-def no_share(event, entry, totals, trained, shown, digits, percent):
-    """Return the verdict if a printed accuracy is no share of any number of samples."""
-    whole = 100 if percent or float(shown) > 1 else 1
-    value, off = float(shown) / whole, 0.51 * 10 ** -len(digits) / whole
-    totals = totals | {total for total in trained if off * total < 0.25}  # of more, anything is one
-    if any(abs(value - round(value * total) / total) <= off for total in totals):
-        return None
-    near = round(value * entry.length) / entry.length * whole
-    text = f"{shown} is no share of {entry.length} samples, {near:.4g} is"
+def no_share(shown, share, count, where):
+    """Return the verdict on a printed accuracy that is no share of any number of samples."""
+    near = round(share.value * count) / count * share.whole
+    text = f"{shown} is no share of {count} samples, {near:.4g} is"
     text += ": is it a mean over batches of unequal size, or over classes?"
-    return unsure(text, event.where, "mean_of_means")
+    return unsure(text, where, "mean_of_means")
