@@ -16,7 +16,7 @@ LIMITS = {"recipes": 40, "pitfalls": 15, GPT: 95}  # how many lines may change
 WIDTH = 95  # of a forge's column
 # What a page says below its command: what that writes, and what to type with fewer GPUs than ranks.
 BELOW = ("[One GPU?", "With one GPU", "[Fewer than four GPUs?", "This writes the *broken*")
-BREAKS = "\n\nThe patch that breaks it:"
+BREAKS = "\n\nWhat breaks it:"
 TESTS = "\n\n<details>\n<summary>Tests</summary>\n\n"  # behind the advice, if they have other names
 ROW = r"\]\((\w+)\.md\)"  # in a table of the README.md of a kind
 PARTS = {  # of a page, in their order: what stands behind each
@@ -67,7 +67,8 @@ class Patch:
         link = f"[{self.title}]({self.name}.md)"
         if self.kind == "recipes":
             return f"| {link} | {' '.join(self.purpose.split())} |\n"
-        return "".join(f"| {seen} | {link} |\n" for seen, _, _ in self.rows)
+        seen = [row[0].removeprefix("No error. ") for row in self.rows]
+        return "".join(f"| {each} | {link} |\n" for each in seen)
 
     def problems(self):
         """Yield what is missing, or too much."""

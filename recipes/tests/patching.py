@@ -48,6 +48,6 @@ def text_of(name):
 
 def on_screen(name):
     """Return the messages that a page quotes in its table of symptoms, without NCCL's."""
-    _, _, table = page(name).partition("| What you see |")
+    _, _, table = page(name).partition("| Symptom |")
     rows = re.findall(r"^\| (?!NCCL)(.+?) \|", table.partition("\n\n")[0], re.MULTILINE)
     return [text for symptom in rows for text in re.findall(r"`([^`]+)`", symptom)]

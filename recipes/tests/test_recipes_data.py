@@ -2,19 +2,17 @@
 
 import json
 import re
-import shutil
 from textwrap import indent
 
 import pytest
-from changes import IMPATIENT, LENGTH, RESTARTS, told
+from changes import IMPATIENT, LENGTH, RESTARTS
 from patching import page
 from running import ONE, TWO
 from support import gpus
 from support.jobs import finished
 from support.positions import BATCH
-from support.results import resumed, said, same_bits
+from support.results import said, same_bits
 from support.scripts import forked, load
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 pytestmark = pytest.mark.slow
 # The first pixel of each training image encodes its index, and each rank records its batches.
@@ -65,30 +63,6 @@ def test_loader_workers(recipe):
     count = f"num_workers=2 - {RESTARTS}, persistent_workers=True, {spawned}"
     others = [("num_workers=2", count), LENGTH], [("num_workers=2", "num_workers=0")]
     recipe.with_and_without_a_stop(others=others)
-
-
-@pytest.mark.gpu
-def test_stateful_loader(recipe):
-    """A resumed run is bit-for-bit identical, but not without the states of the workers."""
-    nothing_loaded = ("staticmethod(torch.set_rng_state)", "lambda *_: None")
-    samples = ("        speed = ", '        log(f"{samples:.0f} samples")\n        speed = ')
-    recipe.at("told").stopped(told(0))
-    undisturbed = recipe.ran()
-    for change, nprocs in ((), 2), ([nothing_loaded], 2), ([samples], 1):
-        copy = recipe.at(f"{nprocs}{len(change)}")
-        shutil.copytree(recipe.folder / "told", copy.folder, dirs_exist_ok=True)
-        job = copy.ran(*change, nprocs=nprocs)
-        assert resumed(job) == [0]
-        assert same_bits(job, undisturbed) == (not change)
-    assert "\n12942 samples\n" in job.stdout  # in another world, the epoch starts again
-
-
-def test_stateful_loader_wants_as_many_workers():
-    two, one = (StatefulDataLoader(range(8), num_workers=count) for count in (2, 1))
-    next(iter(two))
-    one.load_state_dict(two.state_dict())
-    with pytest.raises(AssertionError):
-        iter(one)
 
 
 @pytest.mark.gpu
