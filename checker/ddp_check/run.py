@@ -199,7 +199,9 @@ class Run:
         if self.raised:
             first = self.raised[0]
             more = re.match(rf"\s*{PREFIX}\s*(\S.*)", first.string[first.end() :])
-            text = f"{first[1]} {more[1]}" if more and first[1].endswith(":") else first[1]
+            text = first[1]
+            if more and text.endswith((":", " ")):  # goes on in the next line
+                text = f"{text.rstrip()} {more[1]}"
             usage = re.findall(r"^usage: .+", self.printed, re.M)
             return "; ".join([text, *usage[:1]])
         rank, code = self.status

@@ -27,6 +27,7 @@ DROP_THE_MODEL = "drop every reference to the DDP model (del model) before destr
 PASSED_ON = "in __torch_function__"
 BUFFERS = "Buffers wait for all ranks to call the DDP model: evaluate model.module"
 UNTRANSLATED = rf"{LACKS_GPUS}|ddp_check/observer|Tensor-likes"
+UNUSED = "Expected to have finished reduction"
 FAILS_ON_GPUS_TOO = "must not be negative"  # a GPU's number
 
 
@@ -117,7 +118,8 @@ def failure(run):
     if run.left_out:
         names = ", ".join(run.left_out)
         text += f"; {names} could be a checkpoint and was left out: give its absolute path"
-    return explained(run, text, run.error_where, "", details)
+    page = "unused_parameters" if UNUSED in text else ""
+    return explained(run, text, run.error_where, page, details)
 
 
 def one_group(run):
