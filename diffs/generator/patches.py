@@ -62,13 +62,14 @@ class Patch:
         self.text = text.replace(parts["patch"], patch)  # with its hunks brought up to date
 
     @property
-    def index_rows(self):
-        """Its rows in the README.md of its kind."""
+    def index_row(self):
+        """Its row in the README.md of its kind."""
         link = f"[{self.title}]({self.name}.md)"
         if self.kind == "recipes":
             return f"| {link} | {' '.join(self.purpose.split())} |\n"
-        seen = [row[0].removeprefix("No error. ") for row in self.rows]
-        return "".join(f"| {each} | {link} |\n" for each in seen)
+        seen = self.rows[0][0].removeprefix("No error. ")
+        message = re.match('(`[^`]+`|"[^"]+")', seen)  # the rest stands on the page, and in lookup/
+        return f"| {message[1] if message else seen} | {link} |\n"
 
     def problems(self):
         """Yield what is missing, or too much."""
@@ -100,7 +101,7 @@ def readme(root, kind):
 
 def index(text, pages):
     """Return the README.md of a kind with the rows of its tables brought up to date."""
-    rows = {page.name: page.index_rows for page in pages}
+    rows = {page.name: page.index_row for page in pages}
 
     def written(table):
         return "".join(rows[name] for name in dict.fromkeys(re.findall(ROW, table[0])))
