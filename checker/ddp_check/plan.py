@@ -157,13 +157,13 @@ class Plan:
                     during(process, folder, end)
                 run.returncode = process.wait(max(1, end - time.monotonic()))
             except subprocess.TimeoutExpired:
-                run.stacks, run.still = look(folder)
+                run.stacks, run.idle_ranks = look(folder)
             finally:
                 kill_all(process, folder)
         run.seconds = time.monotonic() - run.begun
         run.output = (folder / "output").read_text(encoding="utf-8", errors="replace")
-        run.events_by_rank = {rank: found for rank, (_, found) in reports(folder).items()}
-        run.left_out = left_out(run)
+        run.events_by_rank = {rank: found for rank, (_, found) in read_events(folder).items()}
+        run.missed_checkpoints = missed_checkpoints(run)
         return run
 
     def command(self, nproc, cwd, others=None):
@@ -195,7 +195,7 @@ def launcher_of(text):
     return "srun" if "SLURM_PROCID" in text and not needs_torchrun else "torchrun"
 
 
-def left_out(run):
+def missed_checkpoints(run):
     """Return the names of checkpoints that a failed script has missed in its folder."""
     words = re.findall(r"[\w.-]+", run.ending) if run.returncode else []
     missed = {word for word in words if word.endswith(CHECKPOINT)}
@@ -227,7 +227,7 @@ def environment(task, variables, launcher):
     return {"OMP_NUM_THREADS": "1"} | env | variables | mine
 
 
-def reports(folder):
+def read_events(folder):
     """Return the process ID and the events of each rank: {rank: (pid, events)}."""
     processes = {}  # rank -> [(what comes first, pid, events)]
     for path in folder.glob("*.jsonl"):
@@ -243,7 +243,7 @@ def reports(folder):
 
 def look(folder):
     """Return {rank: its stack, as [(file, line, function)]}, and which ranks use no CPU time."""
-    pids = {rank: pid for rank, (pid, _) in reports(folder).items()}
+    pids = {rank: pid for rank, (pid, _) in read_events(folder).items()}
     before = {rank: cpu_time(pid) for rank, pid in pids.items()}
     for pid in pids.values():
         with contextlib.suppress(ProcessLookupError):  # it may have ended

@@ -45,8 +45,9 @@ def summary(plan, verdicts):
 def message(verdict):
     """Return what a verdict says, in one line."""
     kind = f"{verdict.status}: " if verdict.status in (base.FRAGILE, base.SLOW) else ""
-    at = f" ({short(verdict.where)})" if verdict.where and verdict.status != base.NONE else ""
-    return f"{kind}{verdict.title}: {verdict.text}{at}"
+    has_line = verdict.where and verdict.status != base.NOT_APPLICABLE
+    line = f" ({short(verdict.where)})" if has_line else ""
+    return f"{kind}{verdict.title}: {verdict.text}{line}"
 
 
 def page_of(verdict):

@@ -16,7 +16,7 @@ from ddp_check.drills import conclude, perform
 from ddp_check.plan import LAUNCHERS, TORCHRUN, planned
 from ddp_check.report import changes, exit_code, ranked, text_of
 from ddp_check.rules import judge
-from ddp_check.rules.base import NONE, PASS, SLOW, UNSEEN, UNSURE, WRONG
+from ddp_check.rules.base import NOT_APPLICABLE, PASS, SLOW, UNSEEN, UNSURE, WRONG
 from support.scripts import write
 
 pytestmark = [pytest.mark.usefixtures("own_folder", "fork_ranks"), pytest.mark.slow]
@@ -848,7 +848,7 @@ def test_kind(name, tmp_path):
     run = observed(right)
     verdicts = named(judge(run))
     assert told(verdicts) == {}, (run.output, verdicts)
-    assert {verdicts[name].status for name in kind.told} <= {PASS, NONE}
+    assert {verdicts[name].status for name in kind.told} <= {PASS, NOT_APPLICABLE}
     wrong = write(tmp_path / "wrong.py", right.read_text(encoding="utf-8"), kind.wrong)
     run, verdicts = judged(wrong, timeout=20)
     assert told(verdicts) == kind.told, (run.output, verdicts)
@@ -901,7 +901,7 @@ def test_gpus_may_be_used_in_another_file(tmp_path, index, says):
     _, verdicts = judged(write(tmp_path / "train.py", BASE, changes))
     assert told(verdicts) == says
     assert verdicts["own_gpu"].where == ("places.py:5" if says else verdicts["own_gpu"].where)
-    assert verdicts["no_thread_left"].status == NONE
+    assert verdicts["no_thread_left"].status == NOT_APPLICABLE
 
 
 def test_ranks_that_share_a_model_read_the_same(tmp_path):
@@ -913,7 +913,7 @@ def test_ranks_that_share_a_model_read_the_same(tmp_path):
     changes = [(WRAP, parallel), SAME_ORDER, (SAVE, ""), UNEVALUATED]
     _, verdicts = judged(write(tmp_path / "train.py", BASE, changes))
     assert told(verdicts) == {}
-    assert verdicts["ranks_share_data"].status == NONE
+    assert verdicts["ranks_share_data"].status == NOT_APPLICABLE
 
 
 HANGS = {  # line that a rank does not leave: what the report says
@@ -1035,7 +1035,9 @@ DRILLED = {
     "an epoch too early": Drilled(
         "kill", LONG, "although .* of them were saved", WRONG, [('["epochs"]', '["epochs"] - 1')]
     ),
-    "no handler": Drilled("sigterm", LONG, r"nothing handles SIGTERM: \d+ steps are lost", NONE),
+    "no handler": Drilled(
+        "sigterm", LONG, r"nothing handles SIGTERM: \d+ steps are lost", NOT_APPLICABLE
+    ),
     "warm-up": Drilled("world-size", [UNSEEDED, SAME_DATA, *WARM_UP], "", PASS),
     "warm-up by the samples of one rank": Drilled(
         "world-size", [*WARM_UP, ("size * len", "len")], "a schedule count the samples of one rank"

@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import time
+from dataclasses import replace
 from functools import partial
 
 from ddp_check import events
@@ -23,7 +24,7 @@ from ddp_check.drills.steps import (
 )
 from ddp_check.keeper import signal_processes
 from ddp_check.numbers import distance
-from ddp_check.plan import reports
+from ddp_check.plan import read_events
 from ddp_check.ranks import counted, of_lowest_rank
 from ddp_check.rules import base, judge, launch
 from ddp_check.rules.base import not_applicable, passed, unseen, unsure, wrong
@@ -108,7 +109,7 @@ def pause_of(plan):
 def once(ready, act, process, folder, end):
     """Act soon after this is true of the events of any rank."""
     while time.monotonic() < end and process.poll() is None:
-        if any(ready(found) for _, found in reports(folder).values()):
+        if any(ready(found) for _, found in read_events(folder).values()):
             time.sleep(random.uniform(0, 0.2))
             return act(process, folder)
         time.sleep(0.05)
@@ -119,7 +120,7 @@ def kill_a_rank(plan):
     moment = random.randrange(1 + len(steps_of(plan.undisturbed)) // 2)
 
     def strike(process, folder):
-        pid, _ = random.choice([*reports(folder).values()])
+        pid, _ = random.choice([*read_events(folder).values()])
         with contextlib.suppress(ProcessLookupError):  # it may have ended
             os.kill(pid, signal.SIGKILL)
 
@@ -141,8 +142,8 @@ def resumes(plan, struck, promise, may_lose):
     faults = new_faults(plan, resumed)
     yield from ((fault.title, fault) for fault in faults)
     ended = compare(plan, resumed)
-    ended.follows = base.WRONG in {fault.status for fault in faults}
-    yield "the final weights are the same", ended
+    follows = base.WRONG in {fault.status for fault in faults}
+    yield "the final weights are the same", replace(ended, follows=follows)
 
 
 def begins_again(plan, struck, resumed, line):

@@ -16,7 +16,7 @@ from ddp_check import events
 from ddp_check.observer.base import TASK, ask, harmless, is_first, report, state
 from ddp_check.observer.group import after_gather
 from ddp_check.observer.patches import ITERATOR, patch
-from ddp_check.observer.randomness import left_out
+from ddp_check.observer.randomness import ignoring_draws
 from ddp_check.observer.values import Samples, checksum, fingerprint, parts_of
 
 OBJECTS = 1000  # of a data set that are searched for generators
@@ -46,7 +46,7 @@ def contents(dataset):
 @patch(f"{ITERATOR}.__init__", f"{ITERATOR}._reset")
 def begin(original, self, loader, first_iter=None):
     """Report the start of a pass over a DataLoader."""
-    with left_out():  # it draws a seed for its workers
+    with ignoring_draws():  # it draws a seed for its workers
         original(self, loader, *([] if first_iter is None else [first_iter]))
     with harmless:
         if not first_iter:  # persistent workers reuse the iterator of the previous pass
@@ -115,7 +115,7 @@ def next_index(original, self):
 def next_batch(original, self):
     after_gather.pause()
     try:
-        with left_out():  # a sampler draws the order; `fetch` reports random samples
+        with ignoring_draws():  # a sampler draws the order; `fetch` reports random samples
             batch = original(self)
     except StopIteration:
         with harmless:

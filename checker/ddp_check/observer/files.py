@@ -11,7 +11,7 @@ from ddp_check.observer.base import TASK, ask, harmless, report, script_line, st
 from ddp_check.observer.patches import intercept, patch
 from ddp_check.protocol import is_own
 
-LINE = 200  # characters of a printed line that are kept
+MAX_LINE = 200  # characters of a printed line that are kept
 
 # ---------------------------------------------------------------- printed lines
 
@@ -27,7 +27,7 @@ class Printed:
         with harmless:
             *lines, self.unfinished = f"{self.unfinished}{text}".split("\n")
             for line in filter(str.strip, lines):
-                report(Print, text=line[:LINE])
+                report(Print, text=line[:MAX_LINE])
         return self.stream.write(text)
 
     def __getattr__(self, name):
@@ -35,10 +35,11 @@ class Printed:
 
 
 def log(original, self, record):  # a FileHandler is a StreamHandler, too
+    """Report what the script logs, unless it goes to a stream that reports it anyway."""
     if ask(is_own, record.pathname) and not isinstance(self.stream, Printed):
         text = ask(self.format, record)  # logging itself tells what is wrong with a record
         if text:
-            report(Print, text=text[:LINE])
+            report(Print, text=text[:MAX_LINE])
     return original(self, record)
 
 
@@ -88,6 +89,7 @@ sys.addaudithook(audit)
 
 @patch("torch.save")
 def save(original, obj, f, *args, **kwargs):
+    """Report a file once it is saved."""
     path = f if isinstance(f, str | os.PathLike) else ask(getattr, f, "name")
     if path is f:
         detach(f)
@@ -110,6 +112,7 @@ def prefixed_keys(obj):
 
 @patch("torch.load")
 def load(original, *args, **kwargs):
+    """Report a file that the script itself loads."""
     if script_line(direct=True):
         report(Load, weights_only=kwargs.get("weights_only") in (None, True))
     return original(*args, **kwargs)

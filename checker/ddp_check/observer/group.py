@@ -87,7 +87,7 @@ class Call:
             state.since_step.reduced.append((checksum(self.tensors), self.elements))
         report(
             events.Collective,
-            at=self.line,
+            where=self.line,
             name=self.name,
             sums=self.sums,
             in_model=self.in_model,

@@ -39,7 +39,7 @@ class Forward(NamedTuple):
     """A call of a DDP model that a backward pass may follow."""
 
     model: int
-    backwards: int  # that came before it
+    backwards: int  # passes that came before it
     synced: bool  # its gradients will be reduced
 
 
@@ -98,7 +98,7 @@ def forward(original, self, *args, **kwargs):
     with harmless:
         if torch.is_grad_enabled():
             number = model_numbers.get(id(self.module), -1)
-            call = Forward(number, state.backwards, self.require_backward_grad_sync)
+            call = Forward(number, state.total_backwards, self.require_backward_grad_sync)
             state.since_step.forwards.append(call)
         if torch.is_grad_enabled() and self.module.training:
             state.since_step.inputs.append(batch_checksum([args, kwargs]))

@@ -30,7 +30,7 @@ def attribute_to_script():
 
 
 @contextlib.contextmanager
-def left_out():
+def ignoring_draws():
     """Leave out what a DataLoader draws; it reports random samples by itself."""
     outermost = not state.in_loader
     if outermost:

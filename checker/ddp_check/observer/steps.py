@@ -185,7 +185,7 @@ def projection(gradient):
 def describe_projections(optimized):
     """Return the projections of this rank's gradients, and of those that the optimizer takes."""
     since = state.since_step
-    if not projecting or since.scaled or optimized.sharded:
+    if not projecting or since.loss_scaled or optimized.sharded:
         return {"own_gradient": None, "taken_gradient": None}
     taken = sum(projection(gradient) for gradient in optimized.gradients.values())
     if state.steps >= STEPS:
@@ -200,13 +200,13 @@ def describe_projections(optimized):
 
 @patch(f"{SCALER}.unscale_")
 def unscale(original, self, *args, **kwargs):
-    state.scaled = False
+    state.gradients_scaled = False
     return original(self, *args, **kwargs)
 
 
 @patch(f"{SCALER}.step")
 def step_scaled(original, self, *args, **kwargs):
-    state.scaled = False
+    state.gradients_scaled = False
     steps = state.steps
     result = original(self, *args, **kwargs)
     with harmless:
@@ -221,7 +221,7 @@ def step_scaled(original, self, *args, **kwargs):
 
 @patch(f"{CLIP}.clip_grad_norm_", f"{CLIP}.clip_grad_value_")
 def clip(original, *args, **kwargs):
-    report(events.Clipped, scaled=state.scaled)
+    report(events.Clipped, scaled=state.gradients_scaled)
     return original(*args, **kwargs)
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import BatchNorm2d
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
@@ -19,8 +19,8 @@ from ddp_check.observer.patches import C10D, DDP, intercept, patch
 
 CPU = torch.device("cpu")
 COUNT = int(os.environ.get("LOCAL_WORLD_SIZE", TASK.nproc))
-ANSWERED = {Tensor.get_device: ".get_device()", Tensor.is_cuda.__get__: ".is_cuda"}
-NUMBERED = {Tensor.to: 1, torch._C._nn._parse_to: 0}  # place of what may be a GPU's number
+ATTRIBUTES = {Tensor.get_device: ".get_device()", Tensor.is_cuda.__get__: ".is_cuda"}
+DEVICE_AT = {Tensor.to: 1, torch._C._nn._parse_to: 0}  # the argument that may be a GPU's number
 
 
 def translated(call):
@@ -31,6 +31,7 @@ def translated(call):
 
 
 def is_gpu(value):
+    """Return whether a value names a GPU."""
     return isinstance(value, str | torch.device) and str(value).partition(":")[0] == "cuda"
 
 
@@ -65,14 +66,14 @@ class OnTheCPU(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in (Tensor.pin_memory, Tensor.record_stream):
             return args[0]
-        if func in ANSWERED and script_line(direct=True):
-            translated(ANSWERED[func])
+        if func in ATTRIBUTES and script_line(direct=True):
+            translated(ATTRIBUTES[func])
             return number_of(None) if func is Tensor.get_device else True
         if func is Tensor.cuda:
             translated(".cuda()")
             number_of(args[1] if len(args) > 1 else kwargs.get("device"))
             return args[0]
-        place = NUMBERED.get(func)
+        place = DEVICE_AT.get(func)
         if place is not None and len(args) > place and type(args[place]) is int:
             args = (*args[:place], torch.device("cuda", args[place]), *args[place + 1 :])
         if type(kwargs.get("device")) is int:
@@ -95,7 +96,7 @@ class Idle(contextlib.nullcontext):
     def elapsed_time(self, _):
         return 1.0
 
-    def __getattr__(self, name):  # what it waits for has happened, what it asks for is true
+    def __getattr__(self, name):  # its methods wait for nothing, or ask what is true: so is it
         return lambda *_: self
 
 
@@ -133,6 +134,7 @@ QUIET = "set_device|init$|synchronize|empty_cache|ipc_collect|manual_seed"
 
 
 def answer(original, *args, **kwargs):
+    """Answer the script's question about GPUs as if there were some."""
     name = original.__name__
     if script_line(direct=True):
         translated(f"{original.__module__}.{name}()")
@@ -179,7 +181,7 @@ for name in ("_passing_sync_batchnorm_handle", "_check_comm_hook"):
     setattr(DistributedDataParallel, name, lambda self, _: None)
 
 
-def total(tensor, group):
+def sum_over_ranks(tensor, group):
     """Return the sum of a tensor over the ranks."""
     result = tensor.detach().clone()
     group.allreduce([result]).wait()  # not by a function that is patched
@@ -191,17 +193,19 @@ def normalize(original, self, tensor):
     """Normalize this rank's samples together with those of the others, as one batch."""
     translated("SyncBatchNorm")
     if not (self.training and dist.is_initialized()):
-        return BatchNorm2d.forward(self, tensor)
+        return _BatchNorm.forward(self, tensor)
     group = self.process_group or dist.group.WORLD
     rank, sizes = group.rank(), torch.zeros(group.size(), dtype=torch.int)
     sizes[rank] = len(tensor)
-    sizes = total(sizes, group).tolist()
+    sizes = sum_over_ranks(sizes, group).tolist()
     before, after = sum(sizes[:rank]), sum(sizes[rank + 1 :])
+    # Each rank fills its place in a batch of zeros, so the sum over the ranks is the whole batch.
     padded = torch.nn.functional.pad(tensor, [0, 0] * (tensor.dim() - 1) + [before, after])
     if padded.requires_grad:  # the losses of all ranks depend on it
-        padded.register_hook(lambda gradient: total(gradient, group))
-    batch = total(padded, group) + (padded - padded.detach())
-    return BatchNorm2d.forward(self, batch)[before : before + len(tensor)]
+        padded.register_hook(lambda gradient: sum_over_ranks(gradient, group))
+    # The sum has no gradient, so a difference of zero lends it that of `padded`.
+    batch = sum_over_ranks(padded, group) + (padded - padded.detach())
+    return _BatchNorm.forward(self, batch)[before : before + len(tensor)]
 
 
 OnTheCPU().__enter__()

@@ -47,7 +47,7 @@ at which it will be killed.
 from dataclasses import dataclass
 from functools import partial
 
-PASS, UNSEEN, NONE = "pass", "not seen", "not applicable"
+PASS, UNSEEN, NOT_APPLICABLE = "pass", "not seen", "not applicable"
 WRONG = "wrong"  # the result is wrong, or the run fails
 FRAGILE = "fragile"  # it works until something else goes wrong
 SLOW = "slow"  # it is right, and costs time
@@ -63,15 +63,17 @@ LABELS = {  # status -> how its line in the report begins, and GitHub's level; t
     PASS: ("pass", ""),
     NOTE: ("note", ""),
     UNSEEN: ("not seen", ""),
-    NONE: ("n/a", ""),
+    NOT_APPLICABLE: ("n/a", ""),
 }
 LEVELS = {status: level for status, (_, level) in LABELS.items() if level}
-FOLDED = (UNSEEN, NONE)  # what a report shows in one line
+FOLDED = (UNSEEN, NOT_APPLICABLE)  # what a report shows in one line
 
 
-@dataclass
+@dataclass(frozen=True)
 class Verdict:
-    status: str
+    """What a rule or a drill says."""
+
+    status: str  # one of the words above
     text: str  # what was seen
     where: str = ""  # the line of the script, as "file:line"
     page: str = ""  # that explains it: "no_sampler" is pitfalls/no_sampler.md; or "recipes/ema"
@@ -83,4 +85,4 @@ class Verdict:
 
 passed, wrong, unsure = (partial(Verdict, status) for status in (PASS, WRONG, UNSURE))
 fragile, slow, note = (partial(Verdict, status) for status in (FRAGILE, SLOW, NOTE))
-unseen, not_applicable = partial(Verdict, UNSEEN), partial(Verdict, NONE)
+unseen, not_applicable = partial(Verdict, UNSEEN), partial(Verdict, NOT_APPLICABLE)

@@ -34,7 +34,7 @@ FAILS_ON_GPUS_TOO = "must not be negative"  # a GPU's number
 def script_ends(run):
     """the script ends"""
     text = f"after {run.seconds:.0f} s"
-    rank, code = run.status
+    rank, code = run.first_failure
     if run.returncode == 0:
         return passed(text)
     if run.hangs:
@@ -115,8 +115,8 @@ def failure(run):
         cure = "the checker cannot translate this for the CPU"
     if cure:
         return unsure(f"{text}; {cure}", run.error_where, "", details)
-    if run.left_out:
-        names = ", ".join(run.left_out)
+    if run.missed_checkpoints:
+        names = ", ".join(run.missed_checkpoints)
         text += f"; {names} could be a checkpoint and was left out: give its absolute path"
     page = "unused_parameters" if UNUSED in text else ""
     return explained(run, text, run.error_where, page, details)
