@@ -189,7 +189,9 @@ def is_noisy(module):
 
 def describe_models():
     """Report checksums of the final weights, and save those of rank 0."""
-    if mesh_dimensions(state.parameters.values()) or not is_first("final"):
+    if mesh_dimensions(state.parameters.values()):
+        return
+    if not is_first("final"):
         return
     unwrapped = {f"parameter {at}": value for at, value in enumerate(state.parameters.values())}
     models = [dict(module.named_parameters()) for module in state.wrapped] or [unwrapped]

@@ -14,7 +14,7 @@ from ddp_check.observer.values import checksum
 
 
 def attribute_draws(owner=None):
-    """Note that this owner has drawn what was drawn since the last call; None: leave it out."""
+    """Note that this owner has drawn what was drawn since the last call; None: nobody's matter."""
     if state.in_loader:
         return
     current = torch.get_rng_state()

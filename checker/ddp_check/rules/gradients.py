@@ -17,11 +17,11 @@ FACTOR = 1e-3  # to which a factor between gradients is known: they are sums of 
 def values_are_finite(run):
     """losses, gradients and weights are finite"""
     if first := run.first_infinite:
-        infinite = [pair for pair in zip(run.events_by_rank, first.row) if pair[1].infinite]
+        steps = {rank: step for rank, step in zip(run.events_by_rank, first.row) if step.infinite}
         # The loss is the cause of what is infinite behind it.
-        rank, step = min(infinite, key=lambda pair: pair[1].infinite != "loss")
-        text = f"from step {first.number} on; the first rank whose {step.infinite} is not finite is"
-        return wrong(f"{text} {rank}", step.where)
+        rank = min(steps, key=lambda rank: steps[rank].infinite != "loss")
+        text = f"from step {first.number} on; the first rank whose {steps[rank].infinite} is not "
+        return wrong(f"{text}finite is {rank}", steps[rank].where)
     if any(not event.finite for event in run.all(events.Final)):
         return wrong("the final weights are not finite", run.all(events.Step)[-1].where)
 
@@ -42,7 +42,7 @@ def gradients_are_averaged(run):
         return verdict
     if run.first_infinite:
         return NOT_FINITE
-    if verdict := equal_before(run) or scaled_otherwise(run) or loss_divided(run):
+    if verdict := reduced_in_vain(run) or scaled_otherwise(run) or loss_divided(run):
         return verdict
     for number, step in enumerate(of_lowest_rank(run.by_rank(events.Step)), 1):
         if step.reductions > 1:
@@ -51,15 +51,17 @@ def gradients_are_averaged(run):
             return slow(text, step.where, "accumulation_without_no_sync")
     if run.in_join:
         return unseen("inside of join(), the steps of a rank that ran out have no counterpart")
-    if counts := uneven_counts(run, events.Step):
+    if counts := uneven_steps(run, events.Step):
         return wrong(f"the optimizer takes {counts}", steps[0].where, "uneven_batches")
-    return averaged(run)
+    return passed_as_averaged(run)
 
 
-def uneven_counts(run, kind):
-    """Return how many events of a kind two ranks have, in words, if these numbers differ."""
+def uneven_steps(run, kind):
+    """Return how many steps of this kind two ranks take, in words, or "" if all take as many."""
+    if run.returncode != 0 or run.in_join:
+        return ""
     counts = {rank: len(found) for rank, found in run.by_rank(kind).items()}
-    pair = () if run.returncode != 0 or run.in_join else differing_ranks(counts) or ()
+    pair = differing_ranks(counts) or ()
     return " and ".join(f"{counted(counts[rank], 'step')} on rank {rank}" for rank in pair)
 
 
@@ -93,24 +95,21 @@ def reduced_apart(run):
     return wrong(text, by_hand or step.where, follows=follows)
 
 
-def equal_before(run):
-    """Return the verdict if all ranks have the same gradients before they reduce them by hand."""
+def reduced_in_vain(run):
+    """Return the verdict if the ranks reduce by hand gradients that are equal on all of them."""
     rows = [row for row in run.step_rows if all(step.reduced_all for step in row)]
     equal = [row for row in rows if all(step.reduced == row[0].reduced for step in row)]
-    often = len(equal) > max(1, len(rows) / 2)  # with some, more is reduced, such as losses
-    if not often or len(run.events_by_rank) < 2 or equal[0][0].zero:
+    # In some steps, more than gradients is reduced, such as losses.
+    if len(run.events_by_rank) < 2 or len(equal) < 2 or len(equal) <= len(rows) / 2:
         return None
-    where, step = line_of_reduction(run), equal[0][0]
-    text = "before they are all-reduced, all ranks have the same"
+    step, text = equal[0][0], "before they are all-reduced, all ranks have the same"
+    if step.zero:
+        return None
     if not run.all(events.Wrap):
         return wrong(f"{text}: the same data everywhere?", step.where, "no_sampler")
-    if not where or len(step.reduced) < len(step.gradients):  # they are no gradients
-        return None
-    ranks, factor = len(run.events_by_rank), factor_of_mean(run)
-    if factor is None:
-        text += f": DDP has averaged them, and their sum is {ranks} times as large. Is it divided?"
-        return unsure(text, where)
-    if close(factor, 1, FACTOR):
+    where, factor = line_of_reduction(run), factor_of_mean(run)
+    are_gradients = where and len(step.reduced) >= len(step.gradients)
+    if are_gradients and factor is not None and close(factor, 1, FACTOR):
         return slow(f"{text}: DDP has averaged them, and this changes nothing", where)
 
 
@@ -133,7 +132,7 @@ def scaled_otherwise(run):
         return None
     where = line_of_reduction(run) or run.all(events.Step)[0].where
     wrapped = run.all(events.Wrap)
-    if close(factor, ranks, FACTOR) and not (not wrapped and loss_is_a_part(run)):
+    if close(factor, ranks, FACTOR) and (wrapped or not loss_is_a_part(run)):
         text = f"the gradients are the sum over the ranks, {ranks} times their mean: "
         text += "DDP has averaged them before" if wrapped else f"divide them by {ranks}"
         return wrong(text, where, WRONG_RESULTS)
@@ -144,7 +143,11 @@ def scaled_otherwise(run):
 
 
 def loss_is_a_part(run):
-    """Return whether a rank's loss may be its part of a sum: divided by what all ranks have."""
+    """Return whether a rank's loss may be its part of the mean over the samples of all ranks.
+
+    The sum of the gradients is then right. Such a loss is divided by the number of ranks, or by a
+    number that the ranks add up in each step, such as that of all tokens.
+    """
     steps, ranks = run.all(events.Step), len(run.events_by_rank)
     divided = all(any(close(by, ranks) for by in step.divisors) for step in steps)
     counts = [call for call in run.all(events.Collective) if call.sums and call.elements <= ranks]
@@ -173,7 +176,7 @@ def loss_divided(run):
         return wrong(text, lines[0], WRONG_RESULTS)
 
 
-def averaged(run):
+def passed_as_averaged(run):
     """Return the verdict on gradients in which no fault was seen."""
     steps, text = of_lowest_rank(run.by_rank(events.Step)), ""
     known = factor_of_mean(run)
@@ -202,7 +205,7 @@ def gradients_pass_collectives(run):
         text = "backward() takes this sum for the rank's own part. If all ranks compute the same "
         text += f"loss from it, the gradient is 1/{ranks} of the right one; else it is wrong. "
         return unsure(f"{text}torch.distributed.nn.all_reduce has a gradient", sums[0].where)
-    if calls and NO_KERNEL in run.output:
+    if calls and NO_KERNEL in run.output:  # said only of a call that is not explained above
         return wrong(f'{calls[0].name} has no gradient: "{NO_KERNEL} …"', calls[0].where)
     for call in calls:
         if call.name.startswith("all_gather_"):  # into one tensor
@@ -219,18 +222,18 @@ def clipping_sees_gradients(run):
 
 def rates_are_equal(run):
     """all ranks have the same learning rate"""
-    scheduled, counts = run.all(events.Scheduled), uneven_counts(run, events.Scheduled)
+    scheduled, counts = run.all(events.Scheduled), uneven_steps(run, events.Scheduled)
     if first := run.first_difference("rates"):
         rates = " and ".join(f"{step.rates[0]:.3g}" for step in first.row[:2])
         text = f"from step {first.number} on, they differ from rank to rank: {rates}"
-        if metrics := own_metrics(run):
+        if metrics := differing_metrics(run):
             text += f"; the scheduler gets another value on each rank, {metrics[1]}"
         elif counts:
             text += f"; the scheduler takes {counts}"
         before = [event for event in scheduled if event.time < first.row[0].time]
         cause = max(before, key=lambda event: event.time, default=first.row[0])
         return wrong(text, cause.where, WRONG_RESULTS)
-    if metrics := own_metrics(run):
+    if metrics := differing_metrics(run):
         text = f"the scheduler gets another value on each rank, {metrics[1]}: sooner or later, the "
         text += "ranks will lower their learning rates at other times"
         return wrong(text, metrics[0].where, WRONG_RESULTS)
@@ -244,10 +247,10 @@ def rates_are_equal(run):
         return unsure(text, taken[0].where)
 
 
-def own_metrics(run):
-    """Return the first step of a plateau scheduler with another value on each rank, in words, too.
+def differing_metrics(run):
+    """Return the first step of a plateau scheduler that gets another value on each rank, or None.
 
-    It is a pair, or None if there is none.
+    It is the step of the lowest rank, and the values in words.
     """
     for row in zip(*run.by_rank(events.Scheduled).values()):
         values = [event.metric for event in row]

@@ -3,6 +3,7 @@
 import re
 import signal
 from itertools import zip_longest
+from typing import NamedTuple
 
 from ddp_check import events
 from ddp_check.protocol import is_own, own_frame
@@ -61,21 +62,20 @@ def hang(run):
         text += f". All ranks have left the process group. To rule out a race: {DROP_THE_MODEL}"
         return wrong(text, "", "handler_holds_model")
     where = next(iter(own_lines), "")
-    return explained(run, text, where, "collective_on_one_rank" if run.joins else "")
+    return with_cause(run, text, where, "collective_on_one_rank" if run.joins else "")
 
 
-def explained(run, text, where, page="", details=()):
+def with_cause(run, text, where, page="", details=()):
     """Return the verdict on a run that fails or hangs, perhaps as a rank does not take part."""
     in_sync = [
         rank
         for rank, stack in run.stacks.items()
         if any(function == "_sync_buffers" for _, _, function in stack)
     ]
-    if (left := left_alone(run)) and left[0] not in in_sync:
-        early, late, epochs = left
-        step = f"{epochs}, in step {len(run.by_rank(events.Step)[early])}"
-        reason = f"rank {early} left the loop over the epochs after {step}, and rank {late} "
-        reason += "began the next: does each decide by its own loss?"
+    if (stop := early_stop(run)) and stop.rank not in in_sync:
+        step = f"{stop.epochs}, in step {len(run.by_rank(events.Step)[stop.rank])}"
+        reason = f"rank {stop.rank} left the loop over the epochs after {step}, and rank "
+        reason += f"{stop.other_rank} began the next: does each decide by its own loss?"
         return wrong(f"{reason}; {text}", where, "recipes/early_stopping", details)
     if in_sync or "_sync_buffers" in str(details):
         return wrong(f"{BUFFERS}; {text}", where, "rank_0_evaluates_the_wrapper", details)
@@ -85,27 +85,35 @@ def explained(run, text, where, page="", details=()):
     return wrong(text, where, page, details)
 
 
-def left_alone(run):
-    """Return a rank that left the training loop, one that began another epoch, and after which."""
+class EarlyStop(NamedTuple):
+    """A rank leaves the training loop, and another one begins a further epoch."""
+
+    rank: int
+    other_rank: int
+    epochs: int  # that both have begun
+
+
+def early_stop(run):
+    """Return the first two ranks that begin another number of epochs, or None."""
     passes = [entry for of_rank in run.passes_by_rank.values() for entry in of_rank]
-    loops = {entry.where for entry in passes if entry.steps}
-    begun = {
-        rank: sum(entry.where in loops for entry in of_rank if entry.batches)
+    training_lines = {entry.where for entry in passes if entry.steps}
+    epochs = {
+        rank: sum(bool(entry.batches) and entry.where in training_lines for entry in of_rank)
         for rank, of_rank in run.passes_by_rank.items()
     }
-    pair = differing_ranks(begun) if begun else None
-    if not pair or not min(begun.values()):  # a rank that never began evaluates the DDP model
+    pair = differing_ranks(epochs)
+    if not pair or not min(epochs.values()):  # a rank that never began evaluates the DDP model
         return None
-    early, late = sorted(pair, key=begun.get)
-    return early, late, begun[early]
+    early, late = sorted(pair, key=epochs.get)
+    return EarlyStop(early, late, epochs[early])
 
 
 def failure(run):
     """Return the verdict on a run that failed: the fault may not be the script's."""
     text, details, cure = run.ending, tuple(run.traceback), ""
-    # Without names of the script's files, and calls that the observer passes on:
-    telling = [line for line in details[-6:] if not (own_frame(line) or line.endswith(PASSED_ON))]
-    untranslated = run.translate and re.search(UNTRANSLATED, " ".join([text, *telling]))
+    # Names of the script's files, and calls that the observer passes on, say nothing about GPUs.
+    lines = [line for line in details[-6:] if not (own_frame(line) or line.endswith(PASSED_ON))]
+    untranslated = run.translate and re.search(UNTRANSLATED, " ".join([text, *lines]))
     errors = [match[1] for match in run.raised]
     if re.search(NETWORK, " ".join([*errors, text, *details])):
         cure = "it needs the network: download the data first"
@@ -119,7 +127,7 @@ def failure(run):
         names = ", ".join(run.missed_checkpoints)
         text += f"; {names} could be a checkpoint and was left out: give its absolute path"
     page = "unused_parameters" if UNUSED in text else ""
-    return explained(run, text, run.error_where, page, details)
+    return with_cause(run, text, run.error_where, page, details)
 
 
 def one_group(run):
@@ -162,7 +170,10 @@ def group_is_destroyed(run):
 
 
 def joined_by_framework(run):
-    """Return whether a library joined the process group, so leaving it is not the script's task."""
+    """Return whether a library joined the process group, so leaving it is not the script's task.
+
+    It is False if nobody joined.
+    """
     return not all(event.by_script for event in run.all(events.Join))
 
 
@@ -225,21 +236,28 @@ def same_collectives(run):
 
 
 def signature(call):
-    """Return what of a collective is the same on all ranks; objects may have any size."""
+    """Return what of a collective has to be the same on all ranks.
+
+    In others than these, ranks may give tensors or objects of different sizes.
+    """
     return call.name, call.elements if call.name in ("all_reduce", "reduce", "broadcast") else 0
 
 
 def different_calls(number, call_by_rank):
     """Return the verdict on two ranks that do not make the same call, of which one may be None."""
     calls = [call for call in call_by_rank.values() if call]
-    sizes = len(calls) > 1 and calls[0].name == calls[1].name
-
-    def words(call):
-        if call is None:
-            return "nothing"
-        size = f" of {counted(call.elements, 'element')}" if sizes else ""
-        return f"{call.name}{size} ({short(call.where)})"
-
-    texts = [f"rank {rank} calls {words(call)}" for rank, call in call_by_rank.items()]
-    page = "" if sizes else "collective_on_one_rank"
+    sizes_differ = len(calls) > 1 and calls[0].name == calls[1].name
+    texts = [
+        f"rank {rank} calls {call_in_words(call, sizes_differ)}"
+        for rank, call in call_by_rank.items()
+    ]
+    page = "" if sizes_differ else "collective_on_one_rank"
     return wrong(f"call {number}: {', '.join(texts)}", calls[0].where, page)
+
+
+def call_in_words(call, with_size):
+    """Return a collective with its line, and perhaps its size."""
+    if call is None:
+        return "nothing"
+    size = f" of {counted(call.elements, 'element')}" if with_size else ""
+    return f"{call.name}{size} ({short(call.where)})"

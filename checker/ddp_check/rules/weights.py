@@ -10,7 +10,8 @@ from ddp_check.rules.gradients import NOT_FINITE
 
 def weights_agree(run):
     """all ranks wrap the same model, and end with the same weights"""
-    wrapped, steps = run.all(events.Wrap), run.all(events.Step)
+    wrapped = run.all(events.Wrap)
+    steps = run.all(events.Step)
     if run.is_sharded:
         return not_applicable("the parameters are sharded")
     if not steps and not wrapped:
@@ -31,8 +32,9 @@ def not_wrapped(run):
     """Return the verdict on ranks that train models of their own."""
     steps, rows = run.all(events.Step), run.step_rows
     calls = of_lowest_rank(run.by_rank(events.Collective))
-    by_hand = not run.first_difference("gradients") and len(calls) >= len(rows) > 0
-    if run.all(events.Wrap) or by_hand:
+    # With a collective for each step, the ranks may average their gradients by hand.
+    may_reduce = len(rows) > 0 and len(calls) >= len(rows)
+    if run.all(events.Wrap) or (may_reduce and not run.first_difference("gradients")):
         return None
     partly, text = bool(steps[0].reduced), "no model is wrapped in DistributedDataParallel"
     if steps[0].reduced_all:
@@ -54,47 +56,48 @@ def foreign_parameters(run):
 
 def ended_apart(run):
     """Return the verdict on weights that differ from rank to rank, in a step or at the end."""
-    first, final = run.first_difference("weights"), run.final_weights
-    if first:
-        give, where = wrong, first.row[0].where
+    if first := run.first_difference("weights"):
         text = f"before step {first.number}, the weights differ from rank to rank"
-        text += f", first {first.name}"
-    elif run.returncode != 0 or not final:
+        return apart_since(
+            run, first.number, wrong, f"{text}, first {first.name}", first.row[0].where
+        )
+    if run.returncode != 0 or not run.final_weights:
         return unseen("the run did not finish")
-    elif pair := differing_ranks(final):
-        give, where = unsure, ""
+    if pair := differing_ranks(run.final_weights):
         text = f"at the end, the weights of ranks {pair[0]} and {pair[1]} differ"
-    else:
-        return None
-    if run.in_join and not first:
-        return wrong(f"{text}: join() should have made them equal", "", "uneven_batches")
-    number = first.number if first else len(run.step_rows) + 1
-    for field, words in (
-        ("rates", "learning rates"),
-        ("gradients", "gradients"),
-        ("buffers", "buffers"),
-    ):
-        earlier = run.first_difference(field)
+        if run.in_join:
+            return wrong(f"{text}: join() should have made them equal", "", "uneven_batches")
+        return apart_since(run, len(run.step_rows) + 1, unsure, text)
+
+
+def apart_since(run, number, verdict, text, where=""):
+    """Return the verdict on weights that differ before the step of a number, with the cause.
+
+    Without a cause, the verdict is what `verdict` makes of the text.
+    """
+    causes = {"rates": "learning rates", "gradients": "gradients", "buffers": "buffers"}
+    for field_name, words in causes.items():
+        earlier = run.first_difference(field_name)
         if earlier and earlier.number < number:
             text += f"; it follows from the {words} in step {earlier.number}"
             return wrong(text, where, follows=True)
     if line := loaded_by_some(run):
-        return give(f"{text}: not all ranks load a state here", line, "edit_on_one_rank")
+        return verdict(f"{text}: not all ranks load a state here", line, "edit_on_one_rank")
     if number == 1 and not run.all(events.Wrap):
         text += "; broadcast them at the start, or seed all ranks alike"
-    return give(f"{text}; were they edited?", where, "edit_on_one_rank")
+    return verdict(f"{text}; were they edited?", where, "edit_on_one_rank")
 
 
 def loaded_by_some(run):
     """Return a line in which not all ranks load a state into a wrapped model, or ""."""
-    times = Counter(
+    load_counts = Counter(
         (event.where, rank)
         for rank, loads in run.by_rank(events.StateLoaded).items()
         for event in loads
         if event.wraps
     )
-    for line, _ in times:
-        if len({times[line, rank] for rank in run.events_by_rank}) > 1:
+    for line, _ in load_counts:
+        if len({load_counts[line, rank] for rank in run.events_by_rank}) > 1:
             return line
     return ""
 
@@ -106,16 +109,15 @@ def evaluated_models_agree(run):
         for event in evaluations:
             key = event.model, event.where, event.steps, tuple(event.checksums)
             checksums.setdefault(key, {}).setdefault(rank, event.checksums)
+    differences = map(run.first_difference, ("weights", "rates", "gradients"))
+    trained_apart = run.averages_weights or any(differences)
     for (model, where, _, names), values_by_rank in checksums.items():
         apart = [
             name
             for name in names
             if differing_ranks({rank: values[name] for rank, values in values_by_rank.items()})
         ]
-        if apart and (
-            run.averages_weights
-            or any(run.first_difference(field) for field in ("weights", "rates", "gradients"))
-        ):
+        if apart and trained_apart:
             return unseen("what the ranks train differs already")
         if apart:
             page = "batchnorm_of_rank_0" if "running_" in apart[0] else "recipes/ema"
@@ -136,7 +138,7 @@ def training_mode(run):
 
 def evaluation_mode(run):
     """the model is in evaluation mode when it is evaluated"""
-    evaluations = {  # (rank, number of the pass)
+    evaluation_passes = {  # (rank, number of the pass)
         (rank, entry.number)
         for rank, passes in run.passes_by_rank.items()
         for entry in passes
@@ -144,10 +146,10 @@ def evaluation_mode(run):
     }
     for rank, evaluated in run.by_rank(events.Evaluated).items():
         for event in evaluated:
-            if event.wrapped and event.noisy and (rank, event.number) in evaluations:
+            if event.wrapped and event.noisy and (rank, event.number) in evaluation_passes:
                 text = f"it is in training mode: {event.noisy} changes what it returns"
                 return wrong(text, event.where)
-    if not evaluations:
+    if not evaluation_passes:
         return unseen("no wrapped model was evaluated with a DataLoader")
 
 
