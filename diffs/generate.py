@@ -24,18 +24,6 @@ except ModuleNotFoundError as error:
     sys.exit(f"generate.py: {error}: pip install -r diffs/requirements.txt")
 
 WRITTEN = "Written by diffs/generate.py from the scripts: edit those."
-HUNK = re.compile(r"^@@ .+(?:\n[-+ ].*)+", re.MULTILINE)
-
-
-def exercise(folder):
-    """Return the exercise's README.md with the hunks of its solution brought up to date."""
-    text = (folder / "README.md").read_text(encoding="utf-8")
-    hunks = Diff(folder / "train.py", folder / "solution.py", context=1).hunks  # short ones
-    count = len(re.findall(HUNK, text))
-    if count != len(hunks):
-        raise Problem(f"exercise/README.md: {count} hunks; its solution has {len(hunks)}")
-    new = iter(hunks)
-    return re.sub(HUNK, lambda _: next(new).text, text)
 
 
 def front_page(root):
@@ -60,7 +48,8 @@ def generate(root=HERE.parent):
     yield by_hand.picture(folder / "pictures")
     book = folder / "walkthrough.ipynb"
     yield book, write_book(book, diffs)
-    yield root / "exercise" / "README.md", exercise(root / "exercise")
+    solution = Diff(root / "exercise" / "train.py", root / "exercise" / "solution.py")
+    yield solution.new.with_suffix(".diff"), f"{WRITTEN}\n{solution.text}"
     pages = [page for kind in KINDS for page in collect(root, kind)]
     yield from ((root / page.path, page.text) for page in pages)
     for kind in KINDS:
