@@ -68,8 +68,7 @@ class Patch:
         if self.kind == "recipes":
             return f"| {link} | {' '.join(self.purpose.split())} |\n"
         seen = self.rows[0][0].removeprefix("No error. ")
-        message = re.match('(`[^`]+`|"[^"]+")', seen)  # the rest stands on the page, and in lookup/
-        return f"| {message[1] if message else seen} | {link} |\n"
+        return f"| {seen} | {link} |\n"
 
     def problems(self):
         """Yield what is missing, or too much."""
