@@ -33,7 +33,7 @@ def weave(root, pages):
     def written(found):
         lines = [found[1]]
         for page, seen, *_ in rows_of(found[2], pages):
-            shown = page.title if seen.startswith("No error. ") else seen
+            shown = page.title if seen.startswith("No error") else seen
             lines.append(f"- [{shown}](../{page.path})\n")
         return "".join(lines)
 
