@@ -148,6 +148,8 @@ class Totalled(Event):
     """Tensors of numbers were added up over all ranks."""
 
     values: list[int]  # those that are whole numbers, and the sum of all if it is one
+    own: float | None  # of this rank, if it is a single number
+    total: float | None  # over the ranks, likewise
 
 
 # ---------------------------------------------------------------- data
@@ -162,7 +164,7 @@ class PassBegun(Event):
     iterable: bool  # the data set is an IterableDataset: its samples have no index
     part: int  # checksum of the indices that a Subset keeps, or 0
     distributed: bool  # the sampler is a DistributedSampler
-    shuffle: bool
+    shuffle: bool | None  # None: the sampler does not say
     drop_last: bool
     tensors: int  # checksum of a TensorDataset's tensors, or 0
     data: int  # checksum, the same for equal data sets
@@ -178,6 +180,7 @@ class Batch(Event):
     samples: list[int] | None  # checksum of each sample
     labels: list[int] | None  # checksum of the smallest part of each, if it has several
     width: int | None  # elements of a sample; where padding changes it, checksums differ
+    label_size: int | None  # elements of the smallest part: with one for each token, more than 1
 
 
 class PassEnded(Event):
@@ -229,6 +232,7 @@ class Step(Event):
     rates: list[float]  # learning rate of each group of parameters
     losses: list[float]  # whose backward pass came
     divisors: list[float]  # of these losses or their terms; a factor counts as its inverse
+    means_over: list[float]  # of how many elements a loss or a term is the mean, where that is seen
     loss_reduced: bool  # a loss comes out of torch.distributed.nn.all_reduce
     backwards: int  # backward passes
     # A projection of all gradients: of those that this rank computed, summed up, and of those that
@@ -241,6 +245,7 @@ class Step(Event):
     zero: bool  # all gradients are zero
     unused: int  # parameters that require a gradient and have none
     foreign: int  # parameters that are in no wrapped model
+    unwatched: list[str]  # parameters that got into a wrapped model, or a gradient, afterwards
     # Lines that call a wrapped model whose wrapper was not called, and which has gradients:
     bypassed: list[str]
     sharded: int  # dimensions of the mesh that the parameters are sharded over
@@ -256,6 +261,7 @@ class Step(Event):
     # Who has drawn from PyTorch's generator, "model" or "script", and a checksum of its state
     # before. A DataLoader's seed and a sampler's order do not count, nor what makes samples.
     random: dict[str, int]
+    random_for_samples: bool  # the script drew several for each sample, between loader and model
     joined: bool  # it is taken inside join()
 
 
@@ -313,6 +319,12 @@ class Opened(Event):
 
     path: str
     append: bool
+
+
+class Read(Event):
+    """A file in the script's folder was opened for reading."""
+
+    path: str
 
 
 class Renamed(Event):

@@ -169,15 +169,19 @@ class Plan:
     def command(self, nproc, cwd, others=None):
         """Return the words that start the script: its copy in this folder, if there is one."""
         words = [word.replace("NPROC", str(nproc)) for word in LAUNCHERS[self.launcher]]
+        # Else torchrun refuses an option of the script that begins like several of its own.
+        end = ["--"] if LAUNCHERS[self.launcher] is TORCHRUN else []
         before = [OTHERS_IN.format(shlex.quote(str(others)))] if others else []
         before += [AS_TASK] if self.launcher == "srun" else []
         if before:
             lines = "\n".join([*before, 'exec "$@"'])
-            words += ["--no-python", "bash", "-c", lines, "bash", sys.executable]
+            words += ["--no-python", *end, "bash", "-c", lines, "bash", sys.executable]
+            end = []
         if self.module:
-            return [*words, "-m", self.script]
+            return [*words, "-m", *end, self.script]
         path, here = self.path.resolve(), Path.cwd()
-        return [*words, str(cwd / path.relative_to(here) if path.is_relative_to(here) else path)]
+        path = cwd / path.relative_to(here) if path.is_relative_to(here) else path
+        return [*words, *end, str(path)]
 
 
 @contextlib.contextmanager

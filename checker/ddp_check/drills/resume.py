@@ -256,12 +256,16 @@ def resumed_together(plan, resumed):
     counts = {rank: len(steps) for rank, steps in resumed.by_rank(events.Step).items()}
     if resumed.returncode and not any(counts.values()):
         return passed(f"the run ends before its first step: {resumed.ending}")
-    together = resumed.returncode == 0 and len(set(counts.values())) == 1
-    if together and not new_faults(plan, resumed) and compare(plan, resumed).status == base.PASS:
-        return passed("what rank 0 has loaded reaches the others")
-    taken = " and ".join(f"{counts[rank]} steps on rank {rank}" for rank in list(counts)[:2])
-    text = "rank 0 resumes, the others do not find the checkpoint and begin anew, and nothing says "
-    text += f"so: {taken}"
+    text = "only rank 0 finds the checkpoint, and nothing says so: "
+    if resumed.returncode == 0 and len(set(counts.values())) == 1:
+        first, *_ = [*new_faults(plan, resumed), compare(plan, resumed)]
+        if first.status == base.PASS:
+            return passed("what rank 0 has loaded reaches the others")
+        if first.status not in (base.WRONG, base.FRAGILE):
+            return unseen(first.text)
+        return wrong(f"{text}{first.text}", where, "unseen_checkpoint")
+    text += "it resumes, and the others begin anew, with "
+    text += " and ".join(f"{counts[rank]} steps on rank {rank}" for rank in list(counts)[:2])
     if resumed.returncode != 0:
         ends = "it hangs" if resumed.returncode is None else resumed.ending
         text += f"; then {ends}"

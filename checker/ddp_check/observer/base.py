@@ -27,6 +27,7 @@ class SinceStep:
     inputs: list = field(default_factory=list)  # checksums of the batches that entered models
     losses: list = field(default_factory=list)  # values of the losses whose backward pass came
     divisors: list = field(default_factory=list)  # of those losses
+    means_over: list = field(default_factory=list)  # as `Step.means_over`
     loss_reduced: bool = False  # one comes out of torch.distributed.nn.all_reduce
     backwards: int = 0
     loss_scaled: bool = False  # by a GradScaler
@@ -34,6 +35,7 @@ class SinceStep:
     reduced: list = field(default_factory=list)  # (checksum, elements) that the script added up
     samples: int = 0  # that a DataLoader returned
     draws: dict = field(default_factory=dict)  # of random numbers, as `Step.random`
+    draws_for_samples: bool = False  # as `Step.random_for_samples`
 
 
 @dataclass
@@ -47,6 +49,7 @@ class State:
     since_step: SinceStep = field(default_factory=SinceStep)
     passes: int = 0  # over a DataLoader
     new_pass: bool = True  # no step since the last pass began
+    unused_batch: bool = False  # no model was called since the last batch
     new_batch: bool = False  # no model was called without gradients since the last batch
     steps: int = 0  # of the optimizers
     total_backwards: int = 0

@@ -72,7 +72,6 @@ def report_pass(iterator, loader):
     dataset, subset = ask(without_subsets, loader.dataset, default=(loader.dataset, None))
     iterator._ddp_check = Progress(state.passes, subset, state.since_step.samples)
     sampler = sampler_of(loader)
-    in_order = isinstance(sampler, data.SequentialSampler | range | list)
     length = ask(len, loader.dataset)  # an iterable data set may have none
     report(
         events.PassBegun,
@@ -82,7 +81,7 @@ def report_pass(iterator, loader):
         iterable=isinstance(dataset, data.IterableDataset),
         part=0 if subset is None else zlib.crc32(repr(subset).encode()),
         distributed=isinstance(sampler, DistributedSampler),
-        shuffle=not in_order and bool(ask(getattr, sampler, "shuffle", default=True)),
+        shuffle=shuffles(sampler),
         drop_last=bool(loader.drop_last or ask(getattr, sampler, "drop_last", default=False)),
         tensors=checksum(ask(getattr, dataset, "tensors", default=())),
         data=fingerprint(dataset),
@@ -98,6 +97,16 @@ def sampler_of(loader):
     if batches is None:
         return loader.sampler
     return batches.sampler if type(batches) is data.BatchSampler else batches
+
+
+def shuffles(sampler):
+    """Return whether a sampler means to give another order in each pass; None: not known."""
+    if isinstance(sampler, data.SequentialSampler | range | list):
+        return False
+    if type(sampler).__module__.startswith("torch.utils.data"):
+        return bool(getattr(sampler, "shuffle", True))
+    own = ask(getattr, sampler, "shuffle")
+    return own if isinstance(own, bool) else ask(hasattr, sampler, "set_epoch") or None
 
 
 @patch("torch.utils.data.distributed.DistributedSampler.set_epoch")
@@ -156,7 +165,7 @@ def report_batch(progress, batch):
         base = ask(lambda: [progress.subset[index] for index in indices])
     samples = ask(Samples, batch)
     state.since_step.samples += len(samples.checksums or ()) if samples else 0
-    state.new_batch = True
+    state.new_batch = state.unused_batch = True
     report(
         events.Batch,
         number=progress.number,
@@ -165,6 +174,7 @@ def report_batch(progress, batch):
         samples=samples and samples.checksums,
         labels=samples and samples.labels,
         width=samples and samples.width,
+        label_size=samples and samples.label_size,
     )
 
 

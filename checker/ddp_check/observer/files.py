@@ -5,12 +5,13 @@ import os
 import shutil
 import sys
 
-from ddp_check.events import Load, Opened, Print, Renamed, Save, ShardedLoad, ShardedSave
+from ddp_check.events import Load, Opened, Print, Read, Renamed, Save, ShardedLoad, ShardedSave
 from ddp_check.imports import after_import
-from ddp_check.observer.base import TASK, ask, harmless, report, script_line, state
+from ddp_check.observer.base import TASK, ask, harmless, is_first, report, script_line, state
 from ddp_check.observer.patches import intercept, patch
 from ddp_check.protocol import is_own
 
+CODE = (".py", ".pyc")
 MAX_LINE = 200  # characters of a printed line that are kept
 
 # ---------------------------------------------------------------- printed lines
@@ -63,13 +64,18 @@ def audit(event, args):
 
 def look_at_open(path, mode, flags):
     """Look at a call of open(), or of os.open(), which has no mode."""
-    if isinstance(path, int) or not flags & (os.O_WRONLY | os.O_RDWR):
+    if isinstance(path, int):
         return
-    path = os.fsdecode(path)
-    detach(path, truncates=bool(flags & os.O_TRUNC))
+    path, writes = os.fsdecode(path), flags & (os.O_WRONLY | os.O_RDWR)
+    if writes:
+        detach(path, truncates=bool(flags & os.O_TRUNC))
     real = os.path.realpath(path)
-    if mode and real.startswith(TASK.place) and script_line():
+    if not mode or not real.startswith(TASK.place) or real.endswith(CODE) or not script_line():
+        return
+    if writes:
         report(Opened, path=real, append="a" in mode)
+    elif is_first("read", real, state.steps):
+        report(Read, path=real)
 
 
 def detach(path, truncates=True):

@@ -80,6 +80,7 @@ class Call:
         requires_grad = any(tensor.requires_grad for tensor in self.tensors)
         self.cuts_gradient = torch.is_grad_enabled() and requires_grad
         self.in_model = state.in_forward or torch._C._current_graph_task_id() >= 0
+        self.own = number_in(self.tensors) if self.sums else None
 
     def announce(self):
         """Report the call before it is made."""
@@ -110,6 +111,12 @@ class Call:
 def is_on_all_ranks(args, kwargs):
     groups = [value for value in (*args, *kwargs.values()) if isinstance(value, dist.ProcessGroup)]
     return all(group.size() == dist.get_world_size() for group in groups)
+
+
+def number_in(tensors):
+    """Return the value of the only tensor, if that is a single number."""
+    single = len(tensors) == 1 and tensors[0].numel() == 1
+    return ask(lambda: float(tensors[0].detach())) if single else None
 
 
 @patch(*COLLECTIVES)
@@ -143,7 +150,7 @@ def report_totals(call):
             continue
         numbers = ask(lambda t: [*t.flatten()[:MAX_COUNTS].tolist(), t.sum().item()], tensor) or []
         whole = [int(value) for value in numbers if ask(lambda value: value % 1 == 0, value)]
-        report(events.Totalled, values=whole)
+        report(events.Totalled, values=whole, own=call.own, total=number_in(call.tensors))
 
 
 def notice_gradient_through(tensor, call):

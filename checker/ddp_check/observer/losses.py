@@ -23,6 +23,8 @@ def note_graph(last):
     for node in nodes:  # the list grows by the inputs of each
         name = type(node).__name__
         state.since_step.loss_reduced |= name == "_AllReduceBackward"
+        if elements := ask(elements_of, node, name):
+            state.since_step.means_over.append(elements)
         if len(nodes) > MAX_NODES or not name.startswith(SCALAR_NODES):
             continue
         if name.startswith("Div"):
@@ -33,6 +35,13 @@ def note_graph(last):
             divisors.append(factor and 1 / factor)
         nodes += [inner for inner, _ in node.next_functions if inner]
     state.since_step.divisors += [number for number in divisors if number and number != 1]
+
+
+def elements_of(node, name):
+    """Return over how many elements a node of the graph takes the mean, or None if it does not."""
+    if name.startswith("NllLoss") and node._saved_reduction == 1:
+        return float(node._saved_total_weight)  # without those of ignore_index
+    return float(node._saved_self_sym_numel) if name == "MeanBackward0" else None
 
 
 def saved_number(node, operand):

@@ -32,6 +32,7 @@ from ddp_check.observer.values import batch_checksum, checksums, is_finite, mesh
 SHORTER = (torch.FloatTensor, torch.BFloat16Tensor, torch.HalfTensor)  # than float64
 SHARDED = {"FSDPModule", "FullyShardedDataParallel"}  # importing them would take seconds
 model_numbers = {}  # identity of a module in a wrapped model -> the number of that model
+watched = {}  # identity of a parameter whose gradient a DDP model reduces -> the parameter
 buffers_at_start = {}  # name of a buffer -> its checksum when its model was wrapped
 
 
@@ -59,7 +60,9 @@ def wrap(original, self, module, *args, **kwargs):
     if TASK.scale:
         save_for_checker(f"start{number}", module.state_dict())
     with harmless:
+        attribute_draws()  # what was drawn before made the model
         model_numbers.update((id(part), number) for part in module.modules())
+        watched.update((id(value), value) for value in module.parameters() if value.requires_grad)
         state.wrapped.append(module)
         state.wrappers.append(weakref.ref(self))
         buffers_at_start.update(buffer_checksums(module, number))
@@ -122,6 +125,7 @@ def enter(module, _):
     with harmless:
         if state.depth == 1:
             attribute_to_script()
+            state.unused_batch = False
         if torch.is_grad_enabled():
             enter_training(module)
         elif module in state.wrapped or state.depth == 1:

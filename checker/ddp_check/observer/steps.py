@@ -21,14 +21,15 @@ from ddp_check.observer.base import (
     state,
 )
 from ddp_check.observer.group import after_gather
-from ddp_check.observer.models import buffer_checksums, buffers_at_start, of_model
+from ddp_check.observer.models import buffer_checksums, buffers_at_start, of_model, watched
 from ddp_check.observer.patches import CLIP, SCALER, patch
-from ddp_check.observer.randomness import attribute_to_script
-from ddp_check.observer.values import checksums, is_finite, mesh_dimensions
+from ddp_check.observer.randomness import attribute_draws, attribute_to_script
+from ddp_check.observer.values import checksums, is_finite, mesh_dimensions, quick_checksums
 from ddp_check.protocol import STEPS
 
 STATISTICS = r"(^|\.)(running_|num_batches_)\w+( of model \d+)?$"  # of normalization layers
 BATCH_COUNT = "num_batches_tracked"  # of BatchNorm, which uses it only without a momentum
+FEW = 1 << 10  # elements of a gradient that are looked at first
 MAX_PROJECTED = 1 << 16  # elements of a parameter that enter a projection
 
 projecting = {}  # identity of a parameter -> the handle of its hook, in the first steps
@@ -89,6 +90,11 @@ class Optimized:
         self.gradients = {
             name: value.grad for name, value in self.parameters.items() if value.grad is not None
         }
+        self.unwatched = [
+            name
+            for name in self.models
+            if name in self.gradients and id(self.parameters[name]) not in watched
+        ]
         self.sharded = mesh_dimensions(values)
 
     def not_finite(self, losses):
@@ -109,18 +115,20 @@ def report_step(optimizer, closure):
     bypassed = sorted(trained & since.bypasses.keys() - {call.model for call in since.forwards})
     report(
         events.Step,
-        gradients=checksums({name: value.grad for name, value in parameters.items()}),
+        gradients=quick_checksums({name: value.grad for name, value in parameters.items()}),
         weights=checksums(parameters) if state.new_pass or not state.wrapped else None,
         rates=[float(group.get("lr", 0)) for group in optimizer.param_groups],
         losses=since.losses,
         divisors=since.divisors,
+        means_over=since.means_over,
         backwards=since.backwards,
         samples=since.samples,
         inputs=since.inputs,
         infinite=optimized.not_finite(since.losses),
-        zero=not any(value.any() for value in gradients.values()),
+        zero=not any(is_nonzero(value) for value in gradients.values()),
         unused=sum(value.grad is None and value.requires_grad for value in parameters.values()),
         foreign=0 if optimized.sharded else len(parameters) - len(optimized.models),
+        unwatched=optimized.unwatched,
         bypassed=[since.bypasses[number] for number in bypassed],
         sharded=optimized.sharded,
         has_state=bool(optimizer.state),
@@ -131,11 +139,17 @@ def report_step(optimizer, closure):
         reduced_all=sum(count for _, count in since.reduced) >= elements,
         training=all(state.wrapped[number].training for number in optimized.models.values()),
         random=since.draws,
+        random_for_samples=since.draws_for_samples,
         joined=any(wrapper._join_config.enable for wrapper in wrappers if wrapper),
         loss_reduced=since.loss_reduced,
         **describe_projections(optimized),
         **describe_buffers(),
     )
+
+
+def is_nonzero(gradient):
+    some = gradient if gradient.is_sparse else gradient.flatten()[:FEW]
+    return bool(some.any()) or bool(gradient.any())
 
 
 def most_reductions(forwards):
@@ -164,6 +178,7 @@ def add_param_group(original, self, group):
     """Watch the gradients that this rank computes, before anything reduces them."""
     result = original(self, group)
     with harmless:
+        attribute_draws()  # what was drawn before made a model
         for value in self.param_groups[-1]["params"]:
             whole = not mesh_dimensions([value])  # the slice of a sharded one would communicate
             if whole and value.requires_grad and value.is_leaf and id(value) not in projecting:

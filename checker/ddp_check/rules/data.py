@@ -8,6 +8,11 @@ from ddp_check import events
 from ddp_check.ranks import counted, differing_ranks, of_lowest_rank
 from ddp_check.rules.base import not_applicable, passed, unseen, unsure, wrong
 
+DRAWS = {  # who draws random numbers, and what they are
+    "model": "random numbers in the model, such as dropout's",
+    "script": "random numbers in the training loop",
+}
+
 
 def ranks_share_data(run):
     """the ranks share out the data"""
@@ -67,7 +72,7 @@ def shared(epoch):
     again = repeated(distinct.values())
     allowed = sum(map(len, samples.values())) / 4 if entry.iterable else padding(epoch)
     if again <= allowed:
-        return None
+        return never_used(epoch)
     if not entry.iterable and dealt_by_data_set(epoch):
         return passed("the ranks ask for the same indices, and get other samples")
     if differing_ranks(distinct) is None:
@@ -81,6 +86,18 @@ def shared(epoch):
         text += ": each rank takes its part of an order of its own; seed the order alike on all"
         return wrong(text, "", "rank_seeds_split_data")
     return unsure(f"{text}: each draws from all of them in an order of its own", "", "no_sampler")
+
+
+def never_used(epoch):
+    """Return the verdict if DistributedSampler leaves out samples that no rank trains on."""
+    entries, entry = [*epoch.values()], of_lowest_rank(epoch)
+    if not all(entry.distributed and entry.is_whole and entry.length for entry in entries):
+        return None
+    seen = set(chain(*(entry.samples() for entry in entries)))
+    dropped = len(entries) * (1 + max(entry.sizes))  # the last batch of each, and the sampler's
+    if len(seen) < entry.length - dropped:
+        text = f"all ranks together see {len(seen)} of {entry.length} samples"
+        return wrong(f"{text}: DistributedSampler divides them among more ranks than there are")
 
 
 def sets_differ(epoch):
@@ -160,6 +177,8 @@ def same_order(run, passes):
         return wrong(text, line, "persistent_workers")
     if entry.iterable:
         return unsure(f"{text}: is that intended?", line)
+    if entry.shuffle is None:
+        return unsure(f"{text}: is that what the script's own sampler is to do?", line)
     if not entry.shuffle:
         return unseen("the sampler does not shuffle: is that intended?", line)
     calls = of_lowest_rank(run.by_rank(events.EpochSet))
@@ -214,11 +233,16 @@ def same_samples(run):
 def same_draws(run):
     """Return the verdict if the model, or the loop, draws the same random numbers on all ranks."""
     rows = [row for row in run.step_rows if all(step.random for step in row)]
-    for source, what in (("model", "dropout"), ("script", "random numbers in the training loop")):
+    for source, what in DRAWS.items():
         drawn = [[step.random.get(source) for step in row] for row in rows]
         drawn = [values for values in drawn if None not in values]
         if drawn and len(drawn[0]) > 1 and all(len(set(values)) == 1 for values in drawn):
-            text = f"all ranks draw the same {what}: should they? (seeds that differ by rank)"
+            text = f"all ranks draw the same {what}"
+            for_samples = all(step.random_for_samples for row in rows for step in row)
+            if source == "script" and for_samples and not run.is_sharded:
+                text += ", several for each sample: add 1000 * rank to torch.manual_seed"
+                return wrong(text, rows[0][0].where, "same_augmentation")
+            text += ": should they? (seeds that differ by rank)"
             return unsure(text, rows[0][0].where, "same_augmentation")
 
 
@@ -227,8 +251,7 @@ def different_draws(run):
     sources = {source for _, source in of_lowest_rank(sample_draws(run)) or ()}
     parts = ["augmentation"] if sources else []
     drawn = {source for step in run.all(events.Step) for source in step.random}
-    parts += ["dropout"] if "model" in drawn else []
-    parts += ["random numbers in the training loop"] if "script" in drawn else []
+    parts += [what for source, what in DRAWS.items() if source in drawn]
     if not parts:
         return unseen("nothing random is drawn, or by a generator that the checker does not know")
     where = of_lowest_rank(run.epochs[0]).where if run.epochs else run.all(events.Step)[0].where

@@ -9,8 +9,10 @@ from ddp_check import events
 from ddp_check.ranks import counted, of_lowest_rank
 from ddp_check.rules.base import passed, unseen, unsure, wrong
 from ddp_check.rules.data import repeated
+from ddp_check.rules.output import sum_is_printed
 
 ACCURACY = r"(?i)(?<!train )\bacc[a-z]*\W*(\d+\.(\d+)) ?(%?)"
+ACCURATE = r"(?i)(\bacc|\bf1|\biou|\bauc|precision|recall)[^\n\d]*$"  # before a number
 RESULT = r"(?i)acc|val|test|eval|score|correct|right|top|best|hit|f1"  # in a line
 NEXT = events.Step | events.Batch | events.PassBegun  # what begins after an evaluation
 
@@ -28,7 +30,8 @@ def evaluations(run):
         for entry in passes:
             dataset = entry.data, entry.part
             left_early = dataset not in read_whole and entry.events_of(events.BatchEvaluated)
-            if (entry.is_whole or left_early) and entry.length and dataset not in trained:
+            seen = entry.batches and (entry.is_whole or left_early)
+            if seen and entry.length and dataset not in trained:
                 place = entry.length, entry.where
                 passes_by_place.setdefault(place, {}).setdefault(rank, []).append(entry)
     least = 1 if run.returncode == 0 else len(run.events_by_rank)  # ranks that evaluate
@@ -244,6 +247,8 @@ def has_share(text, count):
 
 def accuracy_is_of_samples(run):
     """a printed accuracy counts each sample once"""
+    if verdict := sum_is_printed(run, ACCURATE):
+        return verdict
     passes = {
         rank: [entry for entry in of_rank if not entry.is_training]
         for rank, of_rank in run.passes_by_rank.items()
@@ -251,6 +256,8 @@ def accuracy_is_of_samples(run):
     evaluated = {entry.number: entry for entry in of_lowest_rank(passes)}
     if len({size for entry in evaluated.values() for size in entry.sizes}) < 2:
         return unseen("no batches of unequal size are evaluated")
+    if any(batch.label_size != 1 for entry in evaluated.values() for batch in entry.batches):
+        return unseen("the samples have several labels each, or none: of what it is a share?")
     totals, trained = possible_totals(passes), totals_of_epochs(run)
     entry, compared = None, 0  # the evaluation that has just ended, and how many were compared
     for event in of_lowest_rank(run.events_by_rank):
@@ -261,6 +268,8 @@ def accuracy_is_of_samples(run):
                 entry = None
             case events.Print() if entry and entry.length:
                 for match in re.findall(ACCURACY, event.text):
+                    if float(match[0]) in (0, 1, 100):  # a share of any number
+                        continue
                     compared += 1
                     share = printed_share(*match)
                     # Of many more samples than it has digits, any number is a share.

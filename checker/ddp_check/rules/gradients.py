@@ -11,6 +11,7 @@ from ddp_check.source import divisions_by_world_size
 NO_KERNEL = "an autograd kernel was not registered"  # PyTorch's warning
 NOT_FINITE = unseen("they are not finite: equal ones prove nothing")
 WRONG_RESULTS = "lookup/wrong_results"  # the page about wrong results without an error
+UNEQUAL = 1.05  # times as many elements on one rank as on another: fewer are as good as equal
 FACTOR = 1e-3  # to which a factor between gradients is known: they are sums of float32
 
 
@@ -28,32 +29,47 @@ def values_are_finite(run):
 
 def gradients_are_averaged(run):
     """each step takes the mean gradient of all ranks"""
-    steps = run.all(events.Step)
     if run.is_sharded:
         return not_applicable("the gradients are sharded")
-    if any(step.closure for step in steps):
+    if any(step.closure for step in run.all(events.Step)):
         return unseen("a closure computes the gradients")
     if run.averages_weights:
         return not_applicable("the ranks average their weights instead")
-    for number, row in enumerate(run.step_rows, 1):
-        if all(step.zero for step in row):
-            return wrong(f"step {number}: all gradients are zero", row[0].where)
-    if verdict := reduced_apart(run):
+    if verdict := all_zero(run) or steps_left_out(run) or reduced_apart(run):
         return verdict
     if run.first_infinite:
         return NOT_FINITE
-    if verdict := reduced_in_vain(run) or scaled_otherwise(run) or loss_divided(run):
-        return verdict
+    for judge in (reduced_in_vain, scaled_otherwise, loss_divided, mean_of_unequal, often_reduced):
+        if verdict := judge(run):
+            return verdict
+    if run.in_join:
+        return unseen("inside of join(), the steps of a rank that ran out have no counterpart")
+    return passed_as_averaged(run)
+
+
+def all_zero(run):
+    """Return the verdict on a step without any gradient."""
+    for number, row in enumerate(run.step_rows, 1):
+        if all(step.zero for step in row):
+            text = f"step {number}: all gradients are zero"
+            return wrong(text, row[0].where, follows=bool(row[0].foreign))
+
+
+def steps_left_out(run):
+    """Return the verdict on ranks that do not take equally many steps."""
+    if counts := uneven_steps(run, events.Step):
+        text = f"the optimizer takes {counts}: does each rank decide by itself when to take one?"
+        where, wrapped = run.all(events.Step)[0].where, run.all(events.Wrap)
+        return wrong(text, where, "uneven_batches", follows=not wrapped)
+
+
+def often_reduced(run):
+    """Return the verdict on steps whose gradients are all-reduced more than once."""
     for number, step in enumerate(of_lowest_rank(run.by_rank(events.Step)), 1):
         if step.reductions > 1:
             text = f"step {number}: {step.reductions} backward passes all-reduce their gradients"
             text += "; under no_sync(), only the last of them would"
             return slow(text, step.where, "accumulation_without_no_sync")
-    if run.in_join:
-        return unseen("inside of join(), the steps of a rank that ran out have no counterpart")
-    if counts := uneven_steps(run, events.Step):
-        return wrong(f"the optimizer takes {counts}", steps[0].where, "uneven_batches")
-    return passed_as_averaged(run)
 
 
 def uneven_steps(run, kind):
@@ -88,6 +104,9 @@ def reduced_apart(run):
     if not step.synced:
         text += "; the last backward() was under no_sync"
         return wrong(text, step.where, "accumulation_without_no_sync")
+    if first.name in step.unwatched:
+        text += ", which DDP does not reduce: it had no gradient, or was not there, when the model "
+        return wrong(f"{text}was wrapped", of_lowest_rank(run.by_rank(events.Wrap))[-1].where)
     by_hand = step.reduced and line_of_reduction(run)
     # A parameter of no wrapped model, or no wrapped model at all, is the cause: another rule's.
     unwrapped = step.foreign and str(first.name).startswith("parameter ")
@@ -174,6 +193,28 @@ def loss_divided(run):
         text = "the loss is divided by the number of ranks before backward(), and DDP divides the "
         text += f"gradients again: each step takes 1/{ranks} of their mean"
         return wrong(text, lines[0], WRONG_RESULTS)
+
+
+def mean_of_unequal(run):
+    """Return the verdict on losses that are means over another number of elements on each rank."""
+    uneven = []  # (step, the numbers of the ranks)
+    for row in run.step_rows:
+        for counts in zip(*map(elements_of_means, row)):
+            if max(counts) > min(counts) * UNEQUAL:
+                uneven.append((row[0], counts))
+                break
+    if not run.all(events.Wrap) or len(uneven) <= len(run.step_rows) / 2:
+        return None
+    step, counts = uneven[0]
+    numbers = " and ".join(f"{count:.0f}" for count in counts[:2])
+    text = f"the loss of each rank is a mean over another number of elements, first {numbers}, and "
+    text += "DDP takes the mean of these means: divide the sum by the number on all ranks, and "
+    return wrong(f"{text}multiply it by that of the ranks", step.where, WRONG_RESULTS)
+
+
+def elements_of_means(step):
+    """Return over how many elements the losses of a step are means: also by a division."""
+    return step.means_over + [by for by in step.divisors if by > 1 and by % 1 == 0]
 
 
 def passed_as_averaged(run):

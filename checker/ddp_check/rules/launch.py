@@ -6,7 +6,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from ddp_check import events
-from ddp_check.protocol import is_own, own_frame
+from ddp_check.protocol import FRAME, is_own, own_frame
 from ddp_check.ranks import counted, differing_ranks, of_lowest_rank, short
 from ddp_check.rules.base import (
     WRONG,
@@ -24,10 +24,11 @@ NETWORK = (
     r"URLError|gaierror|ConnectionError|MaxRetryError|name resolution|OfflineMode|HTTPError"
     r"|(FileNotFoundError|OSError): .*https?://"
 )
+OF_A_LIBRARY = r"ModuleNotFoundError|ImportError: .+/site-packages/"  # missing, or another version
 DROP_THE_MODEL = "drop every reference to the DDP model (del model) before destroy_process_group"
 PASSED_ON = "in __torch_function__"
 BUFFERS = "Buffers wait for all ranks to call the DDP model: evaluate model.module"
-UNTRANSLATED = rf"{LACKS_GPUS}|ddp_check/observer|Tensor-likes"
+UNTRANSLATED = rf"{LACKS_GPUS}|Tensor-likes"
 UNUSED = "Expected to have finished reduction"
 FAILS_ON_GPUS_TOO = "must not be negative"  # a GPU's number
 
@@ -77,6 +78,9 @@ def with_cause(run, text, where, page="", details=()):
         reason = f"rank {stop.rank} left the loop over the epochs after {step}, and rank "
         reason += f"{stop.other_rank} began the next: does each decide by its own loss?"
         return wrong(f"{reason}; {text}", where, "recipes/early_stopping", details)
+    if unwatched := [name for step in run.all(events.Step) for name in step.unwatched]:
+        reason = f"{unwatched[0]} came into the model after it was wrapped, and DDP waits for what "
+        return wrong(f"{reason}was there before; {text}", where, page, details)
     if in_sync or "_sync_buffers" in str(details):
         return wrong(f"{BUFFERS}; {text}", where, "rank_0_evaluates_the_wrapper", details)
     cause = same_collectives(run)
@@ -113,11 +117,14 @@ def failure(run):
     text, details, cure = run.ending, tuple(run.traceback), ""
     # Names of the script's files, and calls that the observer passes on, say nothing about GPUs.
     lines = [line for line in details[-6:] if not (own_frame(line) or line.endswith(PASSED_ON))]
-    untranslated = run.translate and re.search(UNTRANSLATED, " ".join([text, *lines]))
+    innermost = next((line for line in reversed(details) if FRAME.match(line)), "")
+    raised_by_observer = "ddp_check/observer" in innermost and not innermost.endswith(PASSED_ON)
+    about_gpus = raised_by_observer or re.search(UNTRANSLATED, " ".join([text, *lines]))
+    untranslated = run.translate and about_gpus
     errors = [match[1] for match in run.raised]
     if re.search(NETWORK, " ".join([*errors, text, *details])):
         cure = "it needs the network: download the data first"
-    elif text.startswith("ModuleNotFoundError") or run.fails_in_an_import:
+    elif re.match(OF_A_LIBRARY, text) or run.fails_in_an_import:
         cure = "run the checker in the environment of the script"
     elif untranslated and FAILS_ON_GPUS_TOO not in text:
         cure = "the checker cannot translate this for the CPU"
@@ -149,7 +156,7 @@ def one_group(run):
 
 
 def port_is_free(run):
-    """the ranks meet at a port that the launcher chooses"""
+    """the script does not fix the port at which the ranks meet"""
     for join in run.joins.values():
         if join.port and re.search(rf"\b{join.port}\b", run.text):
             reason = f"the port is always {join.port}: two jobs on one node would collide"

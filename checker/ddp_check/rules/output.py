@@ -1,7 +1,7 @@
 """Rules about what is printed, written and loaded."""
 
 import re
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +15,9 @@ LOSS = r"(?i)(loss|nll|perplexity|\bppl)\w*[^\w\n]{0,12}$"  # before a number
 RIGHT, THE_SUM = "the mean over all ranks", "the sum over the ranks"  # what a number may be
 WAITS = events.Step | events.Collective
 WRITES = events.Opened | events.Save | events.Renamed
+NAMED_SUM = r"(?i)sum|total"
+# In a script that may wait for a file in a way of its own:
+POLLS = r"\bsleep\(|\.wait\(|(?i:file_?lock)|flock\("
 
 
 def one_rank_prints(run):
@@ -42,8 +45,8 @@ def pattern(text):
 
 def one_rank_writes(run):
     """one rank writes each file, whole or not at all"""
-    writes = file_writes(run)
-    if verdict := written_by_several(run, writes):
+    writes = file_uses(run, WRITES)
+    if verdict := written_by_several(run, writes) or read_too_early(run, writes):
         return verdict
     saves = {event.path: event.where for event in run.all(events.Save) if event.path}
     renamed = {event.source for event in run.all(events.Renamed)}
@@ -56,8 +59,8 @@ def one_rank_writes(run):
     return passed(counted(len(writes), "file"), next(iter(saves.values()), ""))
 
 
-class Write(NamedTuple):
-    """A file is written, renamed or opened."""
+class Use(NamedTuple):
+    """A file is written, renamed, opened or read."""
 
     rank: int
     waits: int  # how often its rank has waited for the others before
@@ -65,17 +68,28 @@ class Write(NamedTuple):
     where: str
 
 
-def file_writes(run):
-    """Return the writes of each file: {path: [write]}."""
-    writes = {}
+def file_uses(run, kinds):
+    """Return the uses of each file: {path: [use]}."""
+    uses = {}
     for rank, found in run.events_by_rank.items():
         waits = steps = 0
         for event in found:
             steps += isinstance(event, events.Step)
             waits += isinstance(event, WAITS)
-            if isinstance(event, WRITES) and event.path and not getattr(event, "append", False):
-                writes.setdefault(event.path, []).append(Write(rank, waits, steps, event.where))
-    return writes
+            if isinstance(event, kinds) and event.path and not getattr(event, "append", False):
+                uses.setdefault(event.path, []).append(Use(rank, waits, steps, event.where))
+    return uses
+
+
+def read_too_early(run, writes_by_path):
+    """Return the verdict on a file that a rank reads, perhaps before another one has written it."""
+    for path, reads in file_uses(run, events.Read).items():
+        for read, write in product(reads, writes_by_path.get(path, ())):
+            if read.rank != write.rank and read.waits == write.waits:  # neither waits in between
+                text = f"rank {read.rank} reads {Path(path).name}, which rank {write.rank} writes, "
+                text += "and nothing makes it wait until it is written: put a barrier between"
+                give = unsure if re.search(POLLS, run.text) else wrong
+                return give(text, read.where)
 
 
 def written_by_several(run, writes_by_path):
@@ -116,6 +130,8 @@ def printed_loss_is_of_all(run):
     """a printed loss is that of all ranks"""
     if run.is_sharded and not any(step.inputs for step in run.all(events.Step)):
         return not_applicable("ranks that share a model have the same loss")
+    if verdict := sum_is_printed(run, LOSS):
+        return verdict
     numbers_by_place = {}
     for number in printed_numbers(run):
         numbers_by_place.setdefault((number.where, number.words), []).append(number)
@@ -123,7 +139,7 @@ def printed_loss_is_of_all(run):
         if len(numbers) > 1 and all(number.is_fault for number in numbers):  # once may be chance
             first = numbers[0]
             text = f"{first.shown} is {first.meaning}"
-            if THE_SUM in first.meaning and not re.search("(?i)sum|total", first.words):
+            if THE_SUM in first.meaning and not re.search(NAMED_SUM, first.words):
                 return wrong(text, first.where, "rank_0_loss")
             return unsure(text, first.where, "rank_0_loss")
     numbers = list(chain(*numbers_by_place.values()))
@@ -206,6 +222,44 @@ def printed_numbers(run):
     return numbers
 
 
+def sum_is_printed(run, words):
+    """Return the verdict if rank 0 prints, after these words, a sum of what each rank has alone.
+
+    It may be right: if each rank has divided its own part by a number of all.
+    """
+    sums = [*zip(*run.by_rank(events.Totalled).values())]
+    row, ranks = (), len(run.events_by_rank)
+    for event in of_lowest_rank(run.events_by_rank):
+        match event:
+            case events.Totalled():
+                row, *sums = sums or [()]
+            case events.Print() if row and ranks > 1 and is_sum_of_fractions(row):
+                for number in re.finditer(FRACTION, event.text):
+                    before, off = event.text[: number.start()], 0.51 * 10 ** -len(number[1])
+                    factor = 100 if event.text[number.end() :].lstrip().startswith("%") else 1
+                    if not re.search(words, before) or re.search(NAMED_SUM, before):
+                        continue
+                    if close(float(number[0]), factor * row[0].total, absolute=off):
+                        return sum_of_each(row, number[0], factor, event.where)
+
+
+def is_sum_of_fractions(row):
+    """Return whether all ranks have added up one number each that is not whole."""
+    own = [event.own for event in row]
+    if None in own or row[0].total is None or all(value % 1 == 0 for value in own):
+        return False
+    return close(row[0].total, sum(own), 1e-4)
+
+
+def sum_of_each(row, shown, factor, where):
+    """Return the verdict on a printed sum, which is certain if shares add up to more than 1."""
+    parts = " and ".join(f"{factor * event.own:.4g}" for event in row[:2])
+    text = f"{shown} is {THE_SUM}, of {parts}"
+    if all(0 <= event.own <= 1 for event in row) and row[0].total > 1:
+        return wrong(f"{text}: divide it by {len(row)}", where, "rank_0_loss")
+    return unsure(f"{text}: is each already divided by what all ranks have?", where, "rank_0_loss")
+
+
 def meaning_of(match, windows):
     """Return what a printed number is: `RIGHT`, a fault in words, or None if that is not known.
 
@@ -240,6 +294,9 @@ def possible_values(rows):
     yield ranks * over_batches, f"{THE_SUM}, their mean is {over_batches:.4g}"
     text = f"a mean over batches of unequal size, over samples it is {over_samples:.4g}"
     yield over_batches, text
+    yield over_samples / ranks, f"the mean over the ranks, {over_samples:.4g}, divided again"
+    text = "the loss of rank 0 divided by the number of ranks, without those of the others"
+    yield mean_over_samples(rows_of_rank_0) / ranks, text
 
 
 def mean_over_batches(rows):

@@ -22,7 +22,8 @@ def weights_agree(run):
         return verdict
     if first := run.first_difference("buffers"):
         text = f"before step {first.number}, the buffer {first.name} differs from rank to rank"
-        return unsure(f"{text}: should it hold what all ranks have seen?", first.row[0].where)
+        text += ": each changes it by its own data, and DDP overwrites it with that of rank 0. "
+        return unsure(f"{text}Should it hold what all ranks have seen?", first.row[0].where)
     if run.first_infinite:
         return NOT_FINITE
     return passed("bit for bit", (wrapped or steps)[0].where)
@@ -83,6 +84,10 @@ def apart_since(run, number, verdict, text, where=""):
             return wrong(text, where, follows=True)
     if line := loaded_by_some(run):
         return verdict(f"{text}: not all ranks load a state here", line, "edit_on_one_rank")
+    loads = [load for load in run.all(events.StateLoaded) if load.wraps]
+    if number == 1 and loads:
+        text += ": after the model was wrapped, each rank loads a state of its own here"
+        return verdict(text, loads[-1].where, "edit_on_one_rank")
     if number == 1 and not run.all(events.Wrap):
         text += "; broadcast them at the start, or seed all ranks alike"
     return verdict(f"{text}; were they edited?", where, "edit_on_one_rank")
