@@ -227,7 +227,7 @@ class Step(Event):
     """An optimizer is about to take a step. What is counted is counted since the step before."""
 
     gradients: dict[str, int]  # checksum of each parameter's gradient, 0 without one
-    # Checksum of each parameter, in the first step of a pass, or, without a wrapped model, in each:
+    # Checksum of each parameter, in the first step of a pass and some others; without DDP, in each:
     weights: dict[str, int] | None
     rates: list[float]  # learning rate of each group of parameters
     losses: list[float]  # whose backward pass came

@@ -28,7 +28,7 @@ TOLD = {  # pitfall: the rules that tell it, and what they say
     "find_unused_without_need": {"unused_search_is_needed": "every parameter is used in each step"},
     "fixed_port": {"port_is_free": "the port is always 12355"},
     "forward_through_module": {
-        "weights_agree": "before step 27, the weights differ from rank to rank",
+        "weights_agree": "before step 2, the weights differ from rank to rank",
         "gradients_are_averaged": "differ from rank to rank, .* the model is called without",
     },
     "handler_holds_model": {"no_thread_left": "drop every reference to the DDP model"},
