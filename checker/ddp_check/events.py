@@ -158,27 +158,27 @@ class Totalled(Event):
 class PassBegun(Event):
     """A pass over a DataLoader begins."""
 
-    number: int  # counts the passes of this process
-    length: int | None  # of the data set, if it has one
-    total: int | None  # batches to come, if that is known
+    pass_number: int  # counts the passes of this process
+    sample_count: int | None  # of the data set, if that is known
+    batch_count: int | None  # to come, if that is known
     iterable: bool  # the data set is an IterableDataset: its samples have no index
-    part: int  # checksum of the indices that a Subset keeps, or 0
+    subset_checksum: int  # of the indices that a Subset keeps, or 0
     distributed: bool  # the sampler is a DistributedSampler
     shuffle: bool | None  # None: the sampler does not say
     drop_last: bool
-    tensors: int  # checksum of a TensorDataset's tensors, or 0
-    data: int  # checksum, the same for equal data sets
+    tensor_checksum: int  # of a TensorDataset's tensors, or 0
+    dataset_checksum: int  # the same for equal data sets
     persistent: bool  # its workers stay for the next pass
 
 
 class Batch(Event):
     """A DataLoader has returned a batch."""
 
-    number: int  # of the pass
+    pass_number: int
     indices: list[int] | None  # as the sampler gave them
-    base: list[int] | None  # the same samples in the data set below all Subsets
-    samples: list[int] | None  # checksum of each sample
-    labels: list[int] | None  # checksum of the smallest part of each, if it has several
+    base_indices: list[int] | None  # the same samples in the data set below all Subsets
+    checksums: list[int] | None  # of each sample
+    label_checksums: list[int] | None  # of the smallest part of each, if it has several
     width: int | None  # elements of a sample; where padding changes it, checksums differ
     label_size: int | None  # elements of the smallest part: with one for each token, more than 1
 
@@ -186,7 +186,7 @@ class Batch(Event):
 class PassEnded(Event):
     """A DataLoader has no more batches."""
 
-    number: int  # of the pass
+    pass_number: int
 
 
 class BatchEvaluated(Event):
@@ -239,7 +239,7 @@ class Step(Event):
     # the optimizer takes. None after the first steps, with a GradScaler or sharded parameters.
     own_gradient: float | None
     taken_gradient: float | None
-    samples: int  # that a DataLoader returned
+    sample_count: int  # of those that a DataLoader returned
     inputs: list[int]  # checksums of the batches that entered the models
     infinite: str  # what is not finite: "loss", "gradient of NAME", or ""
     zero: bool  # all gradients are zero
@@ -295,7 +295,7 @@ class Evaluated(Event):
     checksums: dict[str, int]  # of each parameter and buffer
     noisy: str  # the layer that changes what the model returns, being in training mode, or ""
     wrapped: bool  # in DistributedDataParallel
-    number: int  # of the pass
+    pass_number: int
 
 
 class Final(Event):

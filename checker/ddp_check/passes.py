@@ -1,15 +1,14 @@
 """The passes over the data: which batches each gave, and which steps used them."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
+from itertools import chain
 
 from ddp_check import events
 
 
-@dataclass
-class Pass:
-    """A pass of one rank over a DataLoader."""
+class Pass(events.PassBegun):
+    """A pass of one rank over a DataLoader: how it began, and what followed."""
 
-    begun: events.PassBegun
     batches: list = field(default_factory=list)
     steps: list = field(default_factory=list)
     steps_beside: int = 0  # credited to another pass, which gave a later batch
@@ -17,8 +16,10 @@ class Pass:
     evaluates: bool = False  # a model was called without gradients
     after: list = field(default_factory=list)  # events that follow one of its batches
 
-    def __getattr__(self, name):
-        return getattr(self.begun, name)
+    @property
+    def dataset(self):
+        """What is equal for passes over equal data sets."""
+        return self.dataset_checksum, self.subset_checksum
 
     @property
     def is_training(self):
@@ -32,29 +33,29 @@ class Pass:
     @property
     def sizes(self):
         """How many samples its batches have, as far as is known."""
-        return [len(batch.indices or batch.samples or ()) for batch in self.batches]
+        return [len(batch.indices or batch.checksums or ()) for batch in self.batches]
 
     @property
     def is_whole(self):
         """Whether it gave all its batches."""
-        return self.ended or len(self.batches) == self.total
+        return self.ended or len(self.batches) == self.batch_count
 
-    def samples(self, key="indices"):
-        """Return what is known of each of its samples, or None if it is unknown."""
-        parts = [getattr(batch, key) for batch in self.batches]
-        return None if None in parts else [value for part in parts for value in part]
+    def values(self, field_name):
+        """Return this field of all its batches as one list, or None if one of them is unknown."""
+        lists = [getattr(batch, field_name) for batch in self.batches]
+        return None if None in lists else list(chain(*lists))
 
 
-def passes_in(found):
+def passes_in(events_of_rank):
     """Return the passes of one rank, whose events these are."""
     passes = {}  # by number
     fed = []  # passes with a batch since the last step
     latest = None  # the pass that gave the last batch
-    for event in found:
-        entry = passes.get(getattr(event, "number", None))
+    for event in events_of_rank:
+        entry = passes.get(getattr(event, "pass_number", None))
         match event:
             case events.PassBegun():
-                passes[event.number] = Pass(event)
+                passes[event.pass_number] = Pass(**vars(event))
             case events.Batch() if entry:
                 entry.batches.append(event)
                 latest = entry

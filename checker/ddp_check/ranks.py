@@ -8,6 +8,11 @@ def differing_ranks(values_by_rank):
     return next(((rank, other) for other, theirs in items if theirs != value), None)
 
 
+def differ(objects_by_rank, name):
+    """Return the first two ranks in whose objects an attribute differs, or None."""
+    return differing_ranks({rank: getattr(value, name) for rank, value in objects_by_rank.items()})
+
+
 def of_lowest_rank(values_by_rank):
     """Return the value of the lowest rank, or an empty list if there are no ranks."""
     return next(iter(values_by_rank.values()), [])

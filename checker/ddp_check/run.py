@@ -11,7 +11,7 @@ from pathlib import Path
 from ddp_check import events
 from ddp_check.passes import passes_in
 from ddp_check.protocol import FRAME, own_frame
-from ddp_check.ranks import differing_ranks
+from ddp_check.ranks import differing_ranks, of_lowest_rank
 
 LACKS_GPUS = r"(?i)cuda|nccl|nvidia|\bgpu|accelerator"  # in an error message
 PREFIX = r"(?:\[rank\d+\]: ?)?"  # that PyTorch puts before each line of a traceback
@@ -38,7 +38,7 @@ class Run:
     folder: Path  # of the events
     cwd: Path = Path()
     script: str = ""  # its path
-    text: str = ""  # of the script
+    source: str = ""  # of the script
     translate: bool = False  # its calls for GPUs were translated for the CPU
     missed_checkpoints: list = field(default_factory=list)  # checkpoints that the script missed
     returncode: int | None = None  # None: it was killed after the timeout
@@ -50,12 +50,21 @@ class Run:
     events_by_rank: dict = field(default_factory=dict)
     stacks: dict = field(default_factory=dict)  # rank -> its frames when it hung, innermost first
 
+    @property
+    def world_size(self):
+        """How many ranks have reported something."""
+        return len(self.events_by_rank)
+
     def by_rank(self, *kinds):
         """Return the events of these kinds: {rank: [event]}."""
         return {
             rank: [event for event in found if isinstance(event, kinds)]
             for rank, found in self.events_by_rank.items()
         }
+
+    def of_lowest_rank(self, *kinds):
+        """Return the events of these kinds from the lowest rank."""
+        return of_lowest_rank(self.by_rank(*kinds))
 
     def all(self, *kinds):
         """Return the events of these kinds from all ranks, as one list."""
@@ -154,7 +163,7 @@ class Run:
     def for_nccl(self):
         """Whether the script uses only NCCL, so faults of gloo do not affect it."""
         calls = {event.call for event in self.all(events.Translated)}
-        return '"nccl"' in calls or ("nccl" in self.text and "cpu:gloo" not in self.text)
+        return '"nccl"' in calls or ("nccl" in self.source and "cpu:gloo" not in self.source)
 
     @property
     def printed(self):

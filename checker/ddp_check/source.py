@@ -44,7 +44,7 @@ def shares_of_ranks(run):
 def parsed(run):
     """Return the syntax tree of a script, without statements if it has none."""
     try:
-        return ast.parse(run.text)
+        return ast.parse(run.source)
     except SyntaxError:
         return ast.Module([], [])
 

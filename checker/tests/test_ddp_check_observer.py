@@ -27,7 +27,14 @@ def test_the_oldest_pytorch_is_the_one_that_is_promised():
 
 def test_events_are_read_as_they_were_written():
     written = events.Batch(
-        time=1.5, where="a.py:3", number=1, indices=[3], base=None, samples=[7], labels=[7], width=2
+        time=1.5,
+        where="a.py:3",
+        pass_number=1,
+        indices=[3],
+        base_indices=None,
+        checksums=[7],
+        label_checksums=[7],
+        width=2,
     )
     assert events.read(str(written)) == written
     assert json.loads(str(written))["kind"] == "Batch"

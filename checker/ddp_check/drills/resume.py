@@ -154,7 +154,7 @@ def begins_again(plan, struck, resumed, line):
         return wrong(f"when started again, it fails: {end.text}", end.where, "", end.details)
     text = f"when started again, it begins at step 0 of {total}"
     if after == total and not line and plan.restart_args is None:
-        if not re.search(HAS_RESUME, resumed.text):
+        if not re.search(HAS_RESUME, resumed.source):
             return unsure(f"{text}: it has no resume")
         return unsure(f"{text}. If it needs more arguments to resume, add --restart-args '…'")
     if after == total and saved_steps(struck):
@@ -207,7 +207,7 @@ def compare(plan, resumed):
 def why_apart(plan, resumed, text):
     """Return the verdict on a resumed run with other weights: what was not restored."""
     whole, after = steps_of(plan.undisturbed), steps_of(resumed)
-    loads = of_lowest_rank(resumed.by_rank(*LOADS, events.StateLoaded))
+    loads = resumed.of_lowest_rank(*LOADS, events.StateLoaded)
     line = loads[-1].where if loads else ""
     without_state = [
         rank

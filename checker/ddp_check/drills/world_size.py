@@ -12,7 +12,7 @@ from ddp_check.numbers import close, distance, ratio
 from ddp_check.plan import kill_all
 from ddp_check.protocol import STEPS
 from ddp_check.ranks import counted, short
-from ddp_check.rules import gradients, judged, launch
+from ddp_check.rules import gradients, launch, verdict_of
 from ddp_check.rules.base import passed, unseen, unsure, wrong
 from ddp_check.source import shares_of_ranks
 
@@ -55,7 +55,7 @@ def agree(plan):
         same_batch = ": the script itself divides its batch by the number of ranks"
     if verdict := nothing_kept(one):
         return verdict
-    sizes = len(one.events_by_rank), len(many.events_by_rank)
+    sizes = one.world_size, many.world_size
     if sizes != (1, plan.nproc):
         return unseen(f"{sizes[0]} and {sizes[1]} ranks, not 1 and {plan.nproc}")
     rates = other_rates(many, one)
@@ -76,7 +76,7 @@ def agree(plan):
 def samples_in(run):
     """Return how many samples the first step of all ranks has."""
     rows = run.by_rank(events.Step).values()
-    return sum(step.samples for of_rank in rows for step in of_rank[:1])
+    return sum(step.sample_count for of_rank in rows for step in of_rank[:1])
 
 
 def nothing_kept(run):
@@ -113,9 +113,9 @@ def other_rates(many, one):
 def other_samples(many, one):
     """Return the verdict if the steps do not have the same samples, or that is not seen."""
     pair = [list(run.epochs[0].values()) for run in (many, one) if run.epochs]
-    if len(pair) < 2 or any(entry.samples() is None for ranks in pair for entry in ranks):
+    if len(pair) < 2 or any(entry.values("indices") is None for ranks in pair for entry in ranks):
         return unseen("no DataLoader was used to train, or its samples have no index")
-    if pair[0][0].data != pair[1][0].data:
+    if pair[0][0].dataset_checksum != pair[1][0].dataset_checksum:
         return unseen("the data differs from run to run, or with the number of ranks: seed it")
     counts = [samples_in(run) for run in (many, one)]
     if not close(ratio(*counts), 1, 0.3):
@@ -124,8 +124,8 @@ def other_samples(many, one):
     ranks, (alone,) = pair
     for number in range(1, 1 + min(STEPS, *(len(entry.batches) for entry in ranks))):
         batches = chain(*(entry.batches[:number] for entry in ranks))
-        of_many = sorted(chain(*(batch.base for batch in batches)))
-        if of_many != sorted(alone.samples("base")[: len(of_many)]):
+        of_many = sorted(chain(*(batch.base_indices for batch in batches)))
+        if of_many != sorted(alone.values("base_indices")[: len(of_many)]):
             text = f"batch {number} of the ranks has other samples than the one process: the ranks "
             return unseen(f"{text}do not take turns in one order of the data")
 
@@ -153,8 +153,8 @@ def why_apart(many, one, step, name, apart, of_many, of_one):
     """Return the verdict on a gradient that differs, with its cause."""
     if not of_many.isfinite().all():
         return wrong(f"step {step}: the gradient of {name} is not finite", steps_of(many)[0].where)
-    verdict = judged(gradients.gradients_are_averaged, many)
-    factor, ranks = ratio(of_many.norm().item(), of_one.norm().item()), len(many.events_by_rank)
+    verdict = verdict_of(gradients.gradients_are_averaged, many)
+    factor, ranks = ratio(of_many.norm().item(), of_one.norm().item()), many.world_size
     text = f"step {step}: the gradient of {name} is off by {apart:.1e}"
     for expected, cause in (
         (ranks, "the script adds up what DDP has averaged"),

@@ -33,7 +33,7 @@ class SinceStep:
     loss_scaled: bool = False  # by a GradScaler
     projection: float = 0.0  # of the gradients that this rank has computed
     reduced: list = field(default_factory=list)  # (checksum, elements) that the script added up
-    samples: int = 0  # that a DataLoader returned
+    sample_count: int = 0  # of those that a DataLoader returned
     draws: dict = field(default_factory=dict)  # of random numbers, as `Step.random`
     draws_for_samples: bool = False  # as `Step.random_for_samples`
 

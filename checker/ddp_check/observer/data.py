@@ -27,7 +27,7 @@ MAX_WRAPPERS = 3  # around a batch sampler
 class Progress:
     """What the observer keeps for each iterator of a DataLoader."""
 
-    number: int  # of the pass
+    pass_number: int
     subset: list | None  # indices that Subsets keep, or None for all
     samples_before: int  # that were loaded for the next step before this pass began
     requested: deque = field(default_factory=deque)  # indices of batches, not returned yet
@@ -70,21 +70,21 @@ def report_pass(iterator, loader):
     state.passes += 1
     state.new_pass = True
     dataset, subset = ask(without_subsets, loader.dataset, default=(loader.dataset, None))
-    iterator._ddp_check = Progress(state.passes, subset, state.since_step.samples)
+    iterator._ddp_check = Progress(state.passes, subset, state.since_step.sample_count)
     sampler = sampler_of(loader)
     length = ask(len, loader.dataset)  # an iterable data set may have none
     report(
         events.PassBegun,
-        number=state.passes,
-        length=length if isinstance(length, int) else None,
-        total=ask(len, loader) if length is not None else None,
+        pass_number=state.passes,
+        sample_count=length if isinstance(length, int) else None,
+        batch_count=ask(len, loader) if length is not None else None,
         iterable=isinstance(dataset, data.IterableDataset),
-        part=0 if subset is None else zlib.crc32(repr(subset).encode()),
+        subset_checksum=0 if subset is None else zlib.crc32(repr(subset).encode()),
         distributed=isinstance(sampler, DistributedSampler),
         shuffle=shuffles(sampler),
         drop_last=bool(loader.drop_last or ask(getattr, sampler, "drop_last", default=False)),
-        tensors=checksum(ask(getattr, dataset, "tensors", default=())),
-        data=fingerprint(dataset),
+        tensor_checksum=checksum(ask(getattr, dataset, "tensors", default=())),
+        dataset_checksum=fingerprint(dataset),
         persistent=loader.persistent_workers,
     )
 
@@ -150,9 +150,9 @@ def next_batch(original, self):
 
 def end_pass(progress):
     """Report that a pass is over."""
-    report(events.PassEnded, number=progress.number)
+    report(events.PassEnded, pass_number=progress.pass_number)
     if state.new_pass:  # no step: it was an evaluation
-        state.since_step.samples = progress.samples_before
+        state.since_step.sample_count = progress.samples_before
     after_gather.resume()
 
 
@@ -160,19 +160,19 @@ def report_batch(progress, batch):
     """Report a batch, with what is known of its samples."""
     requested = progress.requested.popleft() if progress.requested else None
     indices = ask(lambda: [operator.index(index) for index in requested])  # None: of another type
-    base = indices
+    base_indices = indices
     if indices is not None and progress.subset is not None:
-        base = ask(lambda: [progress.subset[index] for index in indices])
+        base_indices = ask(lambda: [progress.subset[index] for index in indices])
     samples = ask(Samples, batch)
-    state.since_step.samples += len(samples.checksums or ()) if samples else 0
+    state.since_step.sample_count += len(samples.checksums or ()) if samples else 0
     state.new_batch = state.unused_batch = True
     report(
         events.Batch,
-        number=progress.number,
+        pass_number=progress.pass_number,
         indices=indices,
-        base=base,
-        samples=samples and samples.checksums,
-        labels=samples and samples.labels,
+        base_indices=base_indices,
+        checksums=samples and samples.checksums,
+        label_checksums=samples and samples.label_checksums,
         width=samples and samples.width,
         label_size=samples and samples.label_size,
     )

@@ -177,7 +177,7 @@ def enter_evaluation(module):
             checksums=checksums(values),
             noisy=next((type(part).__name__ for part in module.modules() if is_noisy(part)), ""),
             wrapped=module in state.wrapped,
-            number=state.passes,
+            pass_number=state.passes,
         )
 
 

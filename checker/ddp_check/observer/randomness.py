@@ -26,7 +26,7 @@ def attribute_draws(owner=None):
         since = state.since_step
         since.draws.setdefault(owner, checksum([known]))
         if owner == "script" and state.unused_batch:
-            most = SEVERAL * since.samples
+            most = SEVERAL * since.sample_count
             since.draws_for_samples |= not are_within(most, known, current)
     state.generator = current
 

@@ -122,7 +122,7 @@ def report_step(optimizer, closure):
         divisors=since.divisors,
         means_over=since.means_over,
         backwards=since.backwards,
-        samples=since.samples,
+        sample_count=since.sample_count,
         inputs=since.inputs,
         infinite=optimized.not_finite(since.losses),
         zero=not any(is_nonzero(value) for value in gradients.values()),

@@ -91,7 +91,7 @@ class Samples:
             totals = [zlib.crc32(row, total) for row, total in zip(bits_of_rows, totals)]
             rows.append(totals)
         self.checksums = rows[-1] if rows else None  # of each sample
-        self.labels = rows[0] if len(rows) > 1 else None  # of the smallest part of each
+        self.label_checksums = rows[0] if len(rows) > 1 else None  # of the smallest part of each
 
 
 def fingerprint(value, depth=5):

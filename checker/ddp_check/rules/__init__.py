@@ -58,7 +58,7 @@ RULES = {  # rule: what it needs to look at
 assert {kind for kinds in RULES.values() for kind in kinds} <= SUBJECTS.keys()
 
 
-def judged(rule, run):
+def verdict_of(rule, run):
     """Return a rule's verdict on a run. If the rule breaks, that must not cost the whole report."""
     try:
         verdict = nothing_to_look_at(rule, run) or rule(run) or pass_of(rule, run)
@@ -89,4 +89,4 @@ def pass_of(rule, run):
 
 def judge(run):
     """Return the verdicts of all rules."""
-    return [judged(rule, run) for rule in RULES]
+    return [verdict_of(rule, run) for rule in RULES]

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import chain, pairwise
 
 from ddp_check import events
-from ddp_check.ranks import counted, differing_ranks, of_lowest_rank
+from ddp_check.ranks import counted, differ, differing_ranks, of_lowest_rank
 from ddp_check.rules.base import not_applicable, passed, unseen, unsure, wrong
 
 DRAWS = {  # who draws random numbers, and what they are
@@ -35,12 +35,12 @@ def ranks_share_data(run):
 def indices_are_shared_out(epochs):
     """Return whether all ranks ask for other indices of one data set in each epoch."""
     for epoch in epochs:
-        indices = [entry.samples("base") for entry in epoch.values()]
+        indices = [entry.values("base_indices") for entry in epoch.values()]
         if None in indices or any(entry.iterable for entry in epoch.values()):
             return False
         if repeated(map(set, indices)) > padding(epoch):
             return False
-        if differing_ranks({rank: entry.part for rank, entry in epoch.items()}):
+        if differ(epoch, "subset_checksum"):
             return False
     return bool(epochs)
 
@@ -60,8 +60,8 @@ def padding(epoch):
 def shared(epoch):
     """Return the verdict if several ranks train on the same samples in an epoch."""
     entry = of_lowest_rank(epoch)
-    known = "samples" if entry.iterable else "base"
-    samples = {rank: entry.samples(known) for rank, entry in epoch.items()}
+    known = "checksums" if entry.iterable else "base_indices"
+    samples = {rank: entry.values(known) for rank, entry in epoch.items()}
     if None in samples.values():
         return unseen("the samples have no index")
     if not entry.iterable and any(repeated([of_rank]) for of_rank in samples.values()):
@@ -79,7 +79,7 @@ def shared(epoch):
         text = f"each rank trains on the same {counted(len(of_lowest_rank(distinct)), 'sample')}"
         return wrong(text, "", "no_sampler")
     text = f"{again} samples are seen by several ranks"
-    if differing_ranks({rank: entry.part for rank, entry in epoch.items()}):
+    if differ(epoch, "subset_checksum"):
         text += ": the split differs from rank to rank; give it a seed"
         return wrong(text, "", "split_differs_by_rank")
     if not entry.iterable and all(entry.is_whole for entry in epoch.values()):
@@ -91,20 +91,20 @@ def shared(epoch):
 def never_used(epoch):
     """Return the verdict if DistributedSampler leaves out samples that no rank trains on."""
     entries, entry = [*epoch.values()], of_lowest_rank(epoch)
-    if not all(entry.distributed and entry.is_whole and entry.length for entry in entries):
+    if not all(entry.distributed and entry.is_whole and entry.sample_count for entry in entries):
         return None
-    seen = set(chain(*(entry.samples() for entry in entries)))
+    seen = set(chain(*(entry.values("indices") for entry in entries)))
     dropped = len(entries) * (1 + max(entry.sizes))  # the last batch of each, and the sampler's
-    if len(seen) < entry.length - dropped:
-        text = f"all ranks together see {len(seen)} of {entry.length} samples"
+    if len(seen) < entry.sample_count - dropped:
+        text = f"all ranks together see {len(seen)} of {entry.sample_count} samples"
         return wrong(f"{text}: DistributedSampler divides them among more ranks than there are")
 
 
 def sets_differ(epoch):
     """Return the verdict if the same index means another sample on each rank."""
     entry = of_lowest_rank(epoch)
-    tensors = differing_ranks({rank: entry.tensors for rank, entry in epoch.items()})
-    data = differing_ranks({rank: entry.data for rank, entry in epoch.items()})
+    tensors = differ(epoch, "tensor_checksum")
+    data = differ(epoch, "dataset_checksum")
     if tensors and entry.distributed:
         text = "the data sets of the ranks differ: the same index means different samples"
         return wrong(text, "", "split_differs_by_rank")
@@ -117,11 +117,11 @@ def sets_differ(epoch):
 def dealt_by_data_set(epoch):
     """Return whether the data set gives each rank something else for the same index."""
     compared = False
-    for key in ("samples", "labels"):  # augmentation leaves the labels as they are
+    for key in ("checksums", "label_checksums"):  # augmentation leaves the labels as they are
         values = [checksums(entry, key) for entry in epoch.values()]
         common = set.intersection(*map(set, values))
         alike = all(len({of_rank[index] for of_rank in values}) == 1 for index in common)
-        several = key == "samples" or len({values[0][index] for index in common}) > 1
+        several = key == "checksums" or len({values[0][index] for index in common}) > 1
         if common and alike and several:
             return False
         compared |= bool(common)
@@ -133,7 +133,7 @@ def checksums(entry, key):
     return {
         (index, batch.width): value
         for batch in entry.batches
-        for index, value in zip(batch.base, getattr(batch, key) or ())
+        for index, value in zip(batch.base_indices, getattr(batch, key) or ())
     }
 
 
@@ -164,15 +164,19 @@ def read_once(passes):
 def same_order(run, passes):
     """Return the verdict on two passes with the same order."""
     entry, line = passes[0], passes[0].where
-    key = "samples" if entry.iterable else "indices"
-    orders = [entry.samples(key) for entry in passes]
+    key = "checksums" if entry.iterable else "indices"
+    orders = [entry.values(key) for entry in passes]
     if None in orders or len(orders[0]) < 8:
         return unseen("the samples have no index, or there are too few", line)
     same = [number for number, pair in enumerate(pairwise(orders), 1) if pair[0] == pair[1]]
     if not same:
         return None
     text = f"epochs {same[0]} and {same[0] + 1} have the same order"
-    if entry.iterable and entry.persistent and len({entry.data for entry in passes}) > 1:
+    if (
+        entry.iterable
+        and entry.persistent
+        and len({entry.dataset_checksum for entry in passes}) > 1
+    ):
         text += ": the persistent workers do not see what changes in the data set"
         return wrong(text, line, "persistent_workers")
     if entry.iterable:
@@ -181,7 +185,7 @@ def same_order(run, passes):
         return unsure(f"{text}: is that what the script's own sampler is to do?", line)
     if not entry.shuffle:
         return unseen("the sampler does not shuffle: is that intended?", line)
-    calls = of_lowest_rank(run.by_rank(events.EpochSet))
+    calls = run.of_lowest_rank(events.EpochSet)
     text += f"; set_epoch gets {calls[-1].value} last" if calls else "; set_epoch is never called"
     return wrong(text, calls[0].where if calls else line, "no_set_epoch")
 
@@ -224,7 +228,7 @@ def same_samples(run):
     cure = "add 1000 * rank to each"
     if all(worker is not None for worker, _ in same) and sources != ["generator"]:
         text, cure = f"{text} in DataLoader workers", "add 1000 * rank to torch.manual_seed"
-        if "worker_init_fn" in run.text:
+        if "worker_init_fn" in run.source:
             cure += ", and let worker_init_fn seed by torch.initial_seed()"
     give = wrong if len(same) == len(keys) else unsure  # a size for a batch may be the same
     return give(f"{text}; {cure}", of_lowest_rank(run.epochs[0]).where, "same_augmentation")

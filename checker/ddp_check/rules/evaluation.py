@@ -23,18 +23,17 @@ def evaluations(run):
     Passes over a training set do not count, nor, in a run that failed, what a rank did not reach.
     """
     passes = list(chain(*run.passes_by_rank.values()))
-    trained = {(entry.data, entry.part) for entry in passes if entry.is_training}
-    read_whole = {(entry.data, entry.part) for entry in passes if entry.is_whole}
+    trained = {entry.dataset for entry in passes if entry.is_training}
+    read_whole = {entry.dataset for entry in passes if entry.is_whole}
     passes_by_place = {}  # (size, line) -> rank -> its passes
     for rank, passes in run.passes_by_rank.items():
         for entry in passes:
-            dataset = entry.data, entry.part
-            left_early = dataset not in read_whole and entry.events_of(events.BatchEvaluated)
+            left_early = entry.dataset not in read_whole and entry.events_of(events.BatchEvaluated)
             seen = entry.batches and (entry.is_whole or left_early)
-            if seen and entry.length and dataset not in trained:
-                place = entry.length, entry.where
+            if seen and entry.sample_count and entry.dataset not in trained:
+                place = entry.sample_count, entry.where
                 passes_by_place.setdefault(place, {}).setdefault(rank, []).append(entry)
-    least = 1 if run.returncode == 0 else len(run.events_by_rank)  # ranks that evaluate
+    least = 1 if run.returncode == 0 else run.world_size  # ranks that evaluate
     return {
         place: list(zip(*by_rank.values()))
         for place, by_rank in passes_by_place.items()
@@ -47,10 +46,10 @@ def each_sample_is_evaluated_once(run):
     evaluated = evaluations(run)
     if not evaluated:
         return unseen("no DataLoader was used without training")
-    ranks = len(run.events_by_rank)
+    ranks = run.world_size
     for (total, where), rows in evaluated.items():
-        smaller = [row for row in chain(*evaluated.values()) if row[0].length < total]
-        beside = evaluated_by_all(rows[0][0].data, smaller)
+        smaller = [row for row in chain(*evaluated.values()) if row[0].sample_count < total]
+        beside = evaluated_by_all(rows[0][0].dataset_checksum, smaller)
         for row in rows:
             if verdict := missed(row, beside, total, ranks):
                 return replace(verdict, where=where, page="padded_evaluation")
@@ -61,14 +60,14 @@ def each_sample_is_evaluated_once(run):
 def evaluated_by_all(data, rows):
     """Return the indices of samples of a data set that every rank evaluates: a remainder."""
     for row in rows:
-        if row[0].data == data and alike(row, "base"):
-            return set(row[0].samples("base"))
+        if row[0].dataset_checksum == data and alike(row, "base_indices"):
+            return set(row[0].values("base_indices"))
     return set()
 
 
-def alike(row, key="indices"):
+def alike(row, field_name="indices"):
     """Return whether all ranks evaluate the same known samples, perhaps in other orders."""
-    samples = [entry.samples(key) for entry in row]
+    samples = [entry.values(field_name) for entry in row]
     return None not in samples and len({tuple(sorted(of_rank)) for of_rank in samples}) == 1
 
 
@@ -77,14 +76,14 @@ def missed(row, beside, total, ranks):
 
     The samples with the indices `beside` are evaluated elsewhere.
     """
-    samples = [entry.samples() for entry in row]
-    if None in samples or len({entry.part for entry in row}) > 1:
+    samples = [entry.values("indices") for entry in row]
+    if None in samples or len({entry.subset_checksum for entry in row}) > 1:
         return unseen("the samples have no index, or each rank evaluates a part of its own")
     if all(sorted(of_rank) == list(range(total)) for of_rank in samples):
         return None  # each of these ranks evaluates the whole set
     if not alike(row) and (twice := repeated(samples)):
         return counted_twice(row, twice, total)
-    distinct = {index for entry in row for index in entry.samples("base")}
+    distinct = {index for entry in row for index in entry.values("base_indices")}
     if len(distinct) < total and len(distinct | beside) != total:
         text = f"it sees {len(distinct)} of {total} samples"
         return wrong(text) if is_lost(row, total, ranks) else unsure(f"{text}: is that intended?")
@@ -114,7 +113,7 @@ def counted_twice(row, twice, total):
 
     A script may cut the padding off after a gather, or leave it out of what the ranks add up.
     """
-    loaded = sum(len(entry.samples()) for entry in row)
+    loaded = sum(len(entry.values("indices")) for entry in row)
     text = f"{loaded} samples, {loaded - twice} of them distinct, of {total}"
     collectives = [sums_and_gathers(entry) for entry in row]
     gathers = max(sum("gather" in call.name for call in calls) for calls in collectives)
@@ -158,7 +157,7 @@ def result_is_of_all(run):
         row
         for rows in evaluations(run).values()
         for row in rows
-        if len(row) == len(run.events_by_rank) > 1 and disjoint(row)
+        if len(row) == run.world_size > 1 and disjoint(row)
     ]
     if not parts:
         return unseen("no evaluation is divided among the ranks")
@@ -177,7 +176,7 @@ def result_is_of_all(run):
 
 def disjoint(row):
     """Return whether each rank evaluates samples that no other does, but for padding."""
-    samples = [entry.samples("base") for entry in row]
+    samples = [entry.values("base_indices") for entry in row]
     if None in samples or not all(samples):
         return False
     return repeated(map(set, samples)) < len(row)
@@ -201,8 +200,8 @@ def result_is_shared(run, row):
 
 def part_of(row):
     """Return in words how much of the data rank 0 has evaluated."""
-    own = len(row[0].samples())
-    total = len(set(chain(*(entry.samples("base") for entry in row))))
+    own = len(row[0].values("indices"))
+    total = len(set(chain(*(entry.values("base_indices") for entry in row))))
     return f"rank 0 has evaluated {own} of {total} samples, and no collective brings it the rest"
 
 
@@ -212,9 +211,10 @@ def own_part_printed(run, row):
         return None
     _, *other_ranks = run.by_rank(events.Print).values()
     others = {event.where for printed in other_ranks for event in printed}
+    count = len(row[0].values("indices"))
     for event in following(run, row, events.Print):
         alone = event.where not in others  # else each rank may print its own part
-        if alone and re.search(RESULT, event.text) and has_share(event.text, len(row[0].samples())):
+        if alone and re.search(RESULT, event.text) and has_share(event.text, count):
             text = f'{part_of(row)} when it prints "{event.text.strip()[:60]}"'
             return wrong(text, event.where, "rank_0_loss")
 
@@ -253,7 +253,7 @@ def accuracy_is_of_samples(run):
         rank: [entry for entry in of_rank if not entry.is_training]
         for rank, of_rank in run.passes_by_rank.items()
     }
-    evaluated = {entry.number: entry for entry in of_lowest_rank(passes)}
+    evaluated = {entry.pass_number: entry for entry in of_lowest_rank(passes)}
     if len({size for entry in evaluated.values() for size in entry.sizes}) < 2:
         return unseen("no batches of unequal size are evaluated")
     if any(batch.label_size != 1 for entry in evaluated.values() for batch in entry.batches):
@@ -263,10 +263,10 @@ def accuracy_is_of_samples(run):
     for event in of_lowest_rank(run.events_by_rank):
         match event:
             case events.PassEnded():
-                entry = evaluated.get(event.number)
+                entry = evaluated.get(event.pass_number)
             case events.Batch() | events.Step():
                 entry = None
-            case events.Print() if entry and entry.length:
+            case events.Print() if entry and entry.sample_count:
                 for match in re.findall(ACCURACY, event.text):
                     if float(match[0]) in (0, 1, 100):  # a share of any number
                         continue
@@ -275,7 +275,7 @@ def accuracy_is_of_samples(run):
                     # Of many more samples than it has digits, any number is a share.
                     few = {total for total in trained if share.error * total < 0.25}
                     if not any(map(share.is_of, totals | few)):
-                        return no_share(match[0], share, entry.length, event.where)
+                        return no_share(match[0], share, entry.sample_count, event.where)
     if not compared:
         return unseen("no accuracy is printed right after an evaluation")
     return passed(counted(compared, "number"))
@@ -288,7 +288,7 @@ def possible_totals(passes_by_rank):
         size for of_rank in sizes.values() for batch in of_rank for size in (*batch, sum(batch))
     }
     totals |= {sum(map(sum, row)) for row in zip(*sizes.values())}
-    totals |= {entry.length for passes in passes_by_rank.values() for entry in passes}
+    totals |= {entry.sample_count for passes in passes_by_rank.values() for entry in passes}
     return {total for total in totals if total}
 
 

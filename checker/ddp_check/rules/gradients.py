@@ -4,7 +4,7 @@ from collections import Counter
 
 from ddp_check import events
 from ddp_check.numbers import close, ratio
-from ddp_check.ranks import counted, differing_ranks, of_lowest_rank, short
+from ddp_check.ranks import counted, differing_ranks, short
 from ddp_check.rules.base import not_applicable, passed, slow, unseen, unsure, wrong
 from ddp_check.source import divisions_by_world_size
 
@@ -65,7 +65,7 @@ def steps_left_out(run):
 
 def often_reduced(run):
     """Return the verdict on steps whose gradients are all-reduced more than once."""
-    for number, step in enumerate(of_lowest_rank(run.by_rank(events.Step)), 1):
+    for number, step in enumerate(run.of_lowest_rank(events.Step), 1):
         if step.reductions > 1:
             text = f"step {number}: {step.reductions} backward passes all-reduce their gradients"
             text += "; under no_sync(), only the last of them would"
@@ -106,7 +106,7 @@ def reduced_apart(run):
         return wrong(text, step.where, "accumulation_without_no_sync")
     if first.name in step.unwatched:
         text += ", which DDP does not reduce: it had no gradient, or was not there, when the model "
-        return wrong(f"{text}was wrapped", of_lowest_rank(run.by_rank(events.Wrap))[-1].where)
+        return wrong(f"{text}was wrapped", run.of_lowest_rank(events.Wrap)[-1].where)
     by_hand = step.reduced and line_of_reduction(run)
     # A parameter of no wrapped model, or no wrapped model at all, is the cause: another rule's.
     unwrapped = step.foreign and str(first.name).startswith("parameter ")
@@ -119,7 +119,7 @@ def reduced_in_vain(run):
     rows = [row for row in run.step_rows if all(step.reduced_all for step in row)]
     equal = [row for row in rows if all(step.reduced == row[0].reduced for step in row)]
     # In some steps, more than gradients is reduced, such as losses.
-    if len(run.events_by_rank) < 2 or len(equal) < 2 or len(equal) <= len(rows) / 2:
+    if run.world_size < 2 or len(equal) < 2 or len(equal) <= len(rows) / 2:
         return None
     step, text = equal[0][0], "before they are all-reduced, all ranks have the same"
     if step.zero:
@@ -146,7 +146,7 @@ def factor_of_mean(run):
 
 def scaled_otherwise(run):
     """Return the verdict on gradients that are a sum, or divided twice, instead of a mean."""
-    factor, ranks = factor_of_mean(run), len(run.events_by_rank)
+    factor, ranks = factor_of_mean(run), run.world_size
     if factor is None or ranks < 2:
         return None
     where = line_of_reduction(run) or run.all(events.Step)[0].where
@@ -167,7 +167,7 @@ def loss_is_a_part(run):
     The sum of the gradients is then right. Such a loss is divided by the number of ranks, or by a
     number that the ranks add up in each step, such as that of all tokens.
     """
-    steps, ranks = run.all(events.Step), len(run.events_by_rank)
+    steps, ranks = run.all(events.Step), run.world_size
     divided = all(any(close(by, ranks) for by in step.divisors) for step in steps)
     counts = [call for call in run.all(events.Collective) if call.sums and call.elements <= ranks]
     return divided or len(counts) >= len(steps)
@@ -175,7 +175,7 @@ def loss_is_a_part(run):
 
 def loss_divided(run):
     """Return the verdict on a loss that is divided by the world size before backward()."""
-    ranks, steps = len(run.events_by_rank), run.all(events.Step)
+    ranks, steps = run.world_size, run.all(events.Step)
     if ranks < 2 or not run.all(events.Wrap) or run.all(events.CommHook):
         return None
     if all(step.loss_reduced for step in steps):
@@ -219,7 +219,7 @@ def elements_of_means(step):
 
 def passed_as_averaged(run):
     """Return the verdict on gradients in which no fault was seen."""
-    steps, text = of_lowest_rank(run.by_rank(events.Step)), ""
+    steps, text = run.of_lowest_rank(events.Step), ""
     known = factor_of_mean(run)
     if not run.all(events.Wrap) and (known is None or not close(known, 1, FACTOR)):
         text = ", equal on all ranks: whether the mean or the sum, is not seen"
@@ -242,7 +242,7 @@ def gradients_pass_collectives(run):
     ]
     sums = [event for event in run.all(events.ReducedInPlace) if event.elements > 1]
     if sums:
-        ranks = len(run.events_by_rank)
+        ranks = run.world_size
         text = "backward() takes this sum for the rank's own part. If all ranks compute the same "
         text += f"loss from it, the gradient is 1/{ranks} of the right one; else it is wrong. "
         return unsure(f"{text}torch.distributed.nn.all_reduce has a gradient", sums[0].where)
@@ -281,8 +281,8 @@ def rates_are_equal(run):
     if counts:
         text = f"the scheduler takes {counts}: should all ranks step it?"
         return unsure(text, scheduled[0].where)
-    taken, ranks = of_lowest_rank(run.by_rank(events.Scheduled)), len(run.events_by_rank)
-    steps = of_lowest_rank(run.by_rank(events.Step))
+    taken, ranks = run.of_lowest_rank(events.Scheduled), run.world_size
+    steps = run.of_lowest_rank(events.Step)
     if ranks > 1 and len(taken) >= ranks * len(steps) > 0:
         text = f"the scheduler takes {len(taken)} steps, the optimizer {len(steps)}: is that meant?"
         return unsure(text, taken[0].where)

@@ -158,7 +158,7 @@ def one_group(run):
 def port_is_free(run):
     """the script does not fix the port at which the ranks meet"""
     for join in run.joins.values():
-        if join.port and re.search(rf"\b{join.port}\b", run.text):
+        if join.port and re.search(rf"\b{join.port}\b", run.source):
             reason = f"the port is always {join.port}: two jobs on one node would collide"
             return fragile(reason, join.where, "fixed_port")
 
@@ -186,7 +186,7 @@ def joined_by_framework(run):
 
 def no_thread_left(run):
     """no gloo thread is left at exit"""
-    if run.for_nccl or "get_default_backend_for_device" in run.text:
+    if run.for_nccl or "get_default_backend_for_device" in run.source:
         return not_applicable("with NCCL, for which the script is written, there are none")
     if joined_by_framework(run) or run.is_sharded:
         return not_applicable("a library joined the group, or keeps it for sharded parameters")

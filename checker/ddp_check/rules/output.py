@@ -88,7 +88,7 @@ def read_too_early(run, writes_by_path):
             if read.rank != write.rank and read.waits == write.waits:  # neither waits in between
                 text = f"rank {read.rank} reads {Path(path).name}, which rank {write.rank} writes, "
                 text += "and nothing makes it wait until it is written: put a barrier between"
-                give = unsure if re.search(POLLS, run.text) else wrong
+                give = unsure if re.search(POLLS, run.source) else wrong
                 return give(text, read.where)
 
 
@@ -144,7 +144,7 @@ def printed_loss_is_of_all(run):
             return unsure(text, first.where, "rank_0_loss")
     numbers = list(chain(*numbers_by_place.values()))
     own = [number.where for number in numbers if number.is_own_loss]
-    if own and len(run.events_by_rank) > 1:
+    if own and run.world_size > 1:
         text = "no collective comes before this loss: is it that of rank 0?"
         return unsure(text, own[0], "rank_0_loss")
     right = list(dict.fromkeys(number.where for number in numbers if number.meaning == RIGHT))
@@ -187,11 +187,11 @@ class Progress:
             case events.Collective(in_model=False) if event.sums or "gather" in event.name:
                 self.steps_at_reduction = self.steps
             case events.PassBegun():
-                self.samples_left = event.length
-                if event.number in self.training_passes:
+                self.samples_left = event.sample_count
+                if event.pass_number in self.training_passes:
                     self.steps_before_epoch = self.steps
             case events.Batch() if self.samples_left:
-                self.samples_left -= len(event.indices or event.samples or ())
+                self.samples_left -= len(event.indices or event.checksums or ())
 
     @property
     def is_alone(self):
@@ -205,7 +205,7 @@ class Progress:
 def printed_numbers(run):
     """Return the numbers that rank 0 prints after a step, in their order."""
     passes = of_lowest_rank(run.passes_by_rank)
-    progress = Progress({entry.number for entry in passes if entry.is_training})
+    progress = Progress({entry.pass_number for entry in passes if entry.is_training})
     rows = list(zip(*run.by_rank(events.Step).values()))
     numbers = []
     for event in of_lowest_rank(run.events_by_rank):
@@ -228,7 +228,7 @@ def sum_is_printed(run, words):
     It may be right: if each rank has divided its own part by a number of all.
     """
     sums = [*zip(*run.by_rank(events.Totalled).values())]
-    row, ranks = (), len(run.events_by_rank)
+    row, ranks = (), run.world_size
     for event in of_lowest_rank(run.events_by_rank):
         match event:
             case events.Totalled():
@@ -308,8 +308,8 @@ def mean_over_batches(rows):
 def mean_over_samples(rows):
     """Return the mean of the losses in these steps, weighted by samples if all are known."""
     steps = [step for row in rows for step in row]
-    if not all(step.samples for step in steps):  # some are fetched ahead
+    if not all(step.sample_count for step in steps):  # some are fetched ahead
         return mean_over_batches(rows)
-    return sum(step.samples * step.losses[-1] for step in steps) / sum(
-        step.samples for step in steps
+    return sum(step.sample_count * step.losses[-1] for step in steps) / sum(
+        step.sample_count for step in steps
     )

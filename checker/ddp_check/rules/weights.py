@@ -3,7 +3,7 @@
 from collections import Counter
 
 from ddp_check import events
-from ddp_check.ranks import differing_ranks, of_lowest_rank, short
+from ddp_check.ranks import differing_ranks, short
 from ddp_check.rules.base import not_applicable, passed, slow, unseen, unsure, wrong
 from ddp_check.rules.gradients import NOT_FINITE
 
@@ -32,7 +32,7 @@ def weights_agree(run):
 def not_wrapped(run):
     """Return the verdict on ranks that train models of their own."""
     steps, rows = run.all(events.Step), run.step_rows
-    calls = of_lowest_rank(run.by_rank(events.Collective))
+    calls = run.of_lowest_rank(events.Collective)
     # With a collective for each step, the ranks may average their gradients by hand.
     may_reduce = len(rows) > 0 and len(calls) >= len(rows)
     if run.all(events.Wrap) or (may_reduce and not run.first_difference("gradients")):
@@ -133,7 +133,7 @@ def evaluated_models_agree(run):
 
 def training_mode(run):
     """the model is in training mode in each step"""
-    steps = of_lowest_rank(run.by_rank(events.Step)) or run.all(events.Step)
+    steps = run.of_lowest_rank(events.Step) or run.all(events.Step)
     if not any(step.training for step in steps):
         return unsure("all steps are taken in evaluation mode", steps[0].where)
     for number, step in enumerate(steps, 1):
@@ -144,14 +144,14 @@ def training_mode(run):
 def evaluation_mode(run):
     """the model is in evaluation mode when it is evaluated"""
     evaluation_passes = {  # (rank, number of the pass)
-        (rank, entry.number)
+        (rank, entry.pass_number)
         for rank, passes in run.passes_by_rank.items()
         for entry in passes
         if entry.batches and not entry.is_training
     }
     for rank, evaluated in run.by_rank(events.Evaluated).items():
         for event in evaluated:
-            if event.wrapped and event.noisy and (rank, event.number) in evaluation_passes:
+            if event.wrapped and event.noisy and (rank, event.pass_number) in evaluation_passes:
                 text = f"it is in training mode: {event.noisy} changes what it returns"
                 return wrong(text, event.where)
     if not evaluation_passes:
@@ -160,7 +160,7 @@ def evaluation_mode(run):
 
 def unused_search_is_needed(run):
     """find_unused_parameters is set only where it is needed"""
-    if "find_unused_parameters" not in run.text:
+    if "find_unused_parameters" not in run.source:
         return not_applicable("it is not set")
     warned = "find_unused_parameters=True was specified" in run.output
     if warned and not any(step.unused for step in run.all(events.Step)):
