@@ -17,8 +17,9 @@ from ddp_check.observer.base import TASK, ask, harmless, is_first, report, state
 from ddp_check.observer.group import after_gather
 from ddp_check.observer.patches import ITERATOR, patch
 from ddp_check.observer.randomness import ignoring_draws
-from ddp_check.observer.values import Samples, checksum, fingerprint, parts_of
+from ddp_check.observer.values import checksum, describe_samples, fingerprint, parts_of
 
+UNKNOWN = ("checksums", "label_checksums", "width", "label_size")  # of a batch without tensors
 MAX_OBJECTS = 1000  # of a data set that are searched for generators
 MAX_WRAPPERS = 3  # around a batch sampler
 
@@ -163,18 +164,15 @@ def report_batch(progress, batch):
     base_indices = indices
     if indices is not None and progress.subset is not None:
         base_indices = ask(lambda: [progress.subset[index] for index in indices])
-    samples = ask(Samples, batch)
-    state.since_step.sample_count += len(samples.checksums or ()) if samples else 0
+    samples = ask(describe_samples, batch) or dict.fromkeys(UNKNOWN)
+    state.since_step.sample_count += len(samples["checksums"] or ())
     state.new_batch = state.unused_batch = True
     report(
         events.Batch,
         pass_number=progress.pass_number,
         indices=indices,
         base_indices=base_indices,
-        checksums=samples and samples.checksums,
-        label_checksums=samples and samples.label_checksums,
-        width=samples and samples.width,
-        label_size=samples and samples.label_size,
+        **samples,
     )
 
 

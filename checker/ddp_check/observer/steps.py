@@ -121,7 +121,9 @@ def report_step(optimizer, closure):
         losses=since.losses,
         divisors=since.divisors,
         means_over=since.means_over,
+        loss_reduced=since.loss_reduced,
         backwards=since.backwards,
+        **describe_projections(optimized),
         sample_count=since.sample_count,
         inputs=since.inputs,
         infinite=optimized.not_finite(since.losses),
@@ -138,12 +140,10 @@ def report_step(optimizer, closure):
         reduced=[total for total, _ in since.reduced],
         reduced_all=sum(count for _, count in since.reduced) >= elements,
         training=all(state.wrapped[number].training for number in optimized.models.values()),
+        **describe_buffers(),
         random=since.draws,
         random_for_samples=since.draws_for_samples,
         joined=any(wrapper._join_config.enable for wrapper in wrappers if wrapper),
-        loss_reduced=since.loss_reduced,
-        **describe_projections(optimized),
-        **describe_buffers(),
     )
 
 

@@ -1,9 +1,9 @@
 """Checksums of tensors, batches and data sets, and what is known of a tensor's values.
 
-checksum        of all bits of some tensors; `checksums`: of each of these
-batch_checksum  of some elements of all tensors in a batch, which costs little
-Samples         of each sample of a batch
-fingerprint     of a data set, whatever it consists of
+checksum          of all bits of some tensors; `checksums`: of each of these
+batch_checksum    of some elements of all tensors in a batch, which costs little
+describe_samples  of each sample of a batch
+fingerprint       of a data set, whatever it consists of
 """
 
 import itertools
@@ -69,29 +69,29 @@ def batch_checksum(batch):
     return checksum(tensors, 1 + largest // PER_BATCH)
 
 
-class Samples:
-    """The samples of a batch, each of which is a row in some of its tensors."""
-
-    def __init__(self, batch):
-        tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
-        count = len(tensors[0]) if tensors else 0
-        self.parts = [
-            tensor.detach().cpu().reshape(count, -1)
-            for tensor in tensors
-            if len(tensor) == count and tensor.numel()
-        ]
-        self.parts.sort(key=lambda part: part.shape[1])
-        self.width = sum(part.shape[1] for part in self.parts)  # elements of a sample
-        self.label_size = self.parts[0].shape[1] if self.parts else None
-        totals = [0] * count
-        rows = []  # of checksums, with one more part in each
-        for part in self.parts:
-            elements = part[:, :: 1 + part.shape[1] // PER_SAMPLE].contiguous()
-            bits_of_rows = elements.view(torch.uint8).numpy()
-            totals = [zlib.crc32(row, total) for row, total in zip(bits_of_rows, totals)]
-            rows.append(totals)
-        self.checksums = rows[-1] if rows else None  # of each sample
-        self.label_checksums = rows[0] if len(rows) > 1 else None  # of the smallest part of each
+def describe_samples(batch):
+    """Return what a `Batch` event says about its samples, each a row in some of its tensors."""
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
+    count = len(tensors[0]) if tensors else 0
+    parts = [
+        tensor.detach().cpu().reshape(count, -1)
+        for tensor in tensors
+        if len(tensor) == count and tensor.numel()
+    ]
+    parts.sort(key=lambda part: part.shape[1])
+    totals = [0] * count
+    rows = []  # of checksums, with one more part in each
+    for part in parts:
+        elements = part[:, :: 1 + part.shape[1] // PER_SAMPLE].contiguous()
+        bits_of_rows = elements.view(torch.uint8).numpy()
+        totals = [zlib.crc32(row, total) for row, total in zip(bits_of_rows, totals)]
+        rows.append(totals)
+    return {
+        "checksums": rows[-1] if rows else None,
+        "label_checksums": rows[0] if len(rows) > 1 else None,
+        "width": sum(part.shape[1] for part in parts),
+        "label_size": parts[0].shape[1] if parts else None,
+    }
 
 
 def fingerprint(value, depth=5):

@@ -1,6 +1,5 @@
 """Rules about the samples that the ranks train on."""
 
-from collections import Counter
 from dataclasses import replace
 from itertools import chain, pairwise
 
@@ -20,11 +19,11 @@ def ranks_share_data(run):
     if run.is_sharded and (not rows or any(step.sharded > 1 for step in run.all(events.Step))):
         return not_applicable("ranks that share a model have to have the same batches")
     same_inputs = rows and all(step.inputs == row[0].inputs for row in rows for step in row)
-    if same_inputs and not indices_are_shared_out(run.epochs):  # else the data is constant
+    if same_inputs and not indices_are_shared_out(run.epochs):
         text = "in each step, all ranks train on the same batch"
         return wrong(text, rows[0][0].where, "no_sampler")
     for number, epoch in enumerate(run.epochs, 1):
-        if verdict := shared(epoch):
+        if verdict := seen_by_several(epoch):
             text = f"epoch {number}: {verdict.text}"
             return replace(verdict, text=text, where=of_lowest_rank(epoch).where)
     if not run.epochs:
@@ -33,22 +32,25 @@ def ranks_share_data(run):
 
 
 def indices_are_shared_out(epochs):
-    """Return whether all ranks ask for other indices of one data set in each epoch."""
+    """Return whether all ranks ask for other indices of one data set in each epoch.
+
+    If they get the same batches nevertheless, the data is constant.
+    """
     for epoch in epochs:
         indices = [entry.values("base_indices") for entry in epoch.values()]
         if None in indices or any(entry.iterable for entry in epoch.values()):
             return False
-        if repeated(map(set, indices)) > padding(epoch):
+        if repeated(chain(*map(set, indices))) > padding(epoch):
             return False
         if differ(epoch, "subset_checksum"):
             return False
     return bool(epochs)
 
 
-def repeated(parts):
-    """Return how many samples come again: on another rank, or on the same if it is a list."""
-    counts = Counter(chain(*parts))
-    return counts.total() - len(counts)
+def repeated(samples):
+    """Return how many of these samples come again."""
+    samples = list(samples)
+    return len(samples) - len(set(samples))
 
 
 def padding(epoch):
@@ -57,19 +59,19 @@ def padding(epoch):
     return (ranks if entry.distributed else ranks * max(entry.sizes, default=1)) - 1
 
 
-def shared(epoch):
+def seen_by_several(epoch):
     """Return the verdict if several ranks train on the same samples in an epoch."""
     entry = of_lowest_rank(epoch)
     known = "checksums" if entry.iterable else "base_indices"
     samples = {rank: entry.values(known) for rank, entry in epoch.items()}
     if None in samples.values():
         return unseen("the samples have no index")
-    if not entry.iterable and any(repeated([of_rank]) for of_rank in samples.values()):
+    if not entry.iterable and any(map(repeated, samples.values())):
         return unseen("a rank draws samples with replacement")
     if not entry.iterable and (verdict := sets_differ(epoch)):
         return verdict
     distinct = {rank: set(of_rank) for rank, of_rank in samples.items()}
-    again = repeated(distinct.values())
+    again = repeated(chain(*distinct.values()))
     allowed = sum(map(len, samples.values())) / 4 if entry.iterable else padding(epoch)
     if again <= allowed:
         return never_used(epoch)
@@ -115,25 +117,31 @@ def sets_differ(epoch):
 
 
 def dealt_by_data_set(epoch):
-    """Return whether the data set gives each rank something else for the same index."""
+    """Return whether the data set gives each rank something else for the same index.
+
+    Augmentation changes samples, and leaves their labels as they are; equal labels of all samples
+    prove nothing.
+    """
     compared = False
-    for key in ("checksums", "label_checksums"):  # augmentation leaves the labels as they are
-        values = [checksums(entry, key) for entry in epoch.values()]
-        common = set.intersection(*map(set, values))
-        alike = all(len({of_rank[index] for of_rank in values}) == 1 for index in common)
-        several = key == "checksums" or len({values[0][index] for index in common}) > 1
-        if common and alike and several:
+    for field_name in ("checksums", "label_checksums"):
+        checksums_by_rank = [checksum_by_index(entry, field_name) for entry in epoch.values()]
+        common = set.intersection(*map(set, checksums_by_rank))
+        equal = all(
+            len({checksums[index] for checksums in checksums_by_rank}) == 1 for index in common
+        )
+        differ_by_index = len({checksums_by_rank[0][index] for index in common}) > 1
+        if common and equal and (field_name == "checksums" or differ_by_index):
             return False
         compared |= bool(common)
     return compared
 
 
-def checksums(entry, key):
+def checksum_by_index(entry, field_name):
     """Return {(index, number of elements): checksum}: padding changes both."""
     return {
-        (index, batch.width): value
+        (index, batch.width): checksum
         for batch in entry.batches
-        for index, value in zip(batch.base_indices, getattr(batch, key) or ())
+        for index, checksum in zip(batch.base_indices, getattr(batch, field_name) or ())
     }
 
 

@@ -81,7 +81,7 @@ def missed(row, beside, total, ranks):
         return unseen("the samples have no index, or each rank evaluates a part of its own")
     if all(sorted(of_rank) == list(range(total)) for of_rank in samples):
         return None  # each of these ranks evaluates the whole set
-    if not alike(row) and (twice := repeated(samples)):
+    if not alike(row) and (twice := repeated(chain(*samples))):
         return counted_twice(row, twice, total)
     distinct = {index for entry in row for index in entry.values("base_indices")}
     if len(distinct) < total and len(distinct | beside) != total:
@@ -179,7 +179,7 @@ def disjoint(row):
     samples = [entry.values("base_indices") for entry in row]
     if None in samples or not all(samples):
         return False
-    return repeated(map(set, samples)) < len(row)
+    return repeated(chain(*map(set, samples))) < len(row)
 
 
 def following(run, row, *kinds):
