@@ -260,7 +260,7 @@ SCHEDULERS = "torch.optim.lr_scheduler"
 @patch(f"{SCHEDULERS}.LRScheduler.step", f"{SCHEDULERS}.ReduceLROnPlateau.step")
 def step_scheduler(original, self, *args, **kwargs):
     if state.steps:
-        of_plateau = isinstance(self, lr_scheduler.ReduceLROnPlateau)
-        metric = (args[0] if args else kwargs.get("metrics")) if of_plateau else None
+        is_plateau = isinstance(self, lr_scheduler.ReduceLROnPlateau)
+        metric = (args[0] if args else kwargs.get("metrics")) if is_plateau else None
         report(events.Scheduled, metric=ask(lambda: float(metric)))
     return original(self, *args, **kwargs)

@@ -238,8 +238,8 @@ def same_samples(run):
         text, cure = f"{text} in DataLoader workers", "add 1000 * rank to torch.manual_seed"
         if "worker_init_fn" in run.source:
             cure += ", and let worker_init_fn seed by torch.initial_seed()"
-    give = wrong if len(same) == len(keys) else unsure  # a size for a batch may be the same
-    return give(f"{text}; {cure}", of_lowest_rank(run.epochs[0]).where, "same_augmentation")
+    verdict = wrong if len(same) == len(keys) else unsure  # a size for a batch may be the same
+    return verdict(f"{text}; {cure}", of_lowest_rank(run.epochs[0]).where, "same_augmentation")
 
 
 def same_draws(run):

@@ -88,8 +88,8 @@ def read_too_early(run, writes_by_path):
             if read.rank != write.rank and read.waits == write.waits:  # neither waits in between
                 text = f"rank {read.rank} reads {Path(path).name}, which rank {write.rank} writes, "
                 text += "and nothing makes it wait until it is written: put a barrier between"
-                give = unsure if re.search(POLLS, run.source) else wrong
-                return give(text, read.where)
+                verdict = unsure if re.search(POLLS, run.source) else wrong
+                return verdict(text, read.where)
 
 
 def written_by_several(run, writes_by_path):
@@ -111,7 +111,7 @@ def written_by_several(run, writes_by_path):
 
 
 def plain_names(run):
-    """saved names do not begin with module."""
+    """no saved name begins with the prefix module."""
     names = {name for wrap in run.all(events.Wrap) for name in wrap.names}
     for event in run.all(events.Save):
         if prefixed := [key for key in event.keys if key not in names]:
