@@ -87,3 +87,24 @@ def test_a_late_import_keeps_the_process_group_alive(tmp_path, early, alive):
     """torch.distributed.nn has the group as a default argument, and the first DDP() imports it."""
     program = [sys.executable, "-c", LEFT.replace("EARLY", early)]
     assert finished(program, tmp_path).stdout == f"{alive}\n"
+
+
+WAITS = """
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import init_device_mesh
+
+alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+dist.init_process_group("gloo", timeout=timedelta(minutes=5), **alone)
+groups = dist.group.WORLD, init_device_mesh("cpu", (1,)).get_group(), dist.new_group()
+waits = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+print(*waits, c10d._get_default_timeout(dist.Backend("cpu:gloo,cuda:nccl")))
+dist.destroy_process_group()
+"""
+
+
+def test_a_timeout_is_that_of_the_default_group_alone(tmp_path):
+    job = finished([sys.executable, "-c", WAITS], tmp_path)
+    assert job.stdout == "0:05:00 0:05:00 0:30:00 0:30:00\n"
