@@ -155,7 +155,7 @@ def test_pipeline(tmp_path):
     whole = ("ResumableSampler(train_set))", "ResumableSampler(train_set), drop_last=True)")
     solution = trained(tmp_path / "ddp", "solution", deep, whole)
     job = trained(tmp_path / "four", "pipeline")
-    gpipe = ("pipeline = Schedule1F1B(", "pipeline = ScheduleGPipe(")
+    gpipe = ("Schedule1F1B(stage", "dist.pipelining.ScheduleGPipe(stage")
     larger = ("batch_size = 4", "batch_size = 8")
     for other in job, trained(tmp_path / "two", "pipeline", gpipe, larger, nprocs=2):
         assert numbers(other) == numbers(solution)
