@@ -243,7 +243,7 @@ class Step(Event):
     inputs: list[int]  # checksums of the batches that entered the models
     infinite: str  # what is not finite: "loss", "gradient of NAME", or ""
     zero: bool  # all gradients are zero
-    unused: int  # parameters that require a gradient and have none
+    unused: int  # parameters that require a gradient and got none from this rank's losses
     foreign: int  # parameters that are in no wrapped model
     unwatched: list[str]  # parameters that got into a wrapped model, or a gradient, afterwards
     # Lines that call a wrapped model whose wrapper was not called, and which has gradients:

@@ -32,6 +32,7 @@ class SinceStep:
     backwards: int = 0
     loss_scaled: bool = False  # by a GradScaler
     projection: float = 0.0  # of the gradients that this rank has computed
+    used: set = field(default_factory=set)  # identities of parameters that got a gradient here
     reduced: list = field(default_factory=list)  # (checksum, elements) that the script added up
     sample_count: int = 0  # of those that a DataLoader returned
     draws: dict = field(default_factory=dict)  # of random numbers, as `Step.random`
@@ -49,6 +50,7 @@ class State:
     since_step: SinceStep = field(default_factory=SinceStep)
     passes: int = 0  # over a DataLoader
     new_pass: bool = True  # no step since the last pass began
+    watched_for_use: set = field(default_factory=set)  # identities of parameters, for `used`
     unused_batch: bool = False  # no model was called since the last batch
     new_batch: bool = False  # no model was called without gradients since the last batch
     steps: int = 0  # of the optimizers

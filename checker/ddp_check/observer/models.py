@@ -66,7 +66,21 @@ def wrap(original, self, module, *args, **kwargs):
         state.wrapped.append(module)
         state.wrappers.append(weakref.ref(self))
         buffers_at_start.update(buffer_checksums(module, number))
+        if self.find_unused_parameters:
+            watch_use(module)
         report(events.Wrap, names=[name for name, _ in module.named_parameters()])
+
+
+def watch_use(module):
+    """Note which parameters this rank uses: DDP gives the rest a gradient if another rank does."""
+
+    def watch(value):
+        state.watched_for_use.add(id(value))
+        value.register_hook(lambda gradient: state.since_step.used.add(id(value)))
+
+    for value in module.parameters():
+        if value.requires_grad:
+            watch(value)
 
 
 def of_model(number):

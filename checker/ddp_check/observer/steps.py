@@ -105,6 +105,12 @@ class Optimized:
         return next((f"gradient of {name}" for name in bad), "")
 
 
+def is_unused(value):
+    """Return whether the losses of this rank have given this parameter no gradient."""
+    skipped = id(value) in state.watched_for_use and id(value) not in state.since_step.used
+    return value.grad is None or skipped
+
+
 def report_step(optimizer, closure):
     """Report the step that an optimizer is about to take, with what happened since the last one."""
     wrappers = [reference() for reference in state.wrappers]
@@ -128,7 +134,7 @@ def report_step(optimizer, closure):
         inputs=since.inputs,
         infinite=optimized.not_finite(since.losses),
         zero=not any(is_nonzero(value) for value in gradients.values()),
-        unused=sum(value.grad is None and value.requires_grad for value in parameters.values()),
+        unused=sum(value.requires_grad and is_unused(value) for value in parameters.values()),
         foreign=0 if optimized.sharded else len(parameters) - len(optimized.models),
         unwatched=optimized.unwatched,
         bypassed=[since.bypasses[number] for number in bypassed],
