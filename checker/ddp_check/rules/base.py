@@ -9,10 +9,11 @@ a right script. It returns a verdict, or None if it found no fault:
             if event.scaled:
                 return wrong("the scaler's factor is in them", event.where, "recipes/fp16_scaler")
 
-1. What can be seen is listed in events.py. `run.all(kind)` gives the events of all ranks, and
-   `run.by_rank(kind)` gives {rank: events}. `run.step_rows` has the steps that all ranks took,
-   `run.first_difference("rates")` the first one in which a field of `Step` differs, and
-   `run.epochs` the training passes, {rank: pass} each. To print the events of a script of yours:
+1. What can be seen is listed in events.py. `run.all(kind)` gives the events of all ranks,
+   `run.by_rank(kind)` gives {rank: events}, and `run.of_lowest_rank(kind)` those of one rank.
+   `run.step_rows` has the steps that all ranks took, `run.first_difference("rates")` the first one
+   in which a field of `Step` differs, and `run.epochs` the training passes, {rank: pass} each.
+   To print the events of a script of yours:
 
        with planned("train.py") as plan:  # from plan.py
            print(*plan.undisturbed.all(events.Step), sep="\n")
