@@ -31,12 +31,14 @@ const COMMON = new Set(`a an and any are as at be been but by can could do does 
   if in into is it its me my no not of on one or our out so some still than that the their them then there these they this
   to up use used using was we what when where which while who why will with would you your`.split(/\s+/));
 const ALIKE = { freez: "hang", stuck: "hang", hung: "hang", deadlock: "hang", slower: "slow", faster: "fast", speed: "fast",
-  multi: "several", multipl: "several", machin: "node", host: "node", debugger: "debug", gpus: "gpu", each: "every", reshuffl: "shuffl" };
+  multi: "several", multipl: "several", machin: "node", host: "node", debugger: "debug", gpus: "gpu", card: "gpu",
+  each: "every", reshuffl: "shuffl", validat: "evaluat", validation: "evaluat", evaluation: "evaluat", acc: "accuracy", ckpt: "checkpoint" };
 
 // The word that stands for a word and for its other forms.
 function stem(word) {
   const lower = word.toLowerCase().replace(/^_+|_+$/g, "");
-  const root = lower.replace(/(?<=[a-z]{3})(?:ing|ed|es|s|e)$/, "");
+  const ended = lower.replace(/(?<=[a-z]{3})(?:ing|ed|es|s|e)$/, "");
+  const root = ended.replace(/([b-df-hj-np-tv-z])\1$/, "$1"); // running is run
   return Object.hasOwn(ALIKE, root) ? ALIKE[root] : root;
 }
 
@@ -57,13 +59,19 @@ function terms(text) {
   return found;
 }
 
+// A word, and what is left of it without one of its letters: words that share one differ by a slip.
+function slips(word) {
+  return [word, ...Array.from(word, (_, at) => word.slice(0, at) + word.slice(at + 1))];
+}
+
 // ---------------------------------------------------------------- what can be found
 
 function found(link, title, why, messages, text, more = {}) {
   const weights = new Map();
   for (const term of terms(text)) weights.set(term, 0.3);
   const sets = messages.map(terms);
-  for (const set of sets) for (const term of set) weights.set(term, 1);
+  for (const set of sets) for (const term of set) weights.set(term, 0.85);
+  for (const term of sets[0]) weights.set(term, 1);
   return { link, title, why, messages: sets, weights, worth: 1, typed: [], ...more };
 }
 
@@ -136,9 +144,14 @@ function collect() {
   }
   const rarity = new Map();
   for (const [term, count] of counts) {
-    rarity.set(term, Math.log(1 + entries.length / count) * (CLASS.test(term) ? 0.2 : 1));
+    const part = CLASS.test(term) ? 0.2 : term.includes(" ") ? 0.3 : 1;
+    rarity.set(term, Math.log(1 + entries.length / count) * part);
   }
-  return { entries, rarity };
+  const spelt = new Map(); // {slip: the commonest word of which it is one}
+  for (const [term] of [...counts].sort(([, a], [, b]) => a - b)) {
+    if (term.length > 4 && !term.includes(" ")) for (const slip of slips(term)) spelt.set(slip, term);
+  }
+  return { entries, rarity, spelt };
 }
 
 let index = null;
@@ -146,12 +159,13 @@ let index = null;
 // The entries for a text, best first.
 function find(text) {
   index ||= collect();
-  const { entries, rarity } = index;
-  const said = [...terms(text)];
+  const { entries, rarity, spelt } = index;
+  const known = (term) => rarity.has(term) || term.length < 6 || term.includes(" ");
+  const meant = (term) => slips(term).map((slip) => spelt.get(slip)).find(Boolean) ?? term;
+  const said = [...terms(text)].map((term) => (known(term) ? term : meant(term)));
   const asked = new Set(said.filter((term) => rarity.has(term)));
   const mass = (some) => some.reduce((sum, term) => sum + (rarity.get(term) || 0), 0);
   const unknown = said.filter((term) => !rarity.has(term) && !term.includes(" ")).length;
-  const least = said.length > 12 ? 0.22 : 0.43; // who types a few words means all of them
   const error = NAMED.test(text); // whose message is what one looks for
   const all = mass([...asked]) + unknown * Math.log(entries.length);
   const scored = entries.map((one) => {
@@ -164,8 +178,8 @@ function find(text) {
     for (const message of one.messages) {
       const whole = (message.mass ??= mass([...message]));
       const share = mass([...message].filter((term) => asked.has(term))) / whole;
-      covered = Math.max(covered, share * Math.min(1, 0.3 + whole / 25));
-      sure ||= share > 0.6 && whole > 16;
+      covered = Math.max(covered, share * Math.min(1, 0.3 + whole / 15));
+      sure ||= share > 0.7 && whole > 16;
     }
     return { ...one, covered, shared, present, sure, score: shared * (0.4 + covered) * one.worth };
   });
@@ -180,7 +194,8 @@ function find(text) {
   const links = new Set();
   return scored
     .filter(({ score, shared }) => score > 0.3 * scored[0].score && shared > LEAST)
-    .filter(({ present, covered }) => present > least * all || covered > 0.45)
+    // most of a question, or of a message that is not lost in a log of something else
+    .filter(({ present, covered }) => present > 0.42 * all || covered > (present > 0.12 * all ? 0.45 : 0.8))
     .filter(({ shared, covered }) => !error || covered > 0.25 || shared > 0.85 * all)
     .filter(({ link }) => !links.has(link) && links.add(link))
     .slice(0, KEPT);

@@ -2,7 +2,8 @@
 
 The texts in pasted.json are from the threads beside them, or a GPU. Those in asked.json are typed
 in a few words; the second is a piece of one of the first three hits, or null: better to show none;
-or, with a "#", where the first one leads: there are hits of all kinds.
+or, with a "#", where the first one leads: there are hits of all kinds. Those in strangers.json are
+by people who knew the situation and not the page; two of five wordings, the other three are aliases.
 """
 
 import json
@@ -13,9 +14,9 @@ from browser import NEEDS_BROWSER, PAGE, check
 from playwright.sync_api import expect
 from support.scripts import ROOT
 
-PASTED, ASKED = (
-    json.loads((ROOT / "lookup" / "tests" / name).read_text(encoding="utf-8"))
-    for name in ("pasted.json", "asked.json")
+PASTED, ASKED, STRANGERS, FOREIGN = (
+    json.loads((ROOT / "lookup" / "tests" / f"{name}.json").read_text(encoding="utf-8"))
+    for name in ("pasted", "asked", "strangers", "foreign")
 )
 PASTE = """(search, texts) => texts.map(text => {
     search.value = text;
@@ -75,6 +76,18 @@ def test_a_question_in_a_few_words(page):
     assert wrong == []
     page.locator("#search").fill("how do I bake bread")
     expect(page.locator("#hits")).to_contain_text("Try the last line of the error")
+
+
+def test_strangers_words(page):
+    """Words that were not made for it: most lead to the right page, few to a wrong one."""
+    first = shown = 0
+    for right, texts in STRANGERS:
+        for found in hits(page, *texts):
+            shown += found != []
+            first += found != [] and found[0][1][1:].startswith(tuple(right))
+    print(first, shown)
+    assert first / shown > 0.55
+    assert sum(found != [] for found in hits(page, *FOREIGN)) <= 8
 
 
 def test_the_hits_are_used_by_keyboard(page):
