@@ -3,7 +3,7 @@
 The texts in pasted.json are from the threads beside them, or a GPU. Those in asked.json are typed
 in a few words; the second is a piece of one of the first three hits, or null: better to show none;
 or, with a "#", where the first one leads: there are hits of all kinds. Those in strangers.json are
-by people who knew the situation and not the page; two of five wordings, the other three are aliases.
+by people who knew the situation and not the page: two of five wordings; the others are aliases.
 """
 
 import json
