@@ -114,21 +114,25 @@ def evaluated_models_agree(run):
         for event in evaluations:
             key = event.model, event.where, event.steps, tuple(event.checksums)
             checksums.setdefault(key, {}).setdefault(rank, event.checksums)
-    differences = map(run.first_difference, ("weights", "rates", "gradients"))
-    trained_apart = run.averages_weights or any(differences)
     for (model, where, _, names), values_by_rank in checksums.items():
         apart = [
             name
             for name in names
             if differing_ranks({rank: values[name] for rank, values in values_by_rank.items()})
         ]
-        if apart and trained_apart:
+        if apart and trained_apart(run):
             return unseen("what the ranks train differs already")
         if apart:
             page = "batchnorm_of_rank_0" if "running_" in apart[0] else "recipes/ema"
             return wrong(f"{apart[0]} of {model} differs from rank to rank", where, page)
     if not any(len(values_by_rank) > 1 for values_by_rank in checksums.values()):
         return not_applicable("no model is evaluated by several ranks")
+
+
+def trained_apart(run):
+    """Return whether what the ranks train differs from rank to rank."""
+    fields = ("weights", "rates", "gradients")
+    return run.averages_weights or any(map(run.first_difference, fields))
 
 
 def training_mode(run):
