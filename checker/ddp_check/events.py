@@ -224,7 +224,10 @@ class CommHook(Event):
 
 
 class Step(Event):
-    """An optimizer is about to take a step. What is counted is counted since the step before."""
+    """An optimizer is about to take a step. What is counted is counted since the step before.
+
+    That may be another optimizer's: of two that step after one backward pass, the second has none.
+    """
 
     gradients: dict[str, int]  # checksum of each parameter's gradient, 0 without one
     # Checksum of each parameter, in the first step of a pass and some others; without DDP, in each:
