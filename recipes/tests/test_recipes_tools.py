@@ -1,4 +1,4 @@
-"""Recipes that measure, show and log, and one about the machine: accelerators."""
+"""Recipes that measure, show and log, and those about the machine: accelerators, unequal GPUs."""
 
 import json
 import re
@@ -7,14 +7,14 @@ import sqlite3
 
 import optuna
 import pytest
-from changes import TRAINED, said_at_the_end, told
+from changes import LENGTH, TRAINED, said_at_the_end, told
 from optuna.storages import journal
 from patching import text_of
 from pretended import SHIM
-from running import ONE, TWO, same, saved
+from running import ONE, TWO, same, same_but_for_rounding, saved
 from support.jobs import finished
 from support.results import accuracy, epochs, said, same_bits, weights
-from support.scripts import SMALL, forked, write
+from support.scripts import DOUBLE, SMALL, forked, on_each_rank, write
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = pytest.mark.slow
@@ -162,3 +162,18 @@ def test_any_accelerator(trained, tmp_path):
         assert second[:2] == ["init_process_group", "cpu:gloo,cuda:nccl"]
         assert ["DDP", "cuda"] in others
         assert ["pin_memory", f"cuda:{rank}"] in others
+
+
+@pytest.mark.gpu
+def test_unequal_gpus(recipe, trained_with):
+    """Of each 128 samples, rank 0 gets 96 and rank 1 gets 32: step 5's steps, with 64 each.
+
+    So that no batch is incomplete, and none is padded, there are 1280 samples.
+    """
+    line = "    return TensorDataset(shifted, labels[train].repeat(9)), "
+    few = (line, "    return TensorDataset(shifted[:1280], labels[train][:1280]), ")
+    line = "            total[1] += len(targets)\n"
+    counted = (line, f"{line}            {on_each_rank('len(targets)')}")
+    job = recipe.ran(few, counted, LENGTH, *DOUBLE, args=TWO)
+    assert [said(job, rank) for rank in (0, 1)] == [["96"] * 20, ["32"] * 20]
+    same_but_for_rounding(job, trained_with("05", (few, *DOUBLE), TWO))
