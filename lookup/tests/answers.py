@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # early: see pitfalls/late_import.md
-from sklearn.metrics import roc_auc_score
+from sklearn.metrics import f1_score, roc_auc_score
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -107,7 +107,10 @@ def evaluation(code):
     assert (names["loss"], names["accuracy"]) == (pytest.approx(5 / 9), pytest.approx(2 / 9))
     mine = slice(0, 3) if rank == 0 else slice(3, 10)
     scores, labels = np.arange(10) * 7 % 10, np.arange(10) % 2
-    names = run(code[1], scores=scores[mine], labels=labels[mine])
+    guesses = torch.tensor(scores % 3 % 2)
+    names = run(code[1], labels=torch.tensor(labels)[mine], predictions=guesses[mine], classes=2)
+    assert names["f1"].numpy() == pytest.approx(f1_score(labels, guesses, average=None))
+    names = run(code[2], scores=scores[mine], labels=labels[mine])
     score = roc_auc_score(names["labels"], names["scores"])
     assert rank == 1 or score == roc_auc_score(labels, scores)
 
