@@ -11,7 +11,7 @@ const PARTICULAR = [ // what differs from run to run, or stands above every erro
 const PATH = /(?<![\w.)])(?:[A-Za-z]:)?[\\/](?!dev\b|proc\b)[\w.+@-]+(?:[\\/][\w.+@<>…-]+)+/g;
 const CACHE = /torchinductor|triton|tmp\.pid|\.arrow\b/g; // whose file it is, all that a path tells
 const CODE = /\b(exit ?code|status|signal|err(?:or|no)?|code|failure)\b\s*[:=]?\s*-?(\d{1,3})\b/gi;
-const SEVERAL = /\b(?:[2-9]|[1-9]\d+|two|three|four|six|eight|multi(?:ple)?|many|all|both|more)[ -]GPUs?\b/gi;
+const SEVERAL = /\b(?:[2-9]|[1-9]\d+|two|three|four|six|eight|dual|multi(?:ple)?|many|all|both|more)[ -]?GPUs?\b/gi;
 // What is printed after every failure, whatever its cause, or before its cause is named.
 const ANNOUNCED = /ChildFailedError|CalledProcessError|exited unexpectedly|exitcode : [12]\b|Details are lost|ProcessRaisedException|nccl(?:Internal|System|UnhandledCuda)Error|ncclInvalidUsage|watchdog thread terminated|SIGABRT|SIGTERM|Some NCCL operations/;
 const CLASS = /^(?:(?:runtime|value|type|key|attribute|assertion|import|os|user|future|module|not)_?(?:notfound|implemented)?(?:error|warn)|error|warn|exception|traceback|rank|assert|python|help|pleas)$/; // says little, alone

@@ -19,7 +19,7 @@ PASTED, ASKED, STRANGERS, FOREIGN = (
     for name in ("pasted", "asked", "strangers", "foreign")
 )
 PASTE = """(search, texts) => texts.map(text => {
-    search.value = text;
+    search.value = text.replaceAll("\\n", " ");  // as a browser pastes into one line
     search.dispatchEvent(new Event("input"));
     return [...document.querySelectorAll("[data-hit]")].map(hit => {
         const entry = document.getElementById(hit.hash.slice(1));
