@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import textwrap
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise, takewhile
@@ -212,7 +213,7 @@ class Run:
             if more and text.endswith((":", " ")):  # goes on in the next line
                 text = f"{text.rstrip()} {more[1]}"
             usage = re.findall(r"^usage: .+", self.printed, re.M)
-            return "; ".join([text, *usage[:1]])
+            return textwrap.shorten("; ".join([text, *usage[:1]]), 500, placeholder=" …")
         rank, code = self.first_failure
         who = f"rank {rank}" if rank is not None else "it"
         if code < 0:

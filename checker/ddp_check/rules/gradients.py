@@ -251,6 +251,9 @@ def gradients_pass_collectives(run):
     for call in calls:
         if call.name.startswith("all_gather_"):  # into one tensor
             return unsure("it has no gradient: does a loss depend on what it returns?", call.where)
+    names = {call.name for call in run.all(events.Collective)}
+    if not any("gather" in name or "reduce" in name for name in names):
+        return unseen("the script itself gathers nothing, and adds nothing up")
 
 
 def clipping_sees_gradients(run):

@@ -29,7 +29,10 @@ DROP_THE_MODEL = "drop every reference to the DDP model (del model) before destr
 PASSED_ON = "in __torch_function__"
 BUFFERS = "Buffers wait for all ranks to call the DDP model: evaluate model.module"
 UNTRANSLATED = rf"{LACKS_GPUS}|Tensor-likes"
-UNUSED = "Expected to have finished reduction"
+PAGES = {  # part of an error's text: the pitfall that explains it
+    "Expected to have finished reduction": "unused_parameters",
+    'key(s) in state_dict: "module.': "module_prefix_saved",
+}
 FAILS_ON_GPUS_TOO = "must not be negative"  # a GPU's number
 
 
@@ -133,7 +136,7 @@ def failure(run):
     if run.missed_checkpoints:
         names = ", ".join(run.missed_checkpoints)
         text += f"; {names} could be a checkpoint and was left out: give its absolute path"
-    page = "unused_parameters" if UNUSED in text else ""
+    page = next((page for message, page in PAGES.items() if message in text), "")
     return with_cause(run, text, run.error_where, page, details)
 
 
