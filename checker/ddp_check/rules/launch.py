@@ -29,7 +29,7 @@ DROP_THE_MODEL = "drop every reference to the DDP model (del model) before destr
 PASSED_ON = "in __torch_function__"
 BUFFERS = "Buffers wait for all ranks to call the DDP model: evaluate model.module"
 UNTRANSLATED = rf"{LACKS_GPUS}|Tensor-likes"
-PAGES = {  # part of an error's text: the pitfall that explains it
+PAGES = {  # part of an error: the pitfall that explains it
     "Expected to have finished reduction": "unused_parameters",
     'key(s) in state_dict: "module.': "module_prefix_saved",
 }
@@ -136,7 +136,7 @@ def failure(run):
     if run.missed_checkpoints:
         names = ", ".join(run.missed_checkpoints)
         text += f"; {names} could be a checkpoint and was left out: give its absolute path"
-    page = next((page for message, page in PAGES.items() if message in text), "")
+    page = next((page for message, page in PAGES.items() if message in run.output), "")
     return with_cause(run, text, run.error_where, page, details)
 
 
