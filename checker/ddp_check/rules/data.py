@@ -93,12 +93,11 @@ def seen_by_several(epoch):
 def never_used(epoch):
     """Return the verdict if DistributedSampler leaves out samples that no rank trains on."""
     entries, entry = [*epoch.values()], of_lowest_rank(epoch)
-    if not all(entry.distributed and entry.is_whole and entry.sample_count for entry in entries):
+    known = [entry.distributed and entry.sample_count and entry.sizes for entry in entries]
+    if not all(known) or not all(entry.is_whole for entry in entries):
         return None
     seen = set(chain(*(entry.values("indices") for entry in entries)))
-    dropped = len(entries) * (
-        1 + max(entry.sizes, default=0)
-    )  # the last batch of each, and the sampler's
+    dropped = len(entries) * (1 + max(entry.sizes))  # the last batch of each, and the sampler's
     if len(seen) < entry.sample_count - dropped:
         text = f"all ranks together see {len(seen)} of {entry.sample_count} samples"
         return wrong(f"{text}: DistributedSampler divides them among more ranks than there are")
