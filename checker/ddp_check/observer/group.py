@@ -1,4 +1,4 @@
-"""Observes the process group, its collectives, and what becomes of what they gather."""
+"""Observes the process group, its collectives, and the lengths of what they gather."""
 
 import contextlib
 import inspect
@@ -10,18 +10,17 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ddp_check import events
-from ddp_check.observer.base import TASK, ask, harmless, is_first, report, script_line, state
+from ddp_check.observer.base import TASK, ask, harmless, report, script_line, state
 from ddp_check.observer.patches import C10D, COLLECTIVES, patch
 from ddp_check.observer.values import checksum, tensors_in
 
 REDUCTIONS = ("all_reduce", "reduce")
 SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-MAX_COUNTS = 64  # numbers that are added up at once, among which may be that of the samples
-TO_ONE_NUMBER = ("sum", "mean")
-READ_OUT = ("__eq__", "eq", "__ne__", "ne", "numpy", "tolist", *TO_ONE_NUMBER)
+COUNTS = 64  # numbers that are added up at once, among which may be that of the samples
+REDUCE = ("sum", "mean")
+SHOW = ("__eq__", "eq", "__ne__", "ne", "numpy", "tolist", *REDUCE)
 
 # ---------------------------------------------------------------- process group
 
@@ -38,7 +37,7 @@ def meet_here(address):
 @patch(f"{C10D}.init_process_group")
 def init_process_group(original, *args, **kwargs):
     """Report that the process joins the group, on this machine wherever it is told to meet."""
-    nn_imported_before = "torch.distributed.nn" in sys.modules
+    nn_imported = "torch.distributed.nn" in sys.modules
     call = inspect.signature(original).bind(*args, **kwargs)
     method = call.arguments.get("init_method") or ""
     if method.startswith("tcp://"):
@@ -51,13 +50,7 @@ def init_process_group(original, *args, **kwargs):
     if not by_script:  # a framework has set the GPU before
         state.gpu = int(os.environ.get("LOCAL_RANK", 0))
     port = urlsplit(method).port or os.environ.get("MASTER_PORT")
-    report(
-        events.Join,
-        rank=state.rank,
-        port=port,
-        nn_imported_before=nn_imported_before,
-        by_script=by_script,
-    )
+    report(events.Join, rank=state.rank, port=port, nn_imported=nn_imported, by_script=by_script)
     return result
 
 
@@ -71,8 +64,7 @@ class Call:
         arguments = [*args, *kwargs.values()]
         self.name = name
         self.line = script_line()
-        # The list that a gather fills, which is its first argument:
-        self.parts = args[0] if args and isinstance(args[0], list) else []
+        self.parts = args[0] if args and isinstance(args[0], list) else []  # to be gathered into
         self.tensors = tensors_in(arguments)
         operations = [value for value in arguments if isinstance(value, dist.ReduceOp)]
         self.sums = name in REDUCTIONS and all(operation in SUMS for operation in operations)
@@ -83,12 +75,11 @@ class Call:
         self.own = number_in(self.tensors) if self.sums else None
 
     def announce(self):
-        """Report the call before it is made."""
         if self.sums and self.elements > 1 and not (state.in_forward or state.in_step):
             state.since_step.reduced.append((checksum(self.tensors), self.elements))
         report(
             events.Collective,
-            where=self.line,
+            at=self.line,
             name=self.name,
             sums=self.sums,
             in_model=self.in_model,
@@ -97,15 +88,16 @@ class Call:
         )
 
     def look_at(self, result):
-        """Look at what the call has changed."""
+        """Look at what it has changed."""
         if self.sums and self.cuts_gradient:
             for tensor in self.tensors:
                 notice_gradient_through(tensor, self)
         if self.name in REDUCTIONS and not isinstance(result, dist.Work):
             report_totals(self)
         if "gather" in self.name:
-            loses_gradient = self.cuts_gradient and self.name == "all_gather"
-            after_gather.start(tensors_in(self.parts), self.line if loses_gradient else "")
+            watch_lengths(tensors_in(self.parts))
+            if self.cuts_gradient and self.name == "all_gather":
+                notice_gradient_lost(self.parts, self.line)
 
 
 def is_on_all_ranks(args, kwargs):
@@ -131,9 +123,8 @@ def collective(original, *args, **kwargs):
             if script_line() and is_on_all_ranks(args, kwargs):
                 call = Call(original.__name__, args, kwargs)
                 call.announce()
-        # gloo refuses a tensor with a gradient in all_gather_into_tensor, and NCCL does not.
-        drop_gradient = TASK.translate and "gather_" in original.__name__
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not drop_gradient):
+        as_nccl = TASK.translate and "gather_" in original.__name__  # gloo refuses a gradient
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not as_nccl):
             result = original(*args, **kwargs)
     finally:
         state.in_collective -= 1
@@ -146,9 +137,9 @@ def collective(original, *args, **kwargs):
 def report_totals(call):
     """Report the whole numbers that were added up, and their sum: a number of samples is one."""
     for tensor in call.tensors:
-        if tensor.numel() > MAX_COUNTS and tensor.is_floating_point():
+        if tensor.numel() > COUNTS and tensor.is_floating_point():
             continue
-        numbers = ask(lambda t: [*t.flatten()[:MAX_COUNTS].tolist(), t.sum().item()], tensor) or []
+        numbers = ask(lambda t: [*t.flatten()[:COUNTS].tolist(), t.sum().item()], tensor) or []
         whole = [int(value) for value in numbers if ask(lambda value: value % 1 == 0, value)]
         report(events.Totalled, values=whole, own=call.own, total=number_in(call.tensors))
 
@@ -158,64 +149,48 @@ def notice_gradient_through(tensor, call):
 
     def through(_):
         with harmless:
-            report(events.ReducedInPlace, call.line, elements=tensor.numel())
+            report(events.ReducedInPlace, call.line, name=call.name, elements=tensor.numel())
 
     if tensor.requires_grad and not tensor.is_leaf:
         tensor.register_hook(through)
 
 
-# ---------------------------------------------------------------- after a gather
+def notice_gradient_lost(parts, line):
+    """Report it if a backward pass ends at what each rank gave, in the script's list."""
+    own_rank = dist.get_rank()
+    for rank, part in enumerate(parts):
+
+        def lost(_, own_part=rank == own_rank):
+            with harmless:
+                report(events.GradientLost, line, own_part=own_part)
+
+        leaf = part.detach().requires_grad_()
+        leaf.register_hook(lost)
+        parts[rank] = leaf.view_as(leaf)
 
 
-class AfterGather(TorchFunctionMode):
-    """Watches what becomes of what was gathered, from one gather to the next step.
+@patch(f"{C10D}.recv", f"{C10D}.recv_object_list")
+def receive(original, *args, **kwargs):
+    report(events.Received)
+    return original(*args, **kwargs)
 
-    It reports how long tensors are, for a script cuts off what a sampler has padded, and a backward
-    pass that would have to go on in what other ranks gave. It does not touch the script's tensors.
-    """
 
-    parts = None  # what the ranks gave, while it is of interest
-    line = ""  # of a gather that has lost a gradient
-    ranks = WeakTensorKeyDictionary()  # a tensor made of those parts alone -> whose parts
+# ---------------------------------------------------------------- lengths
 
-    def start(self, parts, line=""):
-        """Watch from now on, unless the script has entered a mode of its own."""
-        self.pause()
-        self.parts, self.line = parts, line
-        self.ranks.clear()
-        if line:
-            self.ranks.update({part: {rank} for rank, part in enumerate(parts)})
-        self.resume()
 
-    def pause(self):
-        """Watch nothing while a batch is loaded and used, which costs time."""
-        while _get_current_function_mode() is self:
-            self.__exit__(None, None, None)
+class Lengths(TorchFunctionMode):
+    """Reports how long tensors are after a gather: a script cuts off what a sampler padded."""
 
-    def resume(self):
-        """Go on watching."""
-        current = _get_current_function_mode()
-        others = current is not None and not type(current).__module__.startswith("ddp_check.")
-        if self.parts is not None and current is not self and not others:
-            self.__enter__()
-
-    def stop(self):
-        """Watch nothing until the next gather: a step has been taken."""
-        self.parts = None
-        self.pause()
+    parts = None  # what the ranks gave, while lengths are of interest
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if self.parts is not None:
             with harmless:
-                name = getattr(func, "__name__", "")
-                self.look_at_length(name, args, result)
-                if len(self.ranks) and torch.is_grad_enabled() and name != "detach":
-                    self.look_at_gradient([args, kwargs], result)
+                self.look_at(getattr(func, "__name__", ""), args, result)
         return result
 
-    def look_at_length(self, name, args, result):
-        """Report a cut, and the length of what is compared or read."""
+    def look_at(self, name, args, result):
         tensor = args[0] if args else None
         if not isinstance(tensor, torch.Tensor) or not tensor.dim():
             return
@@ -223,42 +198,41 @@ class AfterGather(TorchFunctionMode):
         if name == "__getitem__" and isinstance(args[1], slice) and len(result) < length:
             dropped = length - len(result)
             report(events.Cut, dropped=dropped, order=order_of(tensor, self.parts))
-        elif name in READ_OUT and length > 1:
-            report(events.Counted, length=length, reduced=name in TO_ONE_NUMBER)
-
-    def look_at_gradient(self, arguments, result):
-        """Follow what is made of the parts, until it meets a tensor that has a gradient."""
-        ranks = set()
-        for tensor in tensors_in(arguments):
-            own = {dist.get_rank()} if tensor.requires_grad else set()  # written into it since
-            ranks |= self.ranks.get(tensor, set()) - own
-        for tensor in tensors_in(result) if ranks else ():
-            if tensor.requires_grad:
-                report_gradient_lost(tensor, self.line, dist.get_rank() in ranks)
-            else:
-                self.ranks[tensor] = ranks
+        elif name in SHOW and length > 1:
+            report(events.Counted, length=length, reduced=name in REDUCE)
 
 
-after_gather = AfterGather()
+lengths = Lengths()
 
 
-def report_gradient_lost(tensor, line, own_part):
-    """Report it if a backward pass goes through a tensor, and not on to what was gathered."""
+def watch_lengths(parts):
+    """Report lengths from now on, unless the script has entered a mode of its own."""
+    pause_lengths()
+    lengths.parts = parts
+    resume_lengths()
 
-    def through(_):
-        with harmless:
-            if is_first("gradient lost", line, own_part):
-                report(events.GradientLost, line, own_part=own_part)
 
-    if not tensor.is_leaf:
-        tensor.register_hook(through)
+def pause_lengths():
+    """Report no lengths while a batch is loaded and used, which costs time."""
+    while _get_current_function_mode() is lengths:
+        lengths.__exit__(None, None, None)
+
+
+def resume_lengths():
+    current = _get_current_function_mode()
+    others = current is not None and not type(current).__module__.startswith("ddp_check.")
+    if lengths.parts is not None and current is not lengths and not others:
+        lengths.__enter__()
+
+
+def forget_lengths():
+    """Report no lengths until the next gather: a step has been taken."""
+    lengths.parts = None
+    pause_lengths()
 
 
 def order_of(tensor, parts):
-    """Return how a tensor holds the parts that the ranks gave: in "blocks" or "another" order.
-
-    It is "" if it holds them in turns, as DistributedSampler deals, or if that is not known.
-    """
+    """Return in which order a tensor holds the parts that the ranks gave, if that is known."""
     if len({part.shape for part in parts}) != 1 or not parts[0].dim():
         return ""
     blocks = torch.cat(parts)
