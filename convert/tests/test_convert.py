@@ -19,6 +19,7 @@ PAGE = (FOLDER / "README.md").read_text(encoding="utf-8")
 DDP = (FOLDER / "train_ddp.py").read_text(encoding="utf-8")
 SHORT = ("epochs=30", "epochs=3")
 SEED = "    torch.manual_seed(0)\n"
+NAMES = (SEED, f"    rank, world_size = dist.get_rank(), dist.get_world_size()\n{SEED}")
 DOUBLE = [  # rounding then changes nothing that is seen
     ("dtype=torch.float32", "dtype=torch.float64"),
     (SEED, f"    torch.set_default_dtype(torch.float64)\n{SEED}"),
@@ -81,6 +82,23 @@ KINDS = {  # what an entry's title begins with: a diff that makes train_ddp.py a
 -        for batch in loader:
 +        for batch in itertools.islice(batches, 23):
 """,
+    "It slices its batches": """
+-    loader = DataLoader(train_set, batch_size=32, sampler=sampler)  # 32 per process
++    images, labels = train_set[:]
+
+-        sampler.set_epoch(epoch)  # or every epoch has the same order
+
+-        for batch in loader:
+-            images, labels = (part.to(device) for part in batch)
+-            loss = cross_entropy(model(images), labels)
++        PRINTED
++            loss = cross_entropy(model(images[indices]), labels[indices])
+
+-            loss_sum += loss.item() * len(labels)
+-            seen += len(labels)
++            loss_sum += loss.item() * len(indices)
++            seen += len(indices)
+""",
     "It counts in steps": """
 -def main(epochs=30):
 +def main(max_steps=138, eval_every=46, warm_up=10):
@@ -96,9 +114,6 @@ KINDS = {  # what an entry's title begins with: a diff that makes train_ddp.py a
 -from torch.utils.data import DataLoader, TensorDataset, random_split
 +from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler, random_split
 
- def main(epochs=30):
-+    rank, world_size = dist.get_rank(), dist.get_world_size()
-
 -    sampler = torch.utils.data.DistributedSampler(train_set)  # shuffles, and deals equal shares
 +    weights = torch.arange(1440) % 3
 +    PRINTED
@@ -106,9 +121,6 @@ KINDS = {  # what an entry's title begins with: a diff that makes train_ddp.py a
 -        sampler.set_epoch(epoch)  # or every epoch has the same order
 """,
     "The loss is a mean over tokens": """
- def main(epochs=30):
-+    rank, world_size = dist.get_rank(), dist.get_world_size()
-
 -            loss = cross_entropy(model(images), labels)
 +            labels = labels.where(labels > 2, -100)
 +            logits = model(images)
@@ -136,22 +148,9 @@ KINDS = {  # what an entry's title begins with: a diff that makes train_ddp.py a
 -    dist.destroy_process_group()
 +PRINTED
 """,
-    "It has a GradScaler": """
-     start, best = 0, float("inf")
-+    scaler = torch.amp.GradScaler(device.type)
-
--            loss.backward()
--            optimizer.step()
-+            scaler.scale(loss).backward()
-+            scaler.step(optimizer)
-+            scaler.update()
-""",
     "A progress bar": """
 +from tqdm import tqdm
  from torch import nn
-
- def main(epochs=30):
-+    rank = dist.get_rank()
 
 -        for batch in loader:
 +        PRINTED
@@ -178,31 +177,21 @@ KINDS = {  # what an entry's title begins with: a diff that makes train_ddp.py a
 -            print(f"epoch {epoch}: loss {loss_sum / seen:.4f}, {valid_loss:.4f}, {accuracy:.2%}")
 +            print(f"epoch {epoch}: training {correct / seen:.2%}, validation {accuracy:.2%}")
 """,
-    "It has several models": """
-     start, best = 0, float("inf")
-+    head = nn.parallel.DistributedDataParallel(nn.Linear(10, 10))
-+    head_optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
-
-         model.train()
-+        head.train()
+    "Its optimizer takes a closure": """
+-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
++    optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe")
 
 -            loss = cross_entropy(model(images), labels)
-+            loss = cross_entropy(head(model(images)), labels)
-+            head_optimizer.zero_grad()
-
-             loss.backward()
-+            head_optimizer.step()
-
--        found = [evaluate(model.module, valid_set, device) if dist.get_rank() == 0 else None]
-+        whole = nn.Sequential(model.module, head.module)
-+        found = [evaluate(whole, valid_set, device) if dist.get_rank() == 0 else None]
+-            optimizer.zero_grad()
+-            loss.backward()
+-            optimizer.step()
+-            loss_sum += loss.item() * len(labels)
++            PRINTED
++            loss_sum += optimizer.step(closure).item() * len(labels)
 """,
     "It has a batch_sampler": """
 +import random
  import os
-
- def main(epochs=30):
-+    rank, world_size = dist.get_rank(), dist.get_world_size()
 
 -    sampler = torch.utils.data.DistributedSampler(train_set)  # shuffles, and deals equal shares
 -    loader = DataLoader(train_set, batch_size=32, sampler=sampler)  # 32 per process
@@ -242,9 +231,6 @@ KINDS = {  # what an entry's title begins with: a diff that makes train_ddp.py a
 +import numpy as np
  import torch.distributed as dist
 
- def main(epochs=30):
-+    rank = dist.get_rank()
-
          model.train()
 +        PRINTED
 
@@ -270,7 +256,7 @@ def changed(diff, printed):
 def test_the_checker_calls_the_lines_right_for(title, own_folder, fork_ranks, tmp_path):  # noqa: F811
     (entry,) = re.findall(rf"^### {title}.*\n((?:(?!##+ ).*\n)*)", PAGE, re.MULTILINE)
     printed = "".join(re.findall(r"^```python\n(.*?)^```$", entry, re.MULTILINE | re.DOTALL))
-    path = write(tmp_path / "train_ddp.py", DDP, changed(KINDS[title], printed))
+    path = write(tmp_path / "train_ddp.py", DDP, [NAMES, *changed(KINDS[title], printed)])
     write(path, path.read_text(encoding="utf-8").replace(*SHORT))
     with planned(path) as plan:
         verdicts = named(judge(plan.undisturbed))
