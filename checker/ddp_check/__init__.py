@@ -1,3 +1,3 @@
 """Checks a distributed PyTorch training script by running it under observation."""
 
-__version__ = "2.0"
+__version__ = "2.1"

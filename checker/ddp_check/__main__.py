@@ -28,14 +28,6 @@ USAGE = """ddp-check [options] script [arguments]    (--help shows the options)
 SHOWN = ("drill", "all", "output", "format")  # options that are not about how the script is run
 
 
-class ListRules(argparse.Action):
-    """Prints the rules and ends, as --help and --version do."""
-
-    def __call__(self, parser, *_):
-        print(list_of_rules())
-        parser.exit()
-
-
 def option_parser():
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
@@ -56,13 +48,8 @@ def option_parser():
     add("--output", action="store_true", help="then show all that the script printed")
     add("--format", choices=["text", "json", "github"], default="text", help="(text)")
     add("--json", dest="format", action="store_const", const="json", help="as --format json")
-    add(
-        "--rules",
-        action=ListRules,
-        nargs=0,
-        default=argparse.SUPPRESS,
-        help="print what is looked at, a line each",
-    )
+    lists = {"action": "version", "version": list_of_rules()}
+    add("--rules", help="print what is looked at, a line each, and exit", **lists)
     add("--version", action="version", version=f"ddp-check {__version__}")
     add("-m", dest="module", action="store_true", help="the script is a module, as for python -m")
     add("script")

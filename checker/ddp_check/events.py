@@ -1,7 +1,8 @@
 """What the observer reports: a dataclass for each kind of event. Does not import PyTorch.
 
 A process writes an event as a line of JSON, and the checker reads it again. Checksums are whole
-numbers, equal if the values were equal bit for bit; "0 or None" says that there was nothing to sum.
+numbers, equal if the values were equal bit for bit. One is 0 if there was nothing to sum, and None
+if it is not known.
 """
 
 import json
@@ -10,10 +11,13 @@ from dataclasses import dataclass
 
 @dataclass(kw_only=True)
 class Event:
-    """Something that a process of the script did."""
+    """Something that a process of the script did. Each subclass becomes a dataclass, too."""
 
     time: float = 0.0  # in seconds, of a clock that all processes share
     where: str = ""  # the line of the script, as "file:line"; "" if none of its lines is running
+
+    def __init_subclass__(cls):
+        dataclass(kw_only=True)(cls)
 
     def __str__(self):
         return json.dumps({"kind": type(self).__name__, **vars(self)}, default=str)
@@ -28,14 +32,12 @@ def read(line):
 # ---------------------------------------------------------------- processes and their group
 
 
-@dataclass(kw_only=True)
 class Start(Event):
     """The process imported PyTorch."""
 
     rank: int | str | None = None  # as its launcher says
 
 
-@dataclass(kw_only=True)
 class Unpatched(Event):
     """This PyTorch has no such function, so it is not observed."""
 
@@ -43,32 +45,28 @@ class Unpatched(Event):
     lacks: str  # what the report lacks
 
 
-@dataclass(kw_only=True)
 class Trouble(Event):
     """The observer has failed to look at something; the script has not noticed it."""
 
     error: str
-    place: str  # in the observer, as "file:line"
+    place: str  # the line of the observer, as "file:line"
 
 
-@dataclass(kw_only=True)
 class Join(Event):
     """It joined a process group."""
 
     rank: int
     port: int | str | None  # at which the ranks met
-    nn_imported: bool  # torch.distributed.nn had been imported before
+    nn_imported_before: bool  # torch.distributed.nn had been imported
     by_script: bool  # not by a library
 
 
-@dataclass(kw_only=True)
 class Leave(Event):
     """It is about to destroy the process group."""
 
     live_wrappers: int  # DDP models that still exist
 
 
-@dataclass(kw_only=True)
 class Exit(Event):
     """It ends, and Python's atexit functions run."""
 
@@ -77,39 +75,34 @@ class Exit(Event):
     nn_imported: bool  # torch.distributed.nn has been imported, by now
 
 
-@dataclass(kw_only=True)
 class OtherMachine(Event):
     """It was told to meet the other ranks on another machine; they meet here instead."""
 
     host: str
 
 
-@dataclass(kw_only=True)
 class SigtermHandler(Event):
     """It set a handler for SIGTERM."""
 
 
-@dataclass(kw_only=True)
 class Translated(Event):
     """It made a call for a GPU, which was translated for the CPU."""
 
     call: str  # as the script could have written it
 
 
-@dataclass(kw_only=True)
 class Gpu(Event):
     """It named a GPU, for the first time in this way."""
 
-    use: str  # "set": by set_device; "use": by anything else
+    by_set_device: bool  # not by a tensor or a module that goes there
     index: int
     count: int  # of the GPUs that a node has
-    visible_chosen: bool  # the script has set CUDA_VISIBLE_DEVICES
+    visible: str  # what the script has set CUDA_VISIBLE_DEVICES to, or ""
 
 
 # ---------------------------------------------------------------- communication
 
 
-@dataclass(kw_only=True)
 class Collective(Event):
     """The script, or a library on its behalf, calls a collective on all ranks."""
 
@@ -120,30 +113,21 @@ class Collective(Event):
     cuts_gradient: bool  # its input requires a gradient, and its result has none
 
 
-@dataclass(kw_only=True)
-class Received(Event):
-    """It is about to wait for what another rank sends."""
-
-
-@dataclass(kw_only=True)
 class GradientLost(Event):
-    """A backward pass has ended at a tensor that an all_gather returned."""
+    """A backward pass does not go on to a tensor that an all_gather returned."""
 
     own_part: bool  # also at what this rank itself gave
 
 
-@dataclass(kw_only=True)
 class ReducedInPlace(Event):
     """A backward pass goes through a tensor that a collective has summed up in place.
 
     The collective has no gradient: what comes from the other ranks counts as a constant.
     """
 
-    name: str  # of the collective
     elements: int
 
 
-@dataclass(kw_only=True)
 class Cut(Event):
     """After a gather, the end of a tensor was cut off."""
 
@@ -153,7 +137,6 @@ class Cut(Event):
     order: str
 
 
-@dataclass(kw_only=True)
 class Counted(Event):
     """After a gather, a tensor was compared, converted, or reduced to a number."""
 
@@ -161,11 +144,10 @@ class Counted(Event):
     reduced: bool  # by sum() or mean()
 
 
-@dataclass(kw_only=True)
 class Totalled(Event):
-    """Numbers were added up over all ranks."""
+    """Tensors of numbers were added up over all ranks."""
 
-    values: list[int]  # the whole ones, and their sum
+    values: list[int]  # those that are whole numbers, and the sum of all if it is one
     own: float | None  # of this rank, if it is a single number
     total: float | None  # over the ranks, likewise
 
@@ -173,55 +155,50 @@ class Totalled(Event):
 # ---------------------------------------------------------------- data
 
 
-@dataclass(kw_only=True)
 class PassBegun(Event):
     """A pass over a DataLoader begins."""
 
-    number: int  # counts the passes of this process
-    length: int | None  # of the data set, if it has one
-    total: int | None  # batches to come, if that is known
+    pass_number: int  # counts the passes of this process
+    sample_count: int | None  # of the data set, if that is known
+    batch_count: int | None  # to come, if that is known
     iterable: bool  # the data set is an IterableDataset: its samples have no index
-    part: int  # checksum of the indices that a Subset keeps, or 0
+    subset_checksum: int  # of the indices that a Subset keeps, or 0
     distributed: bool  # the sampler is a DistributedSampler
-    shuffle: bool
+    shuffle: bool | None  # None: the sampler does not say
     drop_last: bool
-    tensors: int  # checksum of a TensorDataset's tensors, or 0
-    data: int  # checksum, the same for equal data sets
+    tensor_checksum: int  # of a TensorDataset's tensors, or 0
+    dataset_checksum: int  # the same for equal data sets
     persistent: bool  # its workers stay for the next pass
 
 
-@dataclass(kw_only=True)
 class Batch(Event):
     """A DataLoader has returned a batch."""
 
-    number: int  # of the pass
+    pass_number: int
     indices: list[int] | None  # as the sampler gave them
-    base: list[int] | None  # the same samples in the data set below all Subsets
-    samples: list[int] | None  # checksum of each sample
-    labels: list[int] | None  # checksum of the smallest part of each, if it has several
+    base_indices: list[int] | None  # the same samples in the data set below all Subsets
+    checksums: list[int] | None  # of each sample
+    label_checksums: list[int] | None  # of the smallest part of each, if it has several
     width: int | None  # elements of a sample; where padding changes it, checksums differ
+    label_size: int | None  # elements of the smallest part: with one for each token, more than 1
 
 
-@dataclass(kw_only=True)
 class PassEnded(Event):
     """A DataLoader has no more batches."""
 
-    number: int  # of the pass
+    pass_number: int
 
 
-@dataclass(kw_only=True)
-class Looked(Event):
-    """A model is called without gradients, for the first time since a batch."""
+class BatchEvaluated(Event):
+    """A model is called without gradients, for the first time since a DataLoader's batch."""
 
 
-@dataclass(kw_only=True)
 class EpochSet(Event):
     """DistributedSampler.set_epoch is called."""
 
     value: int
 
 
-@dataclass(kw_only=True)
 class Drawn(Event):
     """Random numbers were drawn to make samples, by this generator for the first time."""
 
@@ -234,106 +211,96 @@ class Drawn(Event):
 # ---------------------------------------------------------------- models and optimizers
 
 
-@dataclass(kw_only=True)
 class Wrap(Event):
     """A model was wrapped in DistributedDataParallel."""
 
     names: list[str]  # of its parameters
 
 
-@dataclass(kw_only=True)
 class CommHook(Event):
     """A wrapped model gets a hook that reduces its gradients instead of DDP."""
 
     name: str  # of the hook, with its module
 
 
-@dataclass(kw_only=True)
 class Step(Event):
-    """An optimizer is about to take a step. What is counted is counted since the step before."""
+    """An optimizer is about to take a step. What is counted is counted since the step before.
+
+    That may be another optimizer's: of two that step after one backward pass, the second has none.
+    """
 
     gradients: dict[str, int]  # checksum of each parameter's gradient, 0 without one
-    weights: dict[str, int] | None  # checksum of each parameter, in the first step of a pass
+    # Checksum of each parameter, in the first step of a pass and some others; without DDP, in each:
+    weights: dict[str, int] | None
     rates: list[float]  # learning rate of each group of parameters
     losses: list[float]  # whose backward pass came
     divisors: list[float]  # of these losses or their terms; a factor counts as its inverse
+    means_over: list[float]  # of how many elements a loss or a term is the mean, where that is seen
     loss_reduced: bool  # a loss comes out of torch.distributed.nn.all_reduce
     backwards: int  # backward passes
     # A projection of all gradients: of those that this rank computed, summed up, and of those that
     # the optimizer takes. None after the first steps, with a GradScaler or sharded parameters.
     own_gradient: float | None
     taken_gradient: float | None
-    samples: int  # that a DataLoader returned
+    sample_count: int  # of those that a DataLoader returned
     inputs: list[int]  # checksums of the batches that entered the models
     infinite: str  # what is not finite: "loss", "gradient of NAME", or ""
     zero: bool  # all gradients are zero
-    unused: int  # parameters that require a gradient and have none
+    unused: int  # parameters that require a gradient and got none from this rank's losses
     foreign: int  # parameters that are in no wrapped model
-    bypassed: list[int]  # wrapped models that have gradients, though no wrapper was called
+    unwatched: list[str]  # parameters that got into a wrapped model, or a gradient, afterwards
+    # Lines that call a wrapped model whose wrapper was not called, and which has gradients:
+    bypassed: list[str]
     sharded: int  # dimensions of the mesh that the parameters are sharded over
     has_state: bool  # the optimizer has taken a step before, or its state was loaded
     closure: bool  # step() was given one, which computes the gradients
-    synced: bool  # the last forward pass of DDP asked for a reduction
+    synced: bool  # the last forward pass of DDP asked for a reduction; also if there was none
     reductions: int  # backward passes that reduced gradients, of the model with the most
     reduced: list[int]  # checksums of what the script itself added up over the ranks
     reduced_all: bool  # that is as much as all gradients
-    training: bool  # the wrapped models are in training mode
+    training: bool  # the wrapped models with these parameters, if any, are in training mode
     buffers: dict[str, int]  # checksum of each buffer, without BatchNorm's statistics
     buffers_changed: list[str]  # since their model was wrapped, statistics included
     # Who has drawn from PyTorch's generator, "model" or "script", and a checksum of its state
     # before. A DataLoader's seed and a sampler's order do not count, nor what makes samples.
     random: dict[str, int]
+    random_for_samples: bool  # the script drew several for each sample, between loader and model
     joined: bool  # it is taken inside join()
 
 
-@dataclass(kw_only=True)
-class Bypass(Event):
-    """A wrapped model is called in training without its wrapper."""
-
-    model: int
-
-
-@dataclass(kw_only=True)
 class Clipped(Event):
     """Gradients are clipped."""
 
     scaled: bool  # a GradScaler's factor is in them
 
 
-@dataclass(kw_only=True)
 class Scheduled(Event):
     """A learning rate scheduler takes a step."""
 
     metric: float | None  # that ReduceLROnPlateau gets
 
 
-@dataclass(kw_only=True)
 class SkippedStep(Event):
     """A GradScaler has skipped an optimizer's step, as a gradient was not finite."""
 
-    scale: float  # the factor that was too large
 
-
-@dataclass(kw_only=True)
 class StateLoaded(Event):
     """A model or an optimizer loads a state."""
 
     wraps: int  # how many models had been wrapped before
 
 
-@dataclass(kw_only=True)
 class Evaluated(Event):
-    """A model is called without gradients, for the first time in a pass."""
+    """A model is called without gradients, for the first time since a pass over data began."""
 
     model: str  # its class
     steps: int  # of the optimizers before
-    values: dict[str, int]  # checksum of each parameter and buffer
+    checksums: dict[str, int]  # of each parameter and buffer
     noisy: str  # the layer that changes what the model returns, being in training mode, or ""
     wrapped: bool  # in DistributedDataParallel
-    number: int  # of the pass
+    pass_number: int
 
 
-@dataclass(kw_only=True)
 class Final(Event):
     """The weights of a model at the end."""
 
@@ -344,22 +311,25 @@ class Final(Event):
 # ---------------------------------------------------------------- output and files
 
 
-@dataclass(kw_only=True)
 class Print(Event):
     """A line is printed, or logged."""
 
     text: str
 
 
-@dataclass(kw_only=True)
 class Opened(Event):
-    """A file was opened for writing."""
+    """A file is about to be opened for writing."""
 
     path: str
     append: bool
 
 
-@dataclass(kw_only=True)
+class Read(Event):
+    """A file in the script's folder was opened for reading."""
+
+    path: str
+
+
 class Renamed(Event):
     """A file is renamed."""
 
@@ -367,7 +337,6 @@ class Renamed(Event):
     source: str
 
 
-@dataclass(kw_only=True)
 class Save(Event):
     """torch.save has returned."""
 
@@ -376,23 +345,16 @@ class Save(Event):
     steps: int  # of the optimizers before
 
 
-@dataclass(kw_only=True)
 class ShardedSave(Event):
     """torch.distributed.checkpoint has saved a checkpoint, all of it."""
 
-    path: str | None
     steps: int  # of the optimizers before it began
-    asynchronous: bool
 
 
-@dataclass(kw_only=True)
 class ShardedLoad(Event):
     """torch.distributed.checkpoint is about to load a checkpoint."""
 
-    path: str | None
 
-
-@dataclass(kw_only=True)
 class Load(Event):
     """torch.load is called by the script."""
 

@@ -1,15 +1,14 @@
 """The passes over the data: which batches each gave, and which steps used them."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
+from itertools import chain
 
 from ddp_check import events
 
 
-@dataclass
-class Pass:
-    """A pass of one rank over a DataLoader."""
+class Pass(events.PassBegun):
+    """A pass of one rank over a DataLoader: how it began, and what followed."""
 
-    begun: events.PassBegun
     batches: list = field(default_factory=list)
     steps: list = field(default_factory=list)
     steps_beside: int = 0  # credited to another pass, which gave a later batch
@@ -17,13 +16,15 @@ class Pass:
     evaluates: bool = False  # a model was called without gradients
     after: list = field(default_factory=list)  # events that follow one of its batches
 
-    def __getattr__(self, name):
-        return getattr(self.begun, name)
+    @property
+    def dataset(self):
+        """What is equal for passes over equal data sets."""
+        return self.dataset_checksum, self.subset_checksum
 
     @property
     def is_training(self):
         """Whether its batches were trained on, perhaps together with those of another pass."""
-        return bool(self.steps) or self.steps_beside > 1
+        return bool(self.steps) or self.steps_beside > 1  # once is a validation in between
 
     def events_of(self, kind):
         """Return the events of a kind that follow one of its batches."""
@@ -32,29 +33,29 @@ class Pass:
     @property
     def sizes(self):
         """How many samples its batches have, as far as is known."""
-        return [len(batch.indices or batch.samples or ()) for batch in self.batches]
+        return [len(batch.indices or batch.checksums or ()) for batch in self.batches]
 
     @property
     def is_whole(self):
         """Whether it gave all its batches."""
-        return self.ended or len(self.batches) == self.total
+        return self.ended or len(self.batches) == self.batch_count
 
-    def samples(self, key="indices"):
-        """Return what is known of each of its samples, or None if it is unknown."""
-        parts = [getattr(batch, key) for batch in self.batches]
-        return None if None in parts else [value for part in parts for value in part]
+    def values(self, field_name):
+        """Return this field of all its batches as one list, or None if one of them is unknown."""
+        lists = [getattr(batch, field_name) for batch in self.batches]
+        return None if None in lists else list(chain(*lists))
 
 
-def passes_in(found):
+def passes_in(events_of_rank):
     """Return the passes of one rank, whose events these are."""
     passes = {}  # by number
     fed = []  # passes with a batch since the last step
     latest = None  # the pass that gave the last batch
-    for event in found:
-        entry = passes.get(getattr(event, "number", None))
+    for event in events_of_rank:
+        entry = passes.get(getattr(event, "pass_number", None))
         match event:
             case events.PassBegun():
-                passes[event.number] = Pass(event)
+                passes[event.pass_number] = Pass(**vars(event))
             case events.Batch() if entry:
                 entry.batches.append(event)
                 latest = entry
@@ -69,25 +70,29 @@ def passes_in(found):
             case _ if latest:
                 latest.after.append(event)
     for entry in passes.values():
-        looked = len(entry.events_of(events.Looked))
-        if looked and not (entry.ended or entry.is_training):  # it may have fetched one more
-            del entry.batches[looked:]
+        evaluated = len(entry.events_of(events.BatchEvaluated))
+        if evaluated and not (entry.ended or entry.is_training):  # it was left, perhaps by a break
+            del entry.batches[evaluated:]  # which comes before the model is called
     return list(passes.values())
 
 
 def credit(step, fed, passes):
-    """Credit a step to the pass that gave the last batch, preferably one that goes on."""
+    """Credit a step to the last of the passes that gave a batch since the step before (`fed`).
+
+    One that goes on is preferred to one that has ended. If none gave a batch, it was fetched ahead:
+    then the step belongs to the pass that took the step before, or to the newest.
+    """
     training = [entry for entry in passes if entry.steps]
-    lines = {entry.where for entry in training}
-    # Not to one that only evaluates. If none gave a batch since the previous step, it was fetched
-    # ahead.
-    may_train = [
-        entry for entry in passes if not (entry.ended and entry.evaluates) or entry.where in lines
-    ]
-    fed = [entry for entry in fed if entry in may_train] or training[-1:]
-    fed = fed or [entry for entry in passes[-1:] if entry in may_train]
-    fed = [entry for entry in fed if not entry.ended] or fed
-    for entry in fed[-1:]:
-        entry.steps.append(step)
-    for entry in fed[:-1]:
-        entry.steps_beside += 1
+    training_lines = {entry.where for entry in training}
+
+    def may_train(entry):  # an evaluation that has ended does not, unless its line trains
+        return entry.where in training_lines or not (entry.ended and entry.evaluates)
+
+    newest = passes[-1:]
+    candidates = [*filter(may_train, fed)] or training[-1:] or [*filter(may_train, newest)]
+    candidates = [entry for entry in candidates if not entry.ended] or candidates
+    if candidates:
+        *others, last = candidates
+        last.steps.append(step)
+        for entry in others:
+            entry.steps_beside += 1

@@ -20,11 +20,10 @@ from ddp_check.protocol import HERE, STACKS, VARIABLE, Task
 from ddp_check.run import Run
 
 CHECKPOINT = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".new", ".interrupted")
-CONFIG = (".py", ".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".env")
+SMALL = 1 << 16  # bytes of a file that is copied, not linked
 STARTS = r"\bspawn\(|\bstart_processes\(|\bProcess\(\s*target"  # starts its own processes
 SETS = r"""environ\[["'](\w+)["']\]\s*=[^=]"""
 ASKS = r"""(?:environ(?:\.get)?|getenv)[\[(]["']((?:LOCAL_)?RANK)["'][\],)]"""
-OPTION = r"""["'](--local[-_]rank)["']"""  # torch.distributed.launch passes that with a hyphen
 USES_GPUS = r"nccl|cuda|device_ids|torch\.accelerator|\.to\(\w*rank\)"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=NPROC"]
 # What bash does in each process before it becomes that of the script:
@@ -48,16 +47,12 @@ SLURM = {  # value: variables that srun sets to it on one node; their names begi
 }
 
 
-def small_files(folder):
-    return {
-        str(path.relative_to(folder)): path.read_text(encoding="utf-8", errors="replace")
-        for path in (*folder.glob("*.*"), *folder.glob("*/*.*"))
-        if path.suffix in CONFIG and path.is_file() and path.stat().st_size < 1 << 16
-    }
-
-
 def mirror(source, target, depth=3):
-    """Copy or link the files of a folder into a new one, without checkpoints."""
+    """Copy the small files of a folder into a new one, and link large ones, without checkpoints.
+
+    Python would import from the folder that a link points to, and a library in C that opens a file
+    for writing is not seen by the observer, which detaches links.
+    """
     target.mkdir()
     for path in source.iterdir():
         new = target / path.name
@@ -65,8 +60,8 @@ def mirror(source, target, depth=3):
             continue
         if path.is_dir() and depth and "data" not in path.name and os.access(path, os.R_OK):
             mirror(path, new, depth - 1)
-        elif path.suffix == ".py":
-            shutil.copy(path, new)  # from a link, Python would import from its target's folder
+        elif path.suffix == ".py" or (path.is_file() and path.stat().st_size < SMALL):
+            shutil.copy(path, new)
         else:
             new.symlink_to(path)
 
@@ -90,9 +85,6 @@ class Plan:
         self.path = module_path(self.script) if self.module else Path(self.script)
         self.text = self.path.read_text(encoding="utf-8", errors="replace")
         self.launcher = self.launcher or launcher_of(self.text)
-        # An option for the local rank is passed only if the script does not do without it.
-        self.possible_option, self.option_line = option_for_rank(self.text)
-        self.option = ""
         self.translated = self.translate == "yes"
         self.lacking = ""  # how the run without translated calls ended
 
@@ -107,8 +99,6 @@ class Plan:
         run = self.run("undisturbed")
         if self.translate == "auto" and self.may_want_gpus(run):
             run = self.run_translated(run)
-        if self.possible_option and self.launcher == "torchrun":
-            run = self.run_with_option(run)
         return run
 
     def may_want_gpus(self, run):
@@ -128,21 +118,6 @@ class Plan:
             return before
         return run
 
-    def run_with_option(self, before):
-        """Run the script with an option for its local rank; return the run that counts."""
-        failed = before.returncode != 0 and not before.all(events.Step)
-        shares_gpu = gpus_of(before) == 1 < self.nproc
-        if not failed and not shares_gpu:
-            return before
-        self.option = self.possible_option
-        run = self.run("with_option")
-        if failed and (run.returncode == 0 or len(run.all(object)) > len(before.all(object))):
-            return run
-        if shares_gpu and gpus_of(run) > 1:
-            return run
-        self.option = ""
-        return before
-
     def folder_of(self, place):
         """Return the folder of a name, with the script's files in it."""
         cwd = Path(self.folder, place).resolve()
@@ -153,18 +128,19 @@ class Plan:
     def run(
         self, place, nproc=None, during=None, arguments=None, others_in="", timeout=None, **options
     ):
-        """Run the script in a folder of this name, call `during` meanwhile, and return a Run.
+        """Run the script in a folder of this name, and return a Run.
 
-        All ranks but the first may run in another folder. The options are those of a `Task`.
+        Meanwhile, `during` is called with the process, the folder of the events, and the time at
+        which the script will be killed. All ranks but the first may run in another folder,
+        `others_in`. The options are those of a `Task`.
         """
         cwd, nproc = self.folder_of(place), nproc or self.nproc
         others = self.folder_of(others_in) if others_in else None
         folder = cwd.with_name(f"{place}.run{len(list(cwd.parent.glob(f'{place}.run*')))}")
         folder.mkdir()
         task = Task(str(folder), f"{cwd}{os.sep}", nproc, translate=self.translated, **options)
-        run = Run(nproc, folder, cwd, str(self.path), self.text, small_files(cwd))
+        run = Run(nproc, folder, cwd, str(self.path), self.text)
         run.translate, run.begun = self.translated, time.monotonic()
-        run.option, run.option_where = self.option, f"{self.path}:{self.option_line}"
         with open(folder / "output", "wb") as output:
             process = subprocess.Popen(
                 [*self.command(nproc, cwd, others), *map(str, arguments or self.arguments)],
@@ -181,28 +157,31 @@ class Plan:
                     during(process, folder, end)
                 run.returncode = process.wait(max(1, end - time.monotonic()))
             except subprocess.TimeoutExpired:
-                run.stacks, run.still = look(folder)
+                run.stacks, run.idle_ranks = look(folder)
             finally:
                 kill_all(process, folder)
         run.seconds = time.monotonic() - run.begun
         run.output = (folder / "output").read_text(encoding="utf-8", errors="replace")
-        run.events_by_rank = {rank: found for rank, (_, found) in reports(folder).items()}
-        run.left_out = left_out(run)
+        run.events_by_rank = {rank: found for rank, (_, found) in read_events(folder).items()}
+        run.missed_checkpoints = missed_checkpoints(run)
         return run
 
     def command(self, nproc, cwd, others=None):
         """Return the words that start the script: its copy in this folder, if there is one."""
         words = [word.replace("NPROC", str(nproc)) for word in LAUNCHERS[self.launcher]]
+        # Else torchrun refuses an option of the script that begins like several of its own.
+        end = ["--"] if LAUNCHERS[self.launcher] is TORCHRUN else []
         before = [OTHERS_IN.format(shlex.quote(str(others)))] if others else []
         before += [AS_TASK] if self.launcher == "srun" else []
-        if before or self.option:
-            option = f' {self.option}="$LOCAL_RANK"' if self.option else ""
-            lines = "\n".join([*before, f'exec "$@"{option}'])
-            words += ["--no-python", "bash", "-c", lines, "bash", sys.executable]
+        if before:
+            lines = "\n".join([*before, 'exec "$@"'])
+            words += ["--no-python", *end, "bash", "-c", lines, "bash", sys.executable]
+            end = []
         if self.module:
-            return [*words, "-m", self.script]
+            return [*words, "-m", *end, self.script]
         path, here = self.path.resolve(), Path.cwd()
-        return [*words, str(cwd / path.relative_to(here) if path.is_relative_to(here) else path)]
+        path = cwd / path.relative_to(here) if path.is_relative_to(here) else path
+        return [*words, *end, str(path)]
 
 
 @contextlib.contextmanager
@@ -220,22 +199,7 @@ def launcher_of(text):
     return "srun" if "SLURM_PROCID" in text and not needs_torchrun else "torchrun"
 
 
-def option_for_rank(text):
-    """Return the option by which a script can be told its local rank, and its line, or ("", 0)."""
-    options = [
-        (option, number)
-        for number, line in enumerate(text.splitlines(), 1)
-        for option in re.findall(OPTION, line)
-    ]
-    return min(options, default=("", 0))
-
-
-def gpus_of(run):
-    """Return how many GPUs a run has named."""
-    return len({event.index for event in run.all(events.Gpu)})
-
-
-def left_out(run):
+def missed_checkpoints(run):
     """Return the names of checkpoints that a failed script has missed in its folder."""
     words = re.findall(r"[\w.-]+", run.ending) if run.returncode else []
     missed = {word for word in words if word.endswith(CHECKPOINT)}
@@ -267,7 +231,7 @@ def environment(task, variables, launcher):
     return {"OMP_NUM_THREADS": "1"} | env | variables | mine
 
 
-def reports(folder):
+def read_events(folder):
     """Return the process ID and the events of each rank: {rank: (pid, events)}."""
     processes = {}  # rank -> [(what comes first, pid, events)]
     for path in folder.glob("*.jsonl"):
@@ -283,7 +247,7 @@ def reports(folder):
 
 def look(folder):
     """Return {rank: its stack, as [(file, line, function)]}, and which ranks use no CPU time."""
-    pids = {rank: pid for rank, (pid, _) in reports(folder).items()}
+    pids = {rank: pid for rank, (pid, _) in read_events(folder).items()}
     before = {rank: cpu_time(pid) for rank, pid in pids.items()}
     for pid in pids.values():
         with contextlib.suppress(ProcessLookupError):  # it may have ended

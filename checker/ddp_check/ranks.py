@@ -3,8 +3,14 @@
 
 def differing_ranks(values_by_rank):
     """Return the lowest rank and the first whose value differs from its own, or None."""
-    (rank, value), *others = values_by_rank.items()
-    return next(((rank, other) for other, theirs in others if theirs != value), None)
+    items = iter(values_by_rank.items())
+    rank, value = next(items, (None, None))
+    return next(((rank, other) for other, theirs in items if theirs != value), None)
+
+
+def differ(objects_by_rank, name):
+    """Return the first two ranks in whose objects an attribute differs, or None."""
+    return differing_ranks({rank: getattr(value, name) for rank, value in objects_by_rank.items()})
 
 
 def of_lowest_rank(values_by_rank):

@@ -45,8 +45,9 @@ def summary(plan, verdicts):
 def message(verdict):
     """Return what a verdict says, in one line."""
     kind = f"{verdict.status}: " if verdict.status in (base.FRAGILE, base.SLOW) else ""
-    at = f" ({short(verdict.where)})" if verdict.where and verdict.status != base.NONE else ""
-    return f"{kind}{verdict.title}: {verdict.text}{at}"
+    has_line = verdict.where and verdict.status != base.NOT_APPLICABLE
+    line = f" ({short(verdict.where)})" if has_line else ""
+    return f"{kind}{verdict.title}: {verdict.text}{line}"
 
 
 def page_of(verdict):
@@ -130,7 +131,8 @@ def changes(plan):
     if calls := translated(plan):
         texts.append(f"Translated for the CPU: {', '.join(calls)}")
     for event in run.all(events.Trouble):
-        texts.append(f"A fault of the checker, which the script has not noticed: {event.error}")
+        text = f"A fault of the checker, which the script has not noticed: {event.error}"
+        texts.append(f"{text} ({event.place})")
     for event in run.all(events.Unpatched):
         texts.append(f"This PyTorch has no {event.name}, so this is not seen: {event.lacks}")
     left = run.all(events.Leave)

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import textwrap
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise, takewhile
@@ -11,23 +12,23 @@ from pathlib import Path
 from ddp_check import events
 from ddp_check.passes import passes_in
 from ddp_check.protocol import FRAME, own_frame
-from ddp_check.ranks import differing_ranks
+from ddp_check.ranks import differing_ranks, of_lowest_rank
 
 LACKS_GPUS = r"(?i)cuda|nccl|nvidia|\bgpu|accelerator"  # in an error message
 PREFIX = r"(?:\[rank\d+\]: ?)?"  # that PyTorch puts before each line of a traceback
 CHAINED = r"\s+(?:\[rank\d+\]:\s*)*(?:During handling of|The above exception was)"
 ERROR = rf"^{PREFIX}([\w.]*(?:Error|Exception)(?:: .+)?|[\w.-]+: error: .+)$(?!{CHAINED})"
 REPORT = r"^[EW]\d{4} .*torch/distributed"  # torchrun's, of a failure, and of which rank:
-STATUS = r"Root Cause.*\n(?:.*\n)*?\s+rank\s+: (\d+).*\n\s+exitcode\s+: (-?\d+)"
+FIRST_FAILURE = r"Root Cause.*\n(?:.*\n)*?\s+rank\s+: (\d+).*\n\s+exitcode\s+: (-?\d+)"
 
 
 @dataclass
 class Difference:
-    """The first step in which something is not the same on all ranks."""
+    """The first step in which something is not the same on all ranks, or not finite."""
 
     number: int  # of the step, from 1
     row: tuple  # the step of each rank
-    name: str  # of what differs
+    name: str  # of what differs, such as a parameter, or its position in a list
 
 
 @dataclass
@@ -38,21 +39,22 @@ class Run:
     folder: Path  # of the events
     cwd: Path = Path()
     script: str = ""  # its path
-    text: str = ""  # of the script
-    others: dict = field(default_factory=dict)  # name of a small file beside it -> its text
+    source: str = ""  # of the script
     translate: bool = False  # its calls for GPUs were translated for the CPU
-    option: str = ""  # that tells it its local rank, if it asks for one, and where it does
-    option_where: str = ""
-    left_out: list = field(default_factory=list)  # checkpoints that the script missed
+    missed_checkpoints: list = field(default_factory=list)  # checkpoints that the script missed
     returncode: int | None = None  # None: it was killed after the timeout
     seconds: float = 0
     begun: float = 0  # when it was started
-    still: set = field(default_factory=set)  # ranks that used no CPU time when it ran out
+    idle_ranks: set = field(default_factory=set)  # those that used no CPU time when it was killed
     output: str = ""
-    events_by_rank: dict = field(
-        default_factory=dict
-    )  # rank -> the events of its process, in order
+    # rank -> the events of its process, in order:
+    events_by_rank: dict = field(default_factory=dict)
     stacks: dict = field(default_factory=dict)  # rank -> its frames when it hung, innermost first
+
+    @property
+    def world_size(self):
+        """How many ranks have reported something."""
+        return len(self.events_by_rank)
 
     def by_rank(self, *kinds):
         """Return the events of these kinds: {rank: [event]}."""
@@ -60,6 +62,10 @@ class Run:
             rank: [event for event in found if isinstance(event, kinds)]
             for rank, found in self.events_by_rank.items()
         }
+
+    def of_lowest_rank(self, *kinds):
+        """Return the events of these kinds from the lowest rank."""
+        return of_lowest_rank(self.by_rank(*kinds))
 
     def all(self, *kinds):
         """Return the events of these kinds from all ranks, as one list."""
@@ -96,28 +102,30 @@ class Run:
     @property
     def step_rows(self):
         """The steps that all ranks took before one in join(): a tuple of their events for each."""
-        # Whether a rank reports the step of a failure, or is killed before, is a matter of chance.
-        rows = list(zip(*self.by_rank(events.Step).values()))[: -1 if self.returncode else None]
+        rows = list(zip(*self.by_rank(events.Step).values()))
+        if self.returncode != 0:
+            rows = rows[:-1]  # whether a rank reports it or is killed before, is a matter of chance
         return list(takewhile(lambda row: not any(step.joined for step in row), rows))
 
-    def first_difference(self, field):
+    def first_difference(self, field_name):
         """Return the first step in which a field differs from rank to rank, or None."""
-        known = [{} for _ in self.events_by_rank]  # rank by rank, {name or position: value}
+        latest = [{} for _ in self.events_by_rank]  # for each rank, {name or position: value}
         for number, row in enumerate(self.step_rows, 1):
-            values = [getattr(step, field) for step in row]
+            values = [getattr(step, field_name) for step in row]
             if None in values:  # a rank may report its weights more often
                 continue
-            for of_rank, value in zip(known, values):
-                of_rank.update(value if isinstance(value, dict) else enumerate(value))
-            for name, value in known[0].items():
-                if any(of_rank.get(name) != value for of_rank in known):
+            for latest_of_rank, value in zip(latest, values):
+                latest_of_rank.update(value if isinstance(value, dict) else enumerate(value))
+            for name, value in latest[0].items():
+                if any(latest_of_rank.get(name) != value for latest_of_rank in latest):
                     return Difference(number, row, name)
         return None
 
     @property
     def first_infinite(self):
         """The first step with a number that is not finite, or None."""
-        for number, row in enumerate(zip(*self.by_rank(events.Step).values()), 1):
+        steps = self.by_rank(events.Step).values()  # also the last: it may be why the run failed
+        for number, row in enumerate(zip(*steps), 1):
             if any(step.infinite for step in row):
                 return Difference(number, row, "")
         return None
@@ -150,13 +158,13 @@ class Run:
         times = sorted(event.time for found in self.events_by_rank.values() for event in found)
         gaps = [after - before for before, after in pairwise([self.begun, *times])]
         idle = self.begun + self.seconds - max(times, default=self.begun)
-        return self.returncode is None and bool(self.still) and idle > 2 * max(gaps, default=0)
+        return self.returncode is None and bool(self.idle_ranks) and idle > 2 * max(gaps, default=0)
 
     @property
     def for_nccl(self):
         """Whether the script uses only NCCL, so faults of gloo do not affect it."""
         calls = {event.call for event in self.all(events.Translated)}
-        return '"nccl"' in calls or ("nccl" in self.text and "cpu:gloo" not in self.text)
+        return '"nccl"' in calls or ("nccl" in self.source and "cpu:gloo" not in self.source)
 
     @property
     def printed(self):
@@ -197,14 +205,16 @@ class Run:
 
     @property
     def ending(self):
-        """How a script that failed has ended, in words."""
+        """How a script that failed has ended, in words; not for one killed after the timeout."""
         if self.raised:
             first = self.raised[0]
             more = re.match(rf"\s*{PREFIX}\s*(\S.*)", first.string[first.end() :])
-            text = f"{first[1]} {more[1]}" if more and first[1].endswith(":") else first[1]
+            text = first[1]
+            if more and text.endswith((":", " ")):  # goes on in the next line
+                text = f"{text.rstrip()} {more[1]}"
             usage = re.findall(r"^usage: .+", self.printed, re.M)
-            return "; ".join([text, *usage[:1]])
-        rank, code = self.status
+            return textwrap.shorten("; ".join([text, *usage[:1]]), 500, placeholder=" …")
+        rank, code = self.first_failure
         who = f"rank {rank}" if rank is not None else "it"
         if code < 0:
             return f"{who} is killed by {signal.Signals(-code).name}"
@@ -212,10 +222,10 @@ class Run:
         return f"{who} exits with code {code}: {last}"
 
     @property
-    def status(self):
-        """The rank that failed first, if the launcher names it, and its exit code or -signal."""
-        found = re.search(STATUS, self.output)
-        return map(int, found.groups()) if found else (None, self.returncode)
+    def first_failure(self):
+        """The rank that failed first, or None if the launcher does not say, and its returncode."""
+        match = re.search(FIRST_FAILURE, self.output)
+        return (int(match[1]), int(match[2])) if match else (None, self.returncode)
 
     @property
     def lacks_gpus(self):

@@ -6,15 +6,13 @@ import re
 WORLD_SIZE = re.compile(
     r"(?i)get_world_size|world|num_?(gpus|procs?|processes|replicas|ranks)|^n_?(gpus|procs|ranks)$"
 )
+ROUNDS = r"^int$|\b(ceil|floor|round)$"  # a function
 DIVIDES = ("div", "div_", "divide", "divide_", "true_divide", "true_divide_")
 
 
 def divisions_by_world_size(run):
     """Return the lines that divide, by the world size, what backward() is then called on."""
-    try:
-        tree = ast.parse(run.text)
-    except SyntaxError:
-        return []
+    tree = parsed(run)
     sizes = world_size_names(tree)
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     lines = []
@@ -28,6 +26,27 @@ def divisions_by_world_size(run):
                     for inner in called(statement, functions):
                         lines += divisions(inner, sizes)
     return [f"{run.script}:{number}" for number in dict.fromkeys(lines)]
+
+
+def shares_of_ranks(run):
+    """Return the lines that divide a whole number by the world size, such as that of the steps."""
+    tree = parsed(run)
+    sizes, whole = world_size_names(tree), []
+    for node in ast.walk(tree):
+        if isinstance(getattr(node, "op", None), ast.FloorDiv):
+            whole.append(node)
+        elif isinstance(node, ast.Call) and re.search(ROUNDS, ast.unparse(node.func)):
+            whole += node.args
+    lines = [line for node in whole for line in divisions(node, sizes)]
+    return [f"{run.script}:{number}" for number in sorted({*lines})]
+
+
+def parsed(run):
+    """Return the syntax tree of a script, without statements if it has none."""
+    try:
+        return ast.parse(run.source)
+    except SyntaxError:
+        return ast.Module([], [])
 
 
 def world_size_names(tree):
@@ -79,10 +98,9 @@ def divisions(node, sizes):
     lines = []
     for part in ast.walk(node):
         divisor = None
-        if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Div):
-            divisor = part.right
-        elif isinstance(part, ast.AugAssign) and isinstance(part.op, ast.Div):
-            divisor = part.value
+        division = isinstance(getattr(part, "op", None), ast.Div | ast.FloorDiv)
+        if division:
+            divisor = part.right if isinstance(part, ast.BinOp) else part.value
         elif isinstance(part, ast.Call) and getattr(part.func, "attr", "") in DIVIDES and part.args:
             divisor = part.args[-1]
         text = ast.unparse(divisor) if divisor else ""

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from ddp_check.plan import LAUNCHERS, Plan, planned
 from ddp_check.rules import judge
-from ddp_check.rules.base import BROKEN, NONE, PASS, UNSEEN
+from ddp_check.rules.base import BROKEN, NOT_APPLICABLE, PASS, UNSEEN
 from support import server
 from support.once import once
 from support.scripts import LONG, ROOT, SCRIPT
@@ -86,7 +86,7 @@ def passed(verdicts):
 
 def told(verdicts):
     """Return what a report shows at once: {rule: status}."""
-    quiet = (PASS, UNSEEN, NONE)
+    quiet = (PASS, UNSEEN, NOT_APPLICABLE)
     return {name: one.status for name, one in verdicts.items() if one.status not in quiet}
 
 

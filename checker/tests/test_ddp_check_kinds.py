@@ -16,8 +16,7 @@ from ddp_check.drills import conclude, perform
 from ddp_check.plan import LAUNCHERS, TORCHRUN, planned
 from ddp_check.report import changes, exit_code, ranked, text_of
 from ddp_check.rules import judge
-from ddp_check.rules.base import FRAGILE, NONE, PASS, SLOW, UNSEEN, UNSURE, WRONG
-from support.jobs import free_port
+from ddp_check.rules.base import NOT_APPLICABLE, PASS, SLOW, UNSEEN, UNSURE, WRONG
 from support.scripts import write
 
 pytestmark = [pytest.mark.usefixtures("own_folder", "fork_ranks"), pytest.mark.slow]
@@ -86,6 +85,25 @@ class Stream(torch_data.IterableDataset):
     ),
     (LOADER, "    loader = DataLoader(Stream(data), 8, num_workers=2, persistent_workers=True)\n"),
     (EPOCH, "        loader.dataset.epoch += 1\n"),
+]
+TURNS = [
+    before(
+        EVALUATE,
+        """
+class Turns:
+    turn = 0
+
+    def __len__(self):
+        return 48
+
+    def __iter__(self):
+        self.turn += 1
+        order = torch.randperm(96, generator=torch.Generator().manual_seed(7 + self.turn))
+        return iter(order[dist.get_rank() :: 2].tolist())
+
+""",
+    ),
+    (LOADER, "    loader = DataLoader(data, 8, sampler=Turns())\n"),
 ]
 OWN_ORDER = ("int(self.epoch)", "int(self.epoch) + 9 * rank")
 DEALT = [
@@ -175,6 +193,17 @@ LOCAL = [
     ),
 ]
 SPARE = ('    net.register_parameter("spare", nn.Parameter(torch.zeros(1)))\n', "")
+SKIPS = """
+    class Skips(nn.Sequential):
+        steps = 0
+
+        def forward(self, inputs):
+            self.steps += 1
+            found = self[0](inputs)
+            return found if (self.steps + dist.get_rank()) % 2 else self[1](found)
+
+    model = DDP(Skips(net, nn.Linear(4, 4)), find_unused_parameters=True)
+"""
 HEAD = [
     after(WRAP, "    head = DDP(nn.Linear(4, 4))\n"),
     ("model.parameters()", "[*model.parameters(), *head.parameters()]"),
@@ -461,10 +490,16 @@ ADDED = [  # each rank counts its own part, and the counts are added up
     ("net, test)\n", 'net, test)\n        rank or print(f"accuracy {right / 20:.4f}")\n'),
 ]
 NOISE = [
-    ("model(inputs), targets", "model(inputs + 0.1 * torch.randn(4)), targets"),
+    ("model(inputs), targets", "model(inputs + 0.1 * torch.randn(8, 4)), targets"),
     after(LOOP, "            next(iter(DataLoader(test, 7)))\n"),
     UNEVALUATED,
 ]
+MASKED_MEAN = (  # over those of the inputs that count, whose number differs from rank to rank
+    TRAIN,
+    """            kept = inputs[:, 0] > 0
+            loss = cross_entropy(model(inputs)[kept], targets[kept])
+""",
+)
 CONSTANT = [("randn(117, 4)", "ones(117, 4)"), UNEVALUATED]
 RATE = [(SHOW, SHOW + """            print(f"lr {optimizer.param_groups[0]['lr']:.4f}")\n""")]
 
@@ -502,6 +537,11 @@ KINDS = {
     "dealt by the data set": Kind(
         SHARED, [("index + dist.get_rank()", "index")], "all ranks train on the same batch", DEALT
     ),
+    "more replicas than ranks": Kind(
+        SHARED,
+        [("Sampler(data)", "Sampler(data, num_replicas=4, rank=rank)")],
+        f"all ranks together see 48 of 96 samples.+{LOADS}",
+    ),
     "random samples": Kind({**SHARED, **RANDOM}, [SAME_SEED], right=RANDOM_SAMPLES),
     "dictionaries": Kind(SHARED, [SAME_ORDER], right=DICTIONARIES),
     "no DataLoader": Kind({**SHARED, "random_numbers_differ": UNSURE}, [SAME_SEED], right=DRAWN),
@@ -516,8 +556,12 @@ KINDS = {
         r"each rank takes its part of an order of its own.+ \(for inputs, targets, _ in",
         LENGTHS,
     ),
-    "the same noise": Kind(
-        {"random_numbers_differ": UNSURE}, [SAME_SEED], "numbers in the training loop", NOISE
+    "the same noise": Kind(RANDOM, [SAME_SEED], "in the training loop, several for each", NOISE),
+    "the same choice for each batch": Kind(
+        {"random_numbers_differ": UNSURE},
+        [SAME_SEED],
+        "numbers in the training loop: should they",
+        [*NOISE, ("randn(8, 4)", "randn(1)")],
     ),
     "split by rank": Kind(
         SHARED,
@@ -529,6 +573,12 @@ KINDS = {
         [(FOREVER, "itertools.cycle(loader)")],
         r"are repeated in the same order.+ \(batches = ",
         CYCLED,
+    ),
+    "the order of its own sampler": Kind(
+        {"order_changes": UNSURE},
+        [("7 + self.turn", "7")],
+        rf"own sampler is to do.+{LOADS}",
+        TURNS,
     ),
     "frozen in workers": Kind(
         ORDER, [("torch.zeros(()).share_memory_()", "0")], f"workers do not see .+{LOADS}", STREAM
@@ -564,7 +614,30 @@ KINDS = {
         [before(LOOP, "        model.require_backward_grad_sync = False\n")],
         r"under no_sync \(optimizer.step",
     ),
+    "no_sync in evaluation mode": Kind(
+        {**GRADIENTS, **WEIGHTS, "training_mode": UNSURE},
+        [before(LOOP, "        model.eval().require_backward_grad_sync = False\n")],
+        r"under no_sync \(optimizer.step",
+    ),
     "accumulated": Kind({"gradients_are_averaged": SLOW}, [ALWAYS_SYNC], "3 backward", ACCUMULATED),
+    "a mean over what a mask leaves": Kind(
+        GRADIENTS, [MASKED_MEAN], "a mean over another number of elements, first .+ and "
+    ),
+    "a rank that skips steps": Kind(
+        {**GRADIENTS, **WEIGHTS},
+        [(STEP, "            if rank == 0 or loss < 1.3:\n    " + STEP)],
+        r"18 steps on rank 0 and \d+ steps on rank 1: does each rank decide by itself",
+        [UNEVALUATED],
+    ),
+    "unfrozen after wrapping": Kind(
+        {**GRADIENTS, **WEIGHTS},
+        [after(WRAP, "    net[2].requires_grad_(True)\n")],
+        r"first that of 2.weight, which DDP does not reduce.+\(model = DDP",
+        [before(WRAP, "    net[2].requires_grad_(False)\n")],
+    ),
+    "a layer put in after wrapping": Kind(
+        ENDS, [after(WRAP, "    net[2] = nn.Linear(8, 4)\n")], "2.weight came into the model after"
+    ),
     "one of two models": Kind(
         {**GRADIENTS, **WEIGHTS},
         [("head(model", "head.module(model")],
@@ -721,6 +794,12 @@ KINDS = {
         r"ranks 0, 1 write turns.txt at the same time \(open",
         IN_TURN,
     ),
+    "read before it is written": Kind(
+        {"one_rank_writes": WRONG},
+        [("    dist.barrier()\n", "")],
+        r"rank 1 reads saved.pt, which rank 0 writes, and nothing makes it wait.+\(again = ",
+        [before(LEAVE, '    again = torch.load("saved.pt", weights_only=True)\n'), UNEVALUATED],
+    ),
     "by another rank": Kind(
         {"one_rank_writes": WRONG},
         [before(SHOW, f"        rank and {NOTES.format(1)}")],
@@ -739,6 +818,16 @@ KINDS = {
         r"is no share of 21 samples, 0\.\d+ is: .+\(rank or print",
         SHARE,
     ),
+    "accuracies added up": Kind(
+        {"accuracy_is_of_samples": WRONG},
+        [("share.item() / size", "share.item()")],
+        r"is the sum over the ranks, of .+ and .+: divide it by 2.+\(rank or print",
+        [
+            ("net, test)\n", "net, test)\n        share = torch.tensor(1 - right / 21)\n"),
+            after("right / 21)\n", "        dist.all_reduce(share)\n"),
+            after("(share)\n", '        rank or print(f"accuracy {share.item() / size:.4f}")\n'),
+        ],
+    ),
     "summed, not divided": Kind(
         {"printed_loss_is_of_all": WRONG},
         [(PRINTED, "{total[0] / 48:.4f}")],
@@ -746,6 +835,9 @@ KINDS = {
     ),
     "of rank 0, after a collective": Kind(
         PRINTED_LOSS, [(PRINTED, "{loss.item():.5f}")], r"is the loss of rank 0.+ \(print"
+    ),
+    "of rank 0, divided": Kind(
+        PRINTED_LOSS, [(PRINTED, "{loss.item() / size:.5f}")], "without those of the others"
     ),
     "of rank 0, which evaluates alone": Kind(
         PRINTED_LOSS, [(SUM, "")], r"is the loss of rank 0.+ \(print", ALONE
@@ -796,6 +888,12 @@ KINDS = {
     "no set_device": Kind(
         GPU, [("    torch.cuda.set_device(local)\n", "")], r"\(inputs, targets = ", GPUS
     ),
+    "a GPU that the script hides": Kind(
+        GPU,
+        [before("    local = ", '    os.environ["CUDA_VISIBLE_DEVICES"] = "0"\n')],
+        r"rank 1 uses GPU 1, but the script sets CUDA_VISIBLE_DEVICES=0 ",
+        GPUS,
+    ),
     "a layer too wide": Kind(ENDS, [("Linear(8, 4)", "Linear(9, 4)")], r"\(loss = cross_e", GPUS),
     "a graph": Kind(
         {"script_ends": UNSURE}, [("cuda.init()", "cuda.CUDAGraph()")], "CUDAGraph", GPUS
@@ -803,16 +901,36 @@ KINDS = {
 }
 
 
+READ = before(ZERO, "            lose(loss, parts := [])\n            parts[0].mul_(2).numpy()\n")
 RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
+    "a gathered loss is changed and read": ([LOST[1], READ], {"gradients_pass_collectives": PASS}),
     "a validation in the middle of an epoch": (
         [after(LOOP, "            next(iter(DataLoader(test, 7)))\n"), UNEVALUATED],
         {"random_numbers_differ": UNSEEN},
     ),
     "constant data": (CONSTANT, {"ranks_share_data": PASS}),
+    "a model made between two steps": (
+        [SAME_SEED, before(SUM, "        torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)\n")],
+        {"random_numbers_differ": UNSEEN},
+    ),
     "a learning rate is printed": ([*RATE, (SUM, ""), (PRINTED, "{0}")], {}),
     "in buckets": (BUCKETS, {"gradients_are_averaged": PASS}),
     "hooked": (HOOKED, {"gradients_are_averaged": PASS, "weights_agree": PASS}),
     "the sum of parts": (SAMPLES_OF_ALL, {"gradients_are_averaged": PASS}),
+    "an accuracy of tokens": (
+        [
+            ("x.argmax(dim=1)\n", "(x > 0).float()\n"),
+            ("cross_entropy(model(inputs), targets)", "(model(inputs) - targets).square().mean()"),
+            ("model(inputs).argmax(dim=1)", "model(inputs) > 0.5"),
+            ("flatten()", "flatten(0, 1)"),
+            ("net, test)\n", 'net, test)\n        rank or print(f"accuracy {right / 84:.4f}")\n'),
+        ],
+        {"accuracy_is_of_samples": UNSEEN},
+    ),
+    "a layer that a rank skips in some steps": (
+        [(WRAP, SKIPS)],
+        {"unused_search_is_needed": PASS},
+    ),
     "two losses": (
         [(TRAIN, TRAIN + "            loss = (loss + model(inputs).square().mean()) / 2\n")],
         {"gradients_are_averaged": PASS},
@@ -836,7 +954,7 @@ def test_kind(name, tmp_path):
     run = observed(right)
     verdicts = named(judge(run))
     assert told(verdicts) == {}, (run.output, verdicts)
-    assert {verdicts[name].status for name in kind.told} <= {PASS, NONE}
+    assert {verdicts[name].status for name in kind.told} <= {PASS, UNSEEN, NOT_APPLICABLE}
     wrong = write(tmp_path / "wrong.py", right.read_text(encoding="utf-8"), kind.wrong)
     run, verdicts = judged(wrong, timeout=20)
     assert told(verdicts) == kind.told, (run.output, verdicts)
@@ -889,19 +1007,7 @@ def test_gpus_may_be_used_in_another_file(tmp_path, index, says):
     _, verdicts = judged(write(tmp_path / "train.py", BASE, changes))
     assert told(verdicts) == says
     assert verdicts["own_gpu"].where == ("places.py:5" if says else verdicts["own_gpu"].where)
-    assert verdicts["no_thread_left"].status == NONE
-
-
-def test_a_port_in_a_file(tmp_path):
-    (tmp_path / "settings.yaml").write_text(f"epochs: 3\nport: {free_port()}\n", encoding="utf-8")
-    meet = """    at = f"tcp://localhost:{open('settings.yaml').read().split()[-1]}"
-    rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", init_method=at, rank=rank, world_size=2)
-"""
-    changes = [('    dist.init_process_group("gloo")\n', meet)]
-    _, verdicts = judged(write(tmp_path / "train.py", BASE, changes))
-    assert told(verdicts) == {"port_is_free": FRAGILE}
-    assert verdicts["port_is_free"].where == "settings.yaml:2"
+    assert verdicts["no_thread_left"].status == NOT_APPLICABLE
 
 
 def test_ranks_that_share_a_model_read_the_same(tmp_path):
@@ -913,7 +1019,7 @@ def test_ranks_that_share_a_model_read_the_same(tmp_path):
     changes = [(WRAP, parallel), SAME_ORDER, (SAVE, ""), UNEVALUATED]
     _, verdicts = judged(write(tmp_path / "train.py", BASE, changes))
     assert told(verdicts) == {}
-    assert verdicts["ranks_share_data"].status == NONE
+    assert verdicts["ranks_share_data"].status == NOT_APPLICABLE
 
 
 HANGS = {  # line that a rank does not leave: what the report says
@@ -959,6 +1065,9 @@ WARM_UP_STEPS = """    steps = 64 // (8 * size)
     factor = lambda count: min(1, (count + 1) / steps)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 """
+DECAY = """    steps = 36 // size
+    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1 - count / steps)
+"""
 CAUSAL = [  # a buffer that no step changes
     before(
         "\ndef main",
@@ -976,12 +1085,6 @@ class Causal(nn.Linear):
     ),
     ("nn.ReLU()", "nn.ReLU(), Causal(8)"),
 ]
-MASKED_MEAN = (  # over those of the inputs that count, whose number differs from rank to rank
-    TRAIN,
-    """            kept = inputs[:, 0] > 0
-            loss = cross_entropy(model(inputs)[kept], targets[kept])
-""",
-)
 LAST = [(SAVE, "            if epoch == 2:\n" + textwrap.indent(SAVE, "    "))]
 COMPARED = """    places = [None] * size
     dist.all_gather_object(places, first)
@@ -1035,7 +1138,9 @@ DRILLED = {
     "an epoch too early": Drilled(
         "kill", LONG, "although .* of them were saved", WRONG, [('["epochs"]', '["epochs"] - 1')]
     ),
-    "no handler": Drilled("sigterm", LONG, r"nothing handles SIGTERM: \d+ steps are lost", NONE),
+    "no handler": Drilled(
+        "sigterm", LONG, r"nothing handles SIGTERM: \d+ steps are lost", NOT_APPLICABLE
+    ),
     "warm-up": Drilled("world-size", [UNSEEDED, SAME_DATA, *WARM_UP], "", PASS),
     "warm-up by the samples of one rank": Drilled(
         "world-size", [*WARM_UP, ("size * len", "len")], "a schedule count the samples of one rank"
@@ -1046,6 +1151,21 @@ DRILLED = {
         "right if they are computed from batch size times number of processes",
         UNSURE,
     ),
+    "batches divided by the number of ranks": Drilled(
+        "world-size",
+        [*ACCUMULATED, ("3 == 0", "(4 // size) == 0"), ("targets) / 3", "targets) / (4 // size)")],
+        "the script itself divides its batch",
+        PASS,
+    ),
+    "steps divided by the number of ranks": Drilled(
+        "world-size",
+        [(READY, DECAY + READY), after(STEP, "            decay.step()\n")],
+        "shares out the steps of the schedule",
+        UNSURE,
+    ),
+    "its own batches": Drilled(
+        "world-size", LENGTHS, "the script makes its batches itself, and the drill cannot", UNSEEN
+    ),
     "SyncBatchNorm": Drilled("world-size", SYNCED, "", PASS),
     "BatchNorm": Drilled("world-size", [NORMALIZED], r"1.running_mean changes in trai", UNSEEN),
     "dropout, resized": Drilled("world-size", DROPOUT, "run the drill without dropout", UNSEEN),
@@ -1053,7 +1173,7 @@ DRILLED = {
     "a constant mask, right": Drilled("world-size", CAUSAL, "", PASS),
     "no save": Drilled("kill", [(SAVE, "            pass\n")], "no rank saves with", UNSEEN),
     "saved too late": Drilled("kill", LAST, "the first save comes after the last step", UNSEEN),
-    "folders of their own": Drilled("own-folders", LONG, "the others do not find the checkpoint"),
+    "folders of their own": Drilled("own-folders", LONG, "and the others begin anew, with"),
     "folders, compared": Drilled(
         "own-folders",
         LONG,

@@ -14,10 +14,10 @@ from support.scripts import ROOT, write
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 
-@pytest.mark.parametrize("entry", [*PATCHES, *USED], ids=lambda entry: entry.name)
-def test_this_pytorch_has_what_is_patched(entry):
-    """If one fails with a new PyTorch, find out what replaces the function: see `entry.lacks`."""
-    resolve(entry.name)
+@pytest.mark.parametrize("name", [*PATCHES, *USED])
+def test_this_pytorch_has_what_is_patched(name):
+    """If one fails with a new PyTorch, find out what replaces the function: the tables say why."""
+    resolve(name)
 
 
 def test_the_oldest_pytorch_is_the_one_that_is_promised():
@@ -26,11 +26,9 @@ def test_the_oldest_pytorch_is_the_one_that_is_promised():
 
 
 def test_events_are_read_as_they_were_written():
-    written = events.Batch(
-        time=1.5, where="a.py:3", number=1, indices=[3], base=None, samples=[7], labels=[7], width=2
-    )
+    written = events.Save(time=1.5, where="a.py:3", path=None, keys=["module.a"], steps=3)
     assert events.read(str(written)) == written
-    assert json.loads(str(written))["kind"] == "Batch"
+    assert json.loads(str(written))["kind"] == "Save"
 
 
 def test_a_lookup_is_no_import(tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ TOLD = {  # pitfall: the rules that tell it, and what they say
     "find_unused_without_need": {"unused_search_is_needed": "every parameter is used in each step"},
     "fixed_port": {"port_is_free": "the port is always 12355"},
     "forward_through_module": {
-        "weights_agree": "before step 27, the weights differ from rank to rank",
+        "weights_agree": "before step 2, the weights differ from rank to rank",
         "gradients_are_averaged": "differ from rank to rank, .* the model is called without",
     },
     "handler_holds_model": {"no_thread_left": "drop every reference to the DDP model"},
@@ -49,10 +49,9 @@ TOLD = {  # pitfall: the rules that tell it, and what they say
     "shuffle_beside_sampler": {"script_ends": "^ValueError: "},
     "split_differs_by_rank": {"ranks_share_data": "the same index means different samples"},
     "uneven_batches": {"script_ends": "^RuntimeError: "},
-    "unused_parameters": {"script_ends": "^RuntimeError: "},
+    "unused_parameters": {"script_ends": "^RuntimeError: .* by making sure all"},
     "written_in_place": {"one_rank_writes": "a crash then leaves half a file"},
 }
-OWN_TESTS = "".join(path.read_text("utf-8") for path in ROOT.glob("pitfalls/tests/test_*.py"))
 SEVERITY = {  # of those that are not wrong
     **dict.fromkeys(("accumulation_undivided", "accumulation_without_no_sync"), SLOW),
     **dict.fromkeys(("destroy_missing", "fixed_port", "handler_holds_model"), FRAGILE),
@@ -60,7 +59,6 @@ SEVERITY = {  # of those that are not wrong
     "late_import": NOTE,
     "weights_only_false": FRAGILE,
     **dict.fromkeys(("mean_of_means", "prints_on_every_rank", "rank_0_loss"), UNSURE),
-    "same_augmentation": UNSURE,  # a size for all ranks' batches may be drawn alike
     "find_unused_without_need": SLOW,
 }
 MAY_FAIL = ("every_rank_saves", "handler_holds_model", "late_import")  # then the run fails, too
@@ -73,6 +71,7 @@ DRILLED = {  # pitfall: the drill that fails
     "weights_only_false": "kill",
 }
 QUICK = ("no_sampler", "no_set_epoch")
+OWN_TESTS = "".join(path.read_text("utf-8") for path in ROOT.glob("pitfalls/tests/test_*.py"))
 
 
 def broken(tmp_path, name):

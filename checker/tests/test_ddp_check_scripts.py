@@ -1,10 +1,12 @@
 """How scripts are started, frameworks, and runs that end or write in other ways."""
 
+import sqlite3
 import textwrap
 
 import pytest
 import torch
-from checking import BASE, before, judged, line_of, passed, told
+from checking import BASE, before, judged, passed, told
+from ddp_check.plan import SMALL
 from ddp_check.report import ranked
 from ddp_check.rules.base import FRAGILE, NOTE, UNSURE, WRONG
 from support.scripts import write
@@ -34,30 +36,6 @@ os.environ["MASTER_ADDR"] = "10.255.255.1"
     order = [one.rule for one in ranked(verdicts.values()) if one.rule in told(verdicts)]
     assert order == ["one_group", "printed_loss_is_of_all", *late]  # what comes last, is told last
     assert "the ranks meet at 10.255.255.1" in verdicts["one_group"].text
-
-
-@pytest.mark.parametrize(
-    ("option", "keyword", "says"),
-    [
-        ("local_rank", "default=0", {}),
-        ("local_rank", "type=int", {"script_ends": WRONG}),
-        ("local-rank", "type=int", {"script_ends": FRAGILE}),
-    ],
-)
-def test_a_local_rank_from_the_command_line(tmp_path, option, keyword, says):
-    """As torch.distributed.launch passes it, if the script does not do without it."""
-    ask = f"""    import argparse
-
-    options = argparse.ArgumentParser()
-    options.add_argument("--{option}", {keyword})
-    local = options.parse_args().local_rank
-"""
-    changes = [before("    dist.init", ask), ("manual_seed(rank)", "manual_seed(rank + 0 * local)")]
-    _, verdicts = judged(write(tmp_path / "train.py", BASE, changes))
-    assert told(verdicts) == says
-    if says:
-        assert line_of(verdicts["script_ends"]).startswith("options.add_argument(")
-        assert f"it needs --{option}, which " in verdicts["script_ends"].text
 
 
 # ---------------------------------------------------------------- other scripts
@@ -134,11 +112,14 @@ def test_slow_is_no_hang(tmp_path):
 
 
 WRITES = """import os
+import sqlite3
 import torch
 assert not os.path.exists("runs/model.pt")
 torch.save({}, "runs/model.pt")
 print(open("log.txt").read(), file=open("runs/notes.txt", "w"))
 print("new", file=open("log.txt", "a"))
+os.write(os.open("large.txt", os.O_WRONLY | os.O_APPEND), b"new")
+sqlite3.connect("large.db").execute("CREATE TABLE runs (loss)")
 torch.save({}, "log.txt")
 """
 
@@ -146,9 +127,15 @@ torch.save({}, "log.txt")
 def test_what_a_script_writes_stays_out_of_its_folder(tmp_path, fork_ranks):
     """Its files are there, its checkpoints are not, and writing to a file changes only a copy."""
     (tmp_path / "runs").mkdir()
-    files = [tmp_path / name for name in ("log.txt", "runs/notes.txt", "runs/model.pt")]
-    for file in files:
+    database = sqlite3.connect(tmp_path / "large.db")
+    database.execute(f"CREATE TABLE old AS SELECT zeroblob({SMALL}) AS row")
+    database.commit()
+    (tmp_path / "large.txt").write_text("old" * SMALL, encoding="utf-8")
+    names = ("log.txt", "runs/notes.txt", "runs/model.pt", "large.txt", "large.db")
+    files = [tmp_path / name for name in names]
+    for file in files[:3]:
         file.write_text("old", encoding="utf-8")
+    contents = [file.read_bytes() for file in files]
     run, _ = judged(write(tmp_path / "train.py", WRITES), nproc=1)
     assert run.returncode == 0, run.output
-    assert [file.read_text(encoding="utf-8") for file in files] == ["old"] * 3
+    assert [file.read_bytes() for file in files] == contents

@@ -10,15 +10,18 @@ import sys
 import sysconfig
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from checking import judged, named, plan_of
 from ddp_check import __version__, events
 from ddp_check.__main__ import parse_args
+from ddp_check.drills.world_size import world_size
 from ddp_check.plan import planned
 from ddp_check.report import annotations, exit_code, json_of, lines_of, text_of
 from ddp_check.rules import RULES, judge
 from ddp_check.rules.base import UNSURE, WRONG, Verdict
+from ddp_check.run import Run
 from support.jobs import Job, finished, run
 from support.scripts import ON_PATH, ROOT, write
 
@@ -249,6 +252,13 @@ def test_a_rule_that_breaks_is_an_error_of_the_checker(tmp_path):
     assert exit_code(plan, verdicts) == 2
     first = " ".join(text_of(plan, verdicts).partition("\nran:")[0].split())
     assert "no verdict, and the checker itself failed in rates_are_equal: 1 error, " in first
+    (broken,) = (verdict for verdict in verdicts if verdict.rule == "rates_are_equal")
+    assert broken.details[0].startswith("Traceback")
+
+
+def test_a_drill_of_a_script_that_did_not_end():
+    ((_, verdict),) = world_size(SimpleNamespace(undisturbed=Run(2, Path(), returncode=None)))
+    assert verdict.text.startswith("the script fails without the drill: still busy after 0 s")
 
 
 # Has a child, as torchrun has, and leaves a temporary folder behind.

@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import time
+from dataclasses import replace
 from functools import partial
 
 from ddp_check import events
@@ -23,7 +24,7 @@ from ddp_check.drills.steps import (
 )
 from ddp_check.keeper import signal_processes
 from ddp_check.numbers import distance
-from ddp_check.plan import reports
+from ddp_check.plan import read_events
 from ddp_check.ranks import counted, of_lowest_rank
 from ddp_check.rules import base, judge, launch
 from ddp_check.rules.base import not_applicable, passed, unseen, unsure, wrong
@@ -108,7 +109,7 @@ def pause_of(plan):
 def once(ready, act, process, folder, end):
     """Act soon after this is true of the events of any rank."""
     while time.monotonic() < end and process.poll() is None:
-        if any(ready(found) for _, found in reports(folder).values()):
+        if any(ready(found) for _, found in read_events(folder).values()):
             time.sleep(random.uniform(0, 0.2))
             return act(process, folder)
         time.sleep(0.05)
@@ -119,7 +120,7 @@ def kill_a_rank(plan):
     moment = random.randrange(1 + len(steps_of(plan.undisturbed)) // 2)
 
     def strike(process, folder):
-        pid, _ = random.choice([*reports(folder).values()])
+        pid, _ = random.choice([*read_events(folder).values()])
         with contextlib.suppress(ProcessLookupError):  # it may have ended
             os.kill(pid, signal.SIGKILL)
 
@@ -141,8 +142,8 @@ def resumes(plan, struck, promise, may_lose):
     faults = new_faults(plan, resumed)
     yield from ((fault.title, fault) for fault in faults)
     ended = compare(plan, resumed)
-    ended.follows = base.WRONG in {fault.status for fault in faults}
-    yield "the final weights are the same", ended
+    follows = base.WRONG in {fault.status for fault in faults}
+    yield "the final weights are the same", replace(ended, follows=follows)
 
 
 def begins_again(plan, struck, resumed, line):
@@ -153,7 +154,7 @@ def begins_again(plan, struck, resumed, line):
         return wrong(f"when started again, it fails: {end.text}", end.where, "", end.details)
     text = f"when started again, it begins at step 0 of {total}"
     if after == total and not line and plan.restart_args is None:
-        if not re.search(HAS_RESUME, resumed.text):
+        if not re.search(HAS_RESUME, resumed.source):
             return unsure(f"{text}: it has no resume")
         return unsure(f"{text}. If it needs more arguments to resume, add --restart-args '…'")
     if after == total and saved_steps(struck):
@@ -206,7 +207,7 @@ def compare(plan, resumed):
 def why_apart(plan, resumed, text):
     """Return the verdict on a resumed run with other weights: what was not restored."""
     whole, after = steps_of(plan.undisturbed), steps_of(resumed)
-    loads = of_lowest_rank(resumed.by_rank(*LOADS, events.StateLoaded))
+    loads = resumed.of_lowest_rank(*LOADS, events.StateLoaded)
     line = loads[-1].where if loads else ""
     without_state = [
         rank
@@ -255,12 +256,16 @@ def resumed_together(plan, resumed):
     counts = {rank: len(steps) for rank, steps in resumed.by_rank(events.Step).items()}
     if resumed.returncode and not any(counts.values()):
         return passed(f"the run ends before its first step: {resumed.ending}")
-    together = resumed.returncode == 0 and len(set(counts.values())) == 1
-    if together and not new_faults(plan, resumed) and compare(plan, resumed).status == base.PASS:
-        return passed("what rank 0 has loaded reaches the others")
-    taken = " and ".join(f"{counts[rank]} steps on rank {rank}" for rank in list(counts)[:2])
-    text = "rank 0 resumes, the others do not find the checkpoint and begin anew, and nothing says "
-    text += f"so: {taken}"
+    text = "only rank 0 finds the checkpoint, and nothing says so: "
+    if resumed.returncode == 0 and len(set(counts.values())) == 1:
+        first, *_ = [*new_faults(plan, resumed), compare(plan, resumed)]
+        if first.status == base.PASS:
+            return passed("what rank 0 has loaded reaches the others")
+        if first.status not in (base.WRONG, base.FRAGILE):
+            return unseen(first.text)
+        return wrong(f"{text}{first.text}", where, "unseen_checkpoint")
+    text += "it resumes, and the others begin anew, with "
+    text += " and ".join(f"{counts[rank]} steps on rank {rank}" for rank in list(counts)[:2])
     if resumed.returncode != 0:
         ends = "it hangs" if resumed.returncode is None else resumed.ending
         text += f"; then {ends}"

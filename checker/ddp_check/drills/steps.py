@@ -6,7 +6,6 @@ from itertools import chain
 import torch
 
 from ddp_check import events
-from ddp_check.ranks import of_lowest_rank
 
 DOING = (events.Step, events.Batch, events.PassBegun, events.Collective, events.Final)
 SAVES = (events.Save, events.ShardedSave)
@@ -15,7 +14,7 @@ LOADS = (events.Load, events.ShardedLoad)
 
 def steps_of(run):
     """Return the steps of the lowest rank."""
-    return of_lowest_rank(run.by_rank(events.Step))
+    return run.of_lowest_rank(events.Step)
 
 
 def count_steps(found):

@@ -11,9 +11,10 @@ from ddp_check.drills.steps import count_steps, draws_numbers, steps_of
 from ddp_check.numbers import close, distance, ratio
 from ddp_check.plan import kill_all
 from ddp_check.protocol import STEPS
-from ddp_check.ranks import counted
-from ddp_check.rules import gradients, judged, launch
+from ddp_check.ranks import counted, short
+from ddp_check.rules import gradients, launch, verdict_of
 from ddp_check.rules.base import passed, unseen, unsure, wrong
+from ddp_check.source import shares_of_ranks
 
 TOLERANCE, ABOUT = 1e-6, 1e-2  # of equal values, and of a factor
 
@@ -27,7 +28,7 @@ def cannot_compare(plan):
     """Return the verdict if the undisturbed run shows that the steps cannot be compared."""
     run = plan.undisturbed
     if run.returncode != 0 and len(steps_of(run)) <= STEPS:
-        return unseen(f"the script fails without the drill: {run.ending}")
+        return unseen(f"the script fails without the drill: {launch.script_ends(run).text}")
     if not run.all(events.Wrap):
         return unseen("no model is wrapped in DistributedDataParallel")
     if run.averages_weights:
@@ -47,11 +48,14 @@ def agree(plan):
     many = plan.run("many", scale=1, during=after_some)
     if verdict := nothing_kept(many):
         return verdict
-    start = str(many.folder)
+    start, same_batch = str(many.folder), ""
     one = plan.run("one", nproc=1, scale=plan.nproc, start=start, during=after_some)
+    if close(ratio(samples_in(one), samples_in(many)), plan.nproc, 0.3):  # some are fetched ahead
+        one = plan.run("alone", nproc=1, scale=1, start=start, during=after_some)
+        same_batch = ": the script itself divides its batch by the number of ranks"
     if verdict := nothing_kept(one):
         return verdict
-    sizes = len(one.events_by_rank), len(many.events_by_rank)
+    sizes = one.world_size, many.world_size
     if sizes != (1, plan.nproc):
         return unseen(f"{sizes[0]} and {sizes[1]} ranks, not 1 and {plan.nproc}")
     rates = other_rates(many, one)
@@ -66,7 +70,13 @@ def agree(plan):
     if apart:
         return why_apart(many, one, *apart)
     text = f"samples, learning rates and gradients of {counted(steps, 'step')}, in float64"
-    return rates or passed(f"{text}, to within {TOLERANCE:.0e}")
+    return rates or passed(f"{text}, to within {TOLERANCE:.0e}{same_batch}")
+
+
+def samples_in(run):
+    """Return how many samples the first step of all ranks has."""
+    rows = run.by_rank(events.Step).values()
+    return sum(step.sample_count for of_rank in rows for step in of_rank[:1])
 
 
 def nothing_kept(run):
@@ -93,6 +103,9 @@ def other_rates(many, one):
             if rate > expected:
                 text += ": right if they are computed from batch size times number of processes, "
                 return unsure(f"{text}which the drill cannot change in the script", of_many.where)
+            if lines := shares_of_ranks(many):
+                text += f": right if {short(lines[0])}, which divides by the number of processes, "
+                return unsure(f"{text}shares out the steps of the schedule", of_many.where)
             text += ": does a schedule count the samples of one rank?"
             return wrong(text, of_many.where)
 
@@ -100,17 +113,21 @@ def other_rates(many, one):
 def other_samples(many, one):
     """Return the verdict if the steps do not have the same samples, or that is not seen."""
     pair = [list(run.epochs[0].values()) for run in (many, one) if run.epochs]
-    if len(pair) < 2 or any(entry.samples() is None for ranks in pair for entry in ranks):
+    if len(pair) < 2 or any(entry.values("indices") is None for ranks in pair for entry in ranks):
         return unseen("no DataLoader was used to train, or its samples have no index")
-    if pair[0][0].data != pair[1][0].data:
+    if pair[0][0].dataset_checksum != pair[1][0].dataset_checksum:
         return unseen("the data differs from run to run, or with the number of ranks: seed it")
-    for step in range(min(STEPS, *(len(entry.batches) for ranks in pair for entry in ranks))):
-        of_many, of_one = (
-            sorted(chain(*(entry.batches[step].base for entry in ranks))) for ranks in pair
-        )
-        if of_many != of_one:
-            text = f"step {step + 1} has different samples: the data is not split"
-            return unseen(f"{text} as DistributedSampler does")
+    counts = [samples_in(run) for run in (many, one)]
+    if not close(ratio(*counts), 1, 0.3):
+        text = f"the first step has {counts[0]} samples, and {counts[1]} in one process: the "
+        return unseen(f"{text}script makes its batches itself, and the drill cannot enlarge them")
+    ranks, (alone,) = pair
+    for number in range(1, 1 + min(STEPS, *(len(entry.batches) for entry in ranks))):
+        batches = chain(*(entry.batches[:number] for entry in ranks))
+        of_many = sorted(chain(*(batch.base_indices for batch in batches)))
+        if of_many != sorted(alone.values("base_indices")[: len(of_many)]):
+            text = f"batch {number} of the ranks has other samples than the one process: the ranks "
+            return unseen(f"{text}do not take turns in one order of the data")
 
 
 def first_apart(many, one, step):
@@ -136,8 +153,8 @@ def why_apart(many, one, step, name, apart, of_many, of_one):
     """Return the verdict on a gradient that differs, with its cause."""
     if not of_many.isfinite().all():
         return wrong(f"step {step}: the gradient of {name} is not finite", steps_of(many)[0].where)
-    verdict = judged(gradients.gradients_are_averaged, many)
-    factor, ranks = ratio(of_many.norm().item(), of_one.norm().item()), len(many.events_by_rank)
+    verdict = verdict_of(gradients.gradients_are_averaged, many)
+    factor, ranks = ratio(of_many.norm().item(), of_one.norm().item()), many.world_size
     text = f"step {step}: the gradient of {name} is off by {apart:.1e}"
     for expected, cause in (
         (ranks, "the script adds up what DDP has averaged"),

@@ -22,31 +22,39 @@ torch_save, torch_load = torch.save, torch.load  # before they are patched
 class SinceStep:
     """What has happened since an optimizer took its last step."""
 
-    forwards: list = field(default_factory=list)  # calls of DDP in training mode, as `Forward`
+    forwards: list = field(default_factory=list)  # calls of DDP, as `Forward`
+    bypasses: dict = field(default_factory=dict)  # number of a model -> a line that calls it itself
     inputs: list = field(default_factory=list)  # checksums of the batches that entered models
     losses: list = field(default_factory=list)  # values of the losses whose backward pass came
     divisors: list = field(default_factory=list)  # of those losses
+    means_over: list = field(default_factory=list)  # as `Step.means_over`
     loss_reduced: bool = False  # one comes out of torch.distributed.nn.all_reduce
     backwards: int = 0
-    scaled: bool = False  # a GradScaler scaled a loss
+    loss_scaled: bool = False  # by a GradScaler
     projection: float = 0.0  # of the gradients that this rank has computed
+    used: set = field(default_factory=set)  # identities of parameters that got a gradient here
     reduced: list = field(default_factory=list)  # (checksum, elements) that the script added up
-    samples: int = 0  # that a DataLoader returned
+    sample_count: int = 0  # of those that a DataLoader returned
     draws: dict = field(default_factory=dict)  # of random numbers, as `Step.random`
+    draws_for_samples: bool = False  # as `Step.random_for_samples`
 
 
 @dataclass
 class State:
+    """What the observers of this process know."""
+
     pid: int | None = None  # of the process that opened the file: a fork opens another
-    file: int = -1
+    descriptor: int = -1  # of the file that this process reports to
     rank: int | str | None = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
-    known: set = field(default_factory=set)  # what need not be reported again
+    reported: set = field(default_factory=set)  # what need not be reported again
     since_step: SinceStep = field(default_factory=SinceStep)
     passes: int = 0  # over a DataLoader
     new_pass: bool = True  # no step since the last pass began
+    watched_for_use: set = field(default_factory=set)  # identities of parameters, for `used`
+    unused_batch: bool = False  # no model was called since the last batch
     new_batch: bool = False  # no model was called without gradients since the last batch
     steps: int = 0  # of the optimizers
-    backwards: int = 0
+    total_backwards: int = 0
     in_forward: bool = False  # of DDP, which calls the unwrapped model
     in_loader: bool = False  # a DataLoader makes its next batch
     in_sharded_save: bool = False  # which calls torch.save for its parts
@@ -54,7 +62,7 @@ class State:
     in_step: int = 0  # likewise: one optimizer's step may call another's
     generator: torch.Tensor | None = None  # state up to which it is known who drew random numbers
     depth: int = 0  # of nested modules that are called
-    scaled: bool = False  # a GradScaler's factor is in the gradients
+    gradients_scaled: bool = False  # a GradScaler's factor is in them
     gpu: int = 0  # that "cuda" means
     # The models inside DDP, kept because the script may have deleted the wrapper by the end:
     wrapped: list = field(default_factory=list)
@@ -65,10 +73,11 @@ class State:
 state = State()
 
 
-def report(kind, at="", **fields):
+def report(kind, where="", **fields):
     """Write an event to the file of this process, or, in a DataLoader worker, of its rank.
 
-    A worker reports its random numbers alone.
+    Without `where`, it has the line of the script that is running. A worker reports its random
+    numbers alone.
     """
     in_worker = get_worker_info() is not None
     if in_worker and kind is not Drawn:
@@ -78,17 +87,17 @@ def report(kind, at="", **fields):
         state.pid = pid
         path = os.path.join(TASK.events, str(pid))
         mode = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        state.file = os.open(f"{path}.jsonl", mode)
+        state.descriptor = os.open(f"{path}.jsonl", mode)
         faulthandler.register(STACKS, os.open(f"{path}.stack", mode), all_threads=False)
-    event = kind(time=time.monotonic(), where=at or script_line(), **fields)
-    os.write(state.file, f"{event}\n".encode(errors="replace"))
+    event = kind(time=time.monotonic(), where=where or script_line(), **fields)
+    os.write(state.descriptor, f"{event}\n".encode(errors="replace"))
 
 
 def ask(question, *arguments, default=None):
     """Return the answer to a question about an object of the script, or the default.
 
     Such an object may do anything when it is asked for a length, an attribute or a comparison.
-    Whatever it raises must not reach the script.
+    Whatever it raises must not reach the script, and is no fault of the observer, which goes on.
     """
     try:
         return question(*arguments)
@@ -97,7 +106,10 @@ def ask(question, *arguments, default=None):
 
 
 class Harmless:
-    """A context in which the observer's own work may fail without breaking the script."""
+    """A context in which the observer's own work may fail without breaking the script.
+
+    What fails is a fault of the observer, so it is reported.
+    """
 
     def __enter__(self):
         return self
@@ -119,17 +131,18 @@ harmless = Harmless()
 
 def is_first(*key):
     """Return whether this is asked for the first time."""
-    known = key in state.known
-    state.known.add(key)
-    return not known
+    is_new = key not in state.reported
+    state.reported.add(key)
+    return is_new
 
 
 def script_line(skip=(), direct=False):
     """Return the script's current line as "file:line", or "" if none of its lines is running.
 
-    The file is relative to the folder that the script runs in. Skipped are methods of the modules
-    with these identities, and a function that replaces `print`. With `direct`, a line counts only
-    if it calls the patched function itself, not if a library does so on its behalf.
+    The file is relative to the folder that the script runs in. A function named `print` does not
+    count, as one may replace Python's, nor do methods of the objects with the identities in `skip`:
+    the line that calls a model is meant, not one inside of it. With `direct`, a line counts only if
+    it calls the patched function itself, not if a library does so on its behalf.
     """
     frame = sys._getframe(1)
     while frame:
@@ -142,16 +155,6 @@ def script_line(skip=(), direct=False):
             return ""
         frame = frame.f_back
     return ""
-
-
-def is_called_by(function, frames=8):
-    """Return whether a function of this name is among the nearest callers."""
-    frame = sys._getframe(1)
-    for _ in range(frames):
-        if frame and frame.f_code.co_name == function:
-            return True
-        frame = frame and frame.f_back
-    return False
 
 
 def save_for_checker(name, values):

@@ -14,78 +14,100 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ddp_check import events
 from ddp_check.observer.base import TASK, ask, harmless, is_first, report, state
-from ddp_check.observer.group import forget_lengths, pause_lengths, resume_lengths
+from ddp_check.observer.group import after_gather
 from ddp_check.observer.patches import ITERATOR, patch
-from ddp_check.observer.randomness import left_out
-from ddp_check.observer.values import Samples, checksum, fingerprint, parts_of
+from ddp_check.observer.randomness import ignoring_draws
+from ddp_check.observer.values import checksum, describe_samples, fingerprint, parts_of
 
-OBJECTS = 1000  # of a data set that are searched for generators
-WRAPPERS = 3  # around a batch sampler
+UNKNOWN = ("checksums", "label_checksums", "width", "label_size")  # of a batch without tensors
+MAX_OBJECTS = 1000  # of a data set that are searched for generators
+MAX_WRAPPERS = 3  # around a batch sampler
 
 
 @dataclass
 class Progress:
     """What the observer keeps for each iterator of a DataLoader."""
 
-    number: int  # of the pass
-    kept: list | None  # indices that Subsets keep, or None for all
-    samples: int  # loaded for the next step before this pass began
-    asked: deque = field(default_factory=deque)  # indices of the batches that workers prefetch
+    pass_number: int
+    subset: list | None  # indices that Subsets keep, or None for all
+    samples_before: int  # that were loaded for the next step before this pass began
+    requested: deque = field(default_factory=deque)  # indices of batches, not returned yet
 
 
-def contents(dataset):
+def without_subsets(dataset):
     """Return the data set below all Subsets, and the indices that they keep, or None for all."""
-    kept = None
+    subset = None
     while isinstance(dataset, data.Subset):
         indices = dataset.indices
-        kept = indices if kept is None else [indices[index] for index in kept]
+        subset = indices if subset is None else [indices[index] for index in subset]
         dataset = dataset.dataset
-    return dataset, kept if kept is None else [*map(int, kept)]
+    return dataset, subset if subset is None else [*map(int, subset)]
 
 
-@patch(f"{ITERATOR}.__init__", f"{ITERATOR}._reset")
-def begin(original, self, loader, first_iter=None):
-    """Report the start of a pass over a DataLoader."""
-    with left_out():  # it draws a seed for its workers
-        original(self, loader, *([] if first_iter is None else [first_iter]))
+@patch(f"{ITERATOR}.__init__")
+def make_iterator(original, self, loader):
+    """Report the first pass of an iterator over a DataLoader."""
+    with ignoring_draws():  # it draws a seed for its workers
+        original(self, loader)
+    begin_pass(self, loader)
+
+
+@patch(f"{ITERATOR}._reset")
+def reset_iterator(original, self, loader, first_iter=False):
+    """Report a further pass: persistent workers keep their iterator."""
+    with ignoring_draws():
+        original(self, loader, first_iter)
+    if not first_iter:
+        begin_pass(self, loader)
+
+
+def begin_pass(iterator, loader):
     with harmless:
-        if not first_iter:  # persistent workers reuse the iterator of the previous pass
-            forget_lengths()
-            report_pass(self, loader)
+        after_gather.stop()
+        report_pass(iterator, loader)
 
 
 def report_pass(iterator, loader):
     state.passes += 1
     state.new_pass = True
-    dataset, kept = ask(contents, loader.dataset, default=(loader.dataset, None))
-    iterator._ddp_check = Progress(state.passes, kept, state.since_step.samples)
+    dataset, subset = ask(without_subsets, loader.dataset, default=(loader.dataset, None))
+    iterator._ddp_check = Progress(state.passes, subset, state.since_step.sample_count)
     sampler = sampler_of(loader)
-    in_order = isinstance(sampler, data.SequentialSampler | range | list)
     length = ask(len, loader.dataset)  # an iterable data set may have none
     report(
         events.PassBegun,
-        number=state.passes,
-        length=length if isinstance(length, int) else None,
-        total=ask(len, loader) if length is not None else None,
+        pass_number=state.passes,
+        sample_count=length if isinstance(length, int) else None,
+        batch_count=ask(len, loader) if length is not None else None,
         iterable=isinstance(dataset, data.IterableDataset),
-        part=0 if kept is None else zlib.crc32(repr(kept).encode()),
+        subset_checksum=0 if subset is None else zlib.crc32(repr(subset).encode()),
         distributed=isinstance(sampler, DistributedSampler),
-        shuffle=not in_order and bool(ask(getattr, sampler, "shuffle", default=True)),
+        shuffle=shuffles(sampler),
         drop_last=bool(loader.drop_last or ask(getattr, sampler, "drop_last", default=False)),
-        tensors=checksum(ask(getattr, dataset, "tensors", default=())),
-        data=fingerprint(dataset),
+        tensor_checksum=checksum(ask(getattr, dataset, "tensors", default=())),
+        dataset_checksum=fingerprint(dataset),
         persistent=loader.persistent_workers,
     )
 
 
 def sampler_of(loader):
-    """Return what decides about the order: a sampler, or a batch sampler of the script's own."""
+    """Return what gives the order: a sampler, a list or range in its place, or a batch sampler."""
     batches = loader.batch_sampler
-    for _ in range(WRAPPERS):  # such as Accelerate's
+    for _ in range(MAX_WRAPPERS):  # such as Accelerate's
         batches = ask(getattr, batches, "batch_sampler") or batches
     if batches is None:
         return loader.sampler
     return batches.sampler if type(batches) is data.BatchSampler else batches
+
+
+def shuffles(sampler):
+    """Return whether a sampler means to give another order in each pass; None: not known."""
+    if isinstance(sampler, data.SequentialSampler | range | list):
+        return False
+    if type(sampler).__module__.startswith("torch.utils.data"):
+        return bool(getattr(sampler, "shuffle", True))
+    own = ask(getattr, sampler, "shuffle")
+    return own if isinstance(own, bool) else ask(hasattr, sampler, "set_epoch") or None
 
 
 @patch("torch.utils.data.distributed.DistributedSampler.set_epoch")
@@ -107,15 +129,16 @@ def next_index(original, self):
     """Remember the indices of a batch until it is returned."""
     index = original(self)
     with harmless:
-        self._ddp_check.asked.append(index if isinstance(index, list | tuple) else [index])
+        self._ddp_check.requested.append(index if isinstance(index, list | tuple) else [index])
     return index
 
 
 @patch(f"{ITERATOR}.__next__")
 def next_batch(original, self):
-    pause_lengths()
+    """Report a batch that is returned, or the end of the pass."""
+    after_gather.pause()
     try:
-        with left_out():  # a sampler draws the order; `fetch` reports random samples
+        with ignoring_draws():  # a sampler draws the order; `fetch` reports random samples
             batch = original(self)
     except StopIteration:
         with harmless:
@@ -127,29 +150,29 @@ def next_batch(original, self):
 
 
 def end_pass(progress):
-    report(events.PassEnded, number=progress.number)
+    """Report that a pass is over."""
+    report(events.PassEnded, pass_number=progress.pass_number)
     if state.new_pass:  # no step: it was an evaluation
-        state.since_step.samples = progress.samples
-    resume_lengths()
+        state.since_step.sample_count = progress.samples_before
+    after_gather.resume()
 
 
 def report_batch(progress, batch):
-    asked = progress.asked.popleft() if progress.asked else None
-    indices = ask(lambda: [operator.index(index) for index in asked])  # None: of another type
-    base = indices
-    if indices is not None and progress.kept is not None:
-        base = ask(lambda: [progress.kept[index] for index in indices])
-    samples = ask(Samples, batch)
-    state.since_step.samples += len(samples.checksums or ()) if samples else 0
-    state.new_batch = True
+    """Report a batch, with what is known of its samples."""
+    requested = progress.requested.popleft() if progress.requested else None
+    indices = ask(lambda: [operator.index(index) for index in requested])  # None: of another type
+    base_indices = indices
+    if indices is not None and progress.subset is not None:
+        base_indices = ask(lambda: [progress.subset[index] for index in indices])
+    samples = ask(describe_samples, batch) or dict.fromkeys(UNKNOWN)
+    state.since_step.sample_count += len(samples["checksums"] or ())
+    state.new_batch = state.unused_batch = True
     report(
         events.Batch,
-        number=progress.number,
+        pass_number=progress.pass_number,
         indices=indices,
-        base=base,
-        samples=samples and samples.checksums,
-        labels=samples and samples.labels,
-        width=samples and samples.width,
+        base_indices=base_indices,
+        **samples,
     )
 
 
@@ -170,8 +193,8 @@ def generators_of(dataset):
 def objects_in(dataset):
     """Return a data set, its parts, and theirs."""
     objects = [dataset]
-    for value in objects:  # the list grows
-        if len(objects) >= OBJECTS:
+    for value in objects:  # the list grows by the parts of each
+        if len(objects) >= MAX_OBJECTS:
             break
         if not is_generator(value):
             objects += ask(parts_of, value, default=[])
@@ -180,22 +203,30 @@ def objects_in(dataset):
 
 def is_generator(value):
     """Return whether a value is a generator of random numbers, of any library."""
-    made = ask(isinstance, value, torch.Generator | random.Random)
-    return made or ask(hasattr, value, "bit_generator")  # NumPy's
+    known = ask(isinstance, value, torch.Generator | random.Random)
+    return known or ask(hasattr, value, "bit_generator")  # NumPy's
 
 
-def state_of(generators):
+def checksum_of_states(generators):
     """Return a checksum of the states of these generators."""
     total = 0
     for generator in generators:
-        of_torch = isinstance(generator, torch._C.Generator)
-        content = generator.get_state().numpy() if of_torch else pickle.dumps(generator)
+        if isinstance(generator, torch._C.Generator):
+            content = generator.get_state().numpy()
+        else:
+            content = pickle.dumps(generator)
         total = zlib.crc32(content, total)
     return total
 
 
-def states_of(generators):
-    return {source: ask(state_of, group, default=0) for source, group in generators.items()}
+def states_by_source(fetcher):
+    """Return a checksum for each source of random numbers that makes the samples."""
+    if not hasattr(fetcher, "_ddp_check"):
+        fetcher._ddp_check = generators_of(fetcher.dataset)
+    return {
+        source: ask(checksum_of_states, generators, default=0)
+        for source, generators in fetcher._ddp_check.items()
+    }
 
 
 @patch("torch.utils.data._utils.fetch._MapDatasetFetcher.fetch")
@@ -203,16 +234,14 @@ def fetch(original, self, indices):
     """Report the state from which each generator makes this process's first random sample."""
     before = {}
     with harmless:
-        if not hasattr(self, "_ddp_check"):
-            self._ddp_check = generators_of(self.dataset)
-        before = states_of(self._ddp_check)
+        before = states_by_source(self)
     batch = original(self, indices)
     with harmless:
         worker = data.get_worker_info()
-        after = states_of(self._ddp_check) if before else {}
-        for source, new in after.items():
-            old = before[source]
-            if new != old and is_first("drawn", source):
-                number = worker and worker.id
-                report(events.Drawn, source=source, before=old, after=new, worker=number)
+        number = worker and worker.id
+        after = states_by_source(self) if before else {}
+        for source in after:
+            if after[source] != before[source] and is_first("drawn", source):
+                states = {"before": before[source], "after": after[source]}
+                report(events.Drawn, source=source, worker=number, **states)
     return batch

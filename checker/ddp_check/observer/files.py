@@ -2,17 +2,17 @@
 
 import logging
 import os
-import re
 import shutil
 import sys
 
-from ddp_check.events import Load, Opened, Print, Renamed, Save, ShardedLoad, ShardedSave
+from ddp_check.events import Load, Opened, Print, Read, Renamed, Save, ShardedLoad, ShardedSave
 from ddp_check.imports import after_import
-from ddp_check.observer.base import TASK, ask, harmless, report, script_line, state
-from ddp_check.observer.patches import patch, replace
+from ddp_check.observer.base import TASK, ask, harmless, is_first, report, script_line, state
+from ddp_check.observer.patches import intercept, patch
 from ddp_check.protocol import is_own
 
-LINE = 200  # characters of a printed line that are kept
+CODE = (".py", ".pyc")
+MAX_LINE = 200  # characters of a printed line that are kept
 
 # ---------------------------------------------------------------- printed lines
 
@@ -28,7 +28,7 @@ class Printed:
         with harmless:
             *lines, self.unfinished = f"{self.unfinished}{text}".split("\n")
             for line in filter(str.strip, lines):
-                report(Print, text=line[:LINE])
+                report(Print, text=line[:MAX_LINE])
         return self.stream.write(text)
 
     def __getattr__(self, name):
@@ -36,36 +36,54 @@ class Printed:
 
 
 def log(original, self, record):  # a FileHandler is a StreamHandler, too
+    """Report what the script logs, unless it goes to a stream that reports it anyway."""
     if ask(is_own, record.pathname) and not isinstance(self.stream, Printed):
         text = ask(self.format, record)  # logging itself tells what is wrong with a record
         if text:
-            report(Print, text=text[:LINE])
+            report(Print, text=text[:MAX_LINE])
     return original(self, record)
 
 
-replace(logging.StreamHandler, "emit", log)
+intercept(logging.StreamHandler, "emit", log)
 sys.stdout = Printed(sys.stdout)
 
 # ---------------------------------------------------------------- files
 
 
 def audit(event, args):
-    if event == "open" and isinstance(args[0], str) and re.search("[wax+]", str(args[1] or "")):
-        unlink(args[0], args[1])
-        path = os.path.realpath(args[0])
-        if path.startswith(TASK.place) and script_line():
-            report(Opened, path=path, append="a" in args[1])
-    elif event == "os.rename" and script_line():
-        source, path = (os.path.realpath(os.fsdecode(name)) for name in args[:2])
-        report(Renamed, path=path if path.startswith(TASK.place) else None, source=source)
+    """Keep the user's own files unchanged, and report what the script opens and renames."""
+    with harmless:
+        if event == "open":
+            look_at_open(*args)
+        elif event == "sqlite3.connect" and isinstance(args[0], str):
+            detach(args[0], truncates=False)
+        elif event == "os.rename" and script_line():
+            source, path = (os.path.realpath(os.fsdecode(name)) for name in args[:2])
+            report(Renamed, path=path if path.startswith(TASK.place) else None, source=source)
 
 
-def unlink(path, mode="w"):
+def look_at_open(path, mode, flags):
+    """Look at a call of open(), or of os.open(), which has no mode."""
+    if isinstance(path, int):
+        return
+    path, writes = os.fsdecode(path), flags & (os.O_WRONLY | os.O_RDWR)
+    if writes:
+        detach(path, truncates=bool(flags & os.O_TRUNC))
+    real = os.path.realpath(path)
+    if not mode or not real.startswith(TASK.place) or real.endswith(CODE) or not script_line():
+        return
+    if writes:
+        report(Opened, path=real, append="a" in mode)
+    elif is_first("read", real, state.steps):
+        report(Read, path=real)
+
+
+def detach(path, truncates=True):
     """Replace a link by a file before it is written to, so the user's own file stays unchanged."""
     if os.path.islink(path) and os.path.abspath(path).startswith(TASK.place):
         original = os.path.realpath(path)
         os.unlink(path)
-        if "w" not in mode and os.path.isfile(original):
+        if not truncates and os.path.isfile(original):
             shutil.copyfile(original, path)
 
 
@@ -77,9 +95,10 @@ sys.addaudithook(audit)
 
 @patch("torch.save")
 def save(original, obj, f, *args, **kwargs):
+    """Report a file once it is saved."""
     path = f if isinstance(f, str | os.PathLike) else ask(getattr, f, "name")
     if path is f:
-        unlink(f)
+        detach(f)
     steps = state.steps
     result = original(obj, f, *args, **kwargs)
     if state.in_sharded_save or not script_line():  # a part of another checkpoint
@@ -99,6 +118,7 @@ def prefixed_keys(obj):
 
 @patch("torch.load")
 def load(original, *args, **kwargs):
+    """Report a file that the script itself loads."""
     if script_line(direct=True):
         report(Load, weights_only=kwargs.get("weights_only") in (None, True))
     return original(*args, **kwargs)
@@ -115,16 +135,16 @@ def watch_sharded():
             result = original(*args, **kwargs)
         finally:
             state.in_sharded_save = False
-        report(ShardedSave, path=checkpoint_path(kwargs), steps=steps, asynchronous=False)
+        report(ShardedSave, steps=steps)
         return result
 
     @patch("torch.distributed.checkpoint.async_save")
     def save_later(original, *args, **kwargs):
-        line, steps, path = script_line(), state.steps, checkpoint_path(kwargs)
+        line, steps = script_line(), state.steps
 
         def saved(future):
             if not future.exception():
-                report(ShardedSave, line, path=path, steps=steps, asynchronous=True)
+                report(ShardedSave, line, steps=steps)
 
         result = original(*args, **kwargs)
         future = ask(lambda: result.upload_completion, default=result)
@@ -133,15 +153,8 @@ def watch_sharded():
 
     @patch("torch.distributed.checkpoint.load")
     def load_sharded(original, *args, **kwargs):
-        report(ShardedLoad, path=checkpoint_path(kwargs))
+        report(ShardedLoad)
         return original(*args, **kwargs)
-
-
-def checkpoint_path(keywords):
-    """Return where a checkpoint lies, from the keywords of a call."""
-    storage = keywords.get("storage_writer") or keywords.get("storage_reader")
-    path = keywords.get("checkpoint_id") or ask(getattr, storage, "path")
-    return os.path.realpath(path) if isinstance(path, str | os.PathLike) else None
 
 
 after_import("torch.distributed.checkpoint", watch_sharded)

@@ -4,7 +4,7 @@ from ddp_check.observer.base import ask, harmless, state
 from ddp_check.observer.patches import SCALER, patch
 from ddp_check.observer.values import tensors_in
 
-NODES = 30  # of a graph that are searched for divisions
+MAX_NODES = 30  # of a graph that are searched for divisions
 # Nodes that a single number passes, and whose inputs are single numbers, too:
 SCALAR_NODES = ("Div", "Mul", "Neg", "Add", "Sub", "ToCopy", "Clone", "Squeeze", "View")
 
@@ -20,19 +20,28 @@ def note_losses(tensors):
 def note_graph(last):
     """Note the numbers that a loss or its terms were divided by; a factor counts as its inverse."""
     divisors, nodes = [], [last]
-    for node in nodes:  # the list grows
+    for node in nodes:  # the list grows by the inputs of each
         name = type(node).__name__
         state.since_step.loss_reduced |= name == "_AllReduceBackward"
-        if len(nodes) > NODES or not name.startswith(SCALAR_NODES):
+        if elements := ask(elements_of, node, name):
+            state.since_step.means_over.append(elements)
+        if len(nodes) > MAX_NODES or not name.startswith(SCALAR_NODES):
             continue
         if name.startswith("Div"):
             divisors.append(saved_number(node, "other"))
         elif name.startswith("Mul"):
-            constant = "other" if node.next_functions[0][0] else "self"
-            factor = saved_number(node, constant)
+            # The factor is the operand that has no graph.
+            factor = saved_number(node, "other" if node.next_functions[0][0] else "self")
             divisors.append(factor and 1 / factor)
         nodes += [inner for inner, _ in node.next_functions if inner]
     state.since_step.divisors += [number for number in divisors if number and number != 1]
+
+
+def elements_of(node, name):
+    """Return over how many elements a node of the graph takes the mean, or None if it does not."""
+    if name.startswith("NllLoss") and node._saved_reduction == 1:
+        return float(node._saved_total_weight)  # without those of ignore_index
+    return float(node._saved_self_sym_numel) if name == "MeanBackward0" else None
 
 
 def saved_number(node, operand):
@@ -42,17 +51,19 @@ def saved_number(node, operand):
 
 @patch("torch.autograd.backward")
 def backward(original, tensors, *args, **kwargs):
+    """Note the losses of a backward pass, unless they were noted before they were scaled."""
     with harmless:
-        state.backwards += 1
+        state.total_backwards += 1
         state.since_step.backwards += 1
-        if not state.scaled:
+        if not state.gradients_scaled:
             note_losses(tensors)
     return original(tensors, *args, **kwargs)
 
 
 @patch(f"{SCALER}.scale")
 def scale(original, self, outputs):
+    """Note losses before a GradScaler scales them."""
     with harmless:
         note_losses(outputs)
-        state.scaled = state.since_step.scaled = self.is_enabled()
+        state.gradients_scaled = state.since_step.loss_scaled = self.is_enabled()
     return original(self, outputs)

@@ -32,15 +32,15 @@ from ddp_check.observer.values import batch_checksum, checksums, is_finite, mesh
 SHORTER = (torch.FloatTensor, torch.BFloat16Tensor, torch.HalfTensor)  # than float64
 SHARDED = {"FSDPModule", "FullyShardedDataParallel"}  # importing them would take seconds
 model_numbers = {}  # identity of a module in a wrapped model -> the number of that model
-known_buffers = set()  # names of those that need no more checksums
+watched = {}  # identity of a parameter whose gradient a DDP model reduces -> the parameter
 buffers_at_start = {}  # name of a buffer -> its checksum when its model was wrapped
 
 
 class Forward(NamedTuple):
-    """A call of a DDP model in training mode."""
+    """A call of a DDP model that a backward pass may follow."""
 
     model: int
-    backwards: int  # that came before it
+    backwards: int  # passes that came before it
     synced: bool  # its gradients will be reduced
 
 
@@ -60,12 +60,27 @@ def wrap(original, self, module, *args, **kwargs):
     if TASK.scale:
         save_for_checker(f"start{number}", module.state_dict())
     with harmless:
+        attribute_draws()  # what was drawn before made the model
         model_numbers.update((id(part), number) for part in module.modules())
+        watched.update((id(value), value) for value in module.parameters() if value.requires_grad)
         state.wrapped.append(module)
         state.wrappers.append(weakref.ref(self))
-        known_buffers.update(shared_buffers(module, number))
         buffers_at_start.update(buffer_checksums(module, number))
+        if self.find_unused_parameters:
+            watch_use(module)
         report(events.Wrap, names=[name for name, _ in module.named_parameters()])
+
+
+def watch_use(module):
+    """Note which parameters this rank uses: DDP gives the rest a gradient if another rank does."""
+
+    def watch(value):
+        state.watched_for_use.add(id(value))
+        value.register_hook(lambda gradient: state.since_step.used.add(id(value)))
+
+    for value in module.parameters():
+        if value.requires_grad:
+            watch(value)
 
 
 def of_model(number):
@@ -73,19 +88,16 @@ def of_model(number):
     return f" of model {number + 1}" if number else ""
 
 
-def buffer_checksums(module, number, known=()):
-    """Return checksums of some elements of each buffer, by name, without those that are known."""
-    named = ((f"{name}{of_model(number)}", value) for name, value in module.named_buffers())
-    return {name: batch_checksum(value) for name, value in named if name not in known}
+def buffer_checksums(module, number):
+    """Return checksums of some elements of each buffer, by name.
 
-
-def shared_buffers(module, number):
-    """Return the names of the buffers of SyncBatchNorm, which all ranks update together."""
+    Without those of SyncBatchNorm, which all ranks update together.
+    """
     return {
-        f"{name}.{buffer}{of_model(number)}"
-        for name, part in module.named_modules()
-        if isinstance(part, nn.SyncBatchNorm)
-        for buffer, _ in part.named_buffers(recurse=False)
+        f"{path}.{name}{of_model(number)}".removeprefix("."): batch_checksum(value)
+        for path, part in module.named_modules()
+        if not isinstance(part, nn.SyncBatchNorm)
+        for name, value in part.named_buffers(recurse=False)
     }
 
 
@@ -101,10 +113,11 @@ def forward(original, self, *args, **kwargs):
     """Note the inputs of a training call, and whether its gradients will be reduced."""
     state.in_forward = True
     with harmless:
-        if torch.is_grad_enabled() and self.module.training:
+        if torch.is_grad_enabled():
             number = model_numbers.get(id(self.module), -1)
-            call = Forward(number, state.backwards, self.require_backward_grad_sync)
+            call = Forward(number, state.total_backwards, self.require_backward_grad_sync)
             state.since_step.forwards.append(call)
+        if torch.is_grad_enabled() and self.module.training:
             state.since_step.inputs.append(batch_checksum([args, kwargs]))
     if TASK.scale:
         args, kwargs = tree_map_only(SHORTER, torch.Tensor.double, (args, kwargs))
@@ -126,9 +139,10 @@ def enter(module, _):
     with harmless:
         if state.depth == 1:
             attribute_to_script()
+            state.unused_batch = False
         if torch.is_grad_enabled():
             enter_training(module)
-        elif module in state.wrapped or (state.depth == 1 and not is_wrapper(module)):
+        elif module in state.wrapped or state.depth == 1:
             enter_evaluation(module)
 
 
@@ -142,24 +156,15 @@ def leave(module, _, __):
             attribute_draws("model")
 
 
-def is_wrapper(module):
-    return isinstance(module, DistributedDataParallel)
-
-
 def enter_training(module):
-    """Report a training call that bypasses DDP, and note what enters a sharded model."""
+    """Note a training call that bypasses DDP, and what enters a sharded model."""
     in_backward = torch._C._current_graph_task_id() >= 0  # where checkpoints call modules again
-    beside = module.training and id(module) in model_numbers
-    if beside and not (state.in_forward or in_backward):
-        number = model_numbers[id(module)]
-        if requires_grad(module) and is_first("bypassed", number):
-            report(events.Bypass, script_line(skip=model_numbers), model=number)
+    number, bypasses = model_numbers.get(id(module)), state.since_step.bypasses
+    beside = number not in (None, *bypasses) and not (state.in_forward or in_backward)
+    if beside and any(value.requires_grad for value in module.parameters()):
+        bypasses[number] = script_line(skip=model_numbers)
     if SHARDED & {kind.__name__ for kind in type(module).__mro__} and is_first("sharded"):
         module.register_forward_pre_hook(note_inputs, with_kwargs=True)
-
-
-def requires_grad(module):
-    return any(value.requires_grad for value in module.parameters())
 
 
 def note_inputs(module, args, kwargs):
@@ -170,8 +175,10 @@ def note_inputs(module, args, kwargs):
 
 def enter_evaluation(module):
     """Report the first call of an evaluation after a batch, and in a pass."""
+    if isinstance(module, DistributedDataParallel):
+        return  # it calls the wrapped model
     if state.new_batch:
-        report(events.Looked)
+        report(events.BatchEvaluated)
     state.new_batch = False
     values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     if not values or mesh_dimensions(values.values()):
@@ -181,10 +188,10 @@ def enter_evaluation(module):
             events.Evaluated,
             model=type(module).__name__,
             steps=state.steps,
-            values=checksums(values),
+            checksums=checksums(values),
             noisy=next((type(part).__name__ for part in module.modules() if is_noisy(part)), ""),
             wrapped=module in state.wrapped,
-            number=state.passes,
+            pass_number=state.passes,
         )
 
 
@@ -200,7 +207,9 @@ def is_noisy(module):
 
 def describe_models():
     """Report checksums of the final weights, and save those of rank 0."""
-    if mesh_dimensions(state.parameters.values()) or not is_first("final"):
+    if mesh_dimensions(state.parameters.values()):
+        return
+    if not is_first("final"):
         return
     unwrapped = {f"parameter {at}": value for at, value in enumerate(state.parameters.values())}
     models = [dict(module.named_parameters()) for module in state.wrapped] or [unwrapped]

@@ -12,93 +12,78 @@ Outside of PyTorch, the observer replaces `signal.signal`, `logging.StreamHandle
 import functools
 import importlib
 import re
-from typing import NamedTuple
 
+import torch
 from torch.distributed import distributed_c10d
 
 OLDEST = "2.8"  # version that is promised
-_COLLECTIVE = "all_|reduce(?!_op)|broadcast|gather|scatter|barrier|monitored_barrier"
-COLLECTIVES = [
-    f"torch.distributed.distributed_c10d.{name}"
-    for name in distributed_c10d.__all__
-    if re.match(_COLLECTIVE, name)
-]
-
-
-class Patch(NamedTuple):
-    name: str  # of the function or method, with its module
-    lacks: str  # what a report lacks if PyTorch has no such function
-    also: str = ""  # another module that has the same function
-
-
 C10D = "torch.distributed.distributed_c10d"
 DDP = "torch.nn.parallel.DistributedDataParallel"
 ITERATOR = "torch.utils.data.dataloader._BaseDataLoaderIter"
 SCALER = "torch.amp.GradScaler"
 RNG = "torch.random"
 CLIP = "torch.nn.utils.clip_grad"
+COLLECTIVE = "all_|reduce(?!_op)|broadcast|gather|scatter|barrier|monitored_barrier"
+COLLECTIVES = [f"{C10D}.{name}" for name in distributed_c10d.__all__ if re.match(COLLECTIVE, name)]
 
-PATCHES = [
+PATCHES = {  # what is replaced: what a report lacks if PyTorch has no such function
     # process group
-    Patch(f"{C10D}.init_process_group", "the process group", "torch.distributed"),
-    Patch(f"{C10D}.destroy_process_group", "how the group is left", "torch.distributed"),
-    *(Patch(name, "a collective", "torch.distributed") for name in COLLECTIVES),
-    Patch(f"{C10D}.recv", "waits for other ranks", "torch.distributed"),
-    Patch(f"{C10D}.recv_object_list", "waits for other ranks", "torch.distributed"),
+    f"{C10D}.init_process_group": "the process group",
+    f"{C10D}.destroy_process_group": "how the group is left",
+    **dict.fromkeys(COLLECTIVES, "a collective"),
     # data
-    Patch("torch.utils.data.DataLoader.__init__", "the batch of the drill world-size"),
-    Patch(f"{ITERATOR}.__init__", "all passes over the data"),
-    Patch(f"{ITERATOR}._reset", "passes with persistent workers"),
-    Patch(f"{ITERATOR}._next_index", "which samples a batch has"),
-    Patch(f"{ITERATOR}.__next__", "all batches"),
-    Patch("torch.utils.data._utils.fetch._MapDatasetFetcher.fetch", "random numbers in samples"),
-    Patch("torch.utils.data.distributed.DistributedSampler.set_epoch", "calls of set_epoch"),
+    "torch.utils.data.DataLoader.__init__": "the batch of the drill world-size",
+    f"{ITERATOR}.__init__": "all passes over the data",
+    f"{ITERATOR}._reset": "passes with persistent workers",
+    f"{ITERATOR}._next_index": "which samples a batch has",
+    f"{ITERATOR}.__next__": "all batches",
+    "torch.utils.data._utils.fetch._MapDatasetFetcher.fetch": "random numbers in samples",
+    "torch.utils.data.distributed.DistributedSampler.set_epoch": "calls of set_epoch",
     # random numbers
-    Patch(f"{RNG}.manual_seed", "who draws random numbers", "torch"),
-    Patch(f"{RNG}.seed", "who draws random numbers", "torch"),
-    Patch(f"{RNG}.set_rng_state", "who draws random numbers", "torch"),
+    f"{RNG}.manual_seed": "who draws random numbers",
+    f"{RNG}.seed": "who draws random numbers",
+    f"{RNG}.set_rng_state": "who draws random numbers",
     # models and optimizers
-    Patch(f"{DDP}.__init__", "wrapped models"),
-    Patch(f"{DDP}.forward", "calls of wrapped models"),
-    Patch(f"{DDP}.register_comm_hook", "hooks that replace the mean of the gradients"),
-    Patch("torch.autograd.backward", "losses and backward passes"),
-    Patch(f"{SCALER}.scale", "losses that a GradScaler scales"),
-    Patch(f"{SCALER}.unscale_", "clipping of scaled gradients"),
-    Patch(f"{SCALER}.step", "steps that a GradScaler skips"),
-    Patch(f"{CLIP}.clip_grad_norm_", "clipping", "torch.nn.utils"),
-    Patch(f"{CLIP}.clip_grad_value_", "clipping", "torch.nn.utils"),
-    Patch("torch.nn.Module.load_state_dict", "states that are loaded"),
-    Patch("torch.optim.Optimizer.load_state_dict", "states that are loaded"),
-    Patch("torch.optim.Optimizer.add_param_group", "whether gradients are a sum or a mean"),
-    Patch("torch.optim.lr_scheduler.LRScheduler.step", "steps of schedulers"),
-    Patch("torch.optim.lr_scheduler.ReduceLROnPlateau.step", "steps of schedulers"),
+    f"{DDP}.__init__": "wrapped models",
+    f"{DDP}.forward": "calls of wrapped models",
+    f"{DDP}.register_comm_hook": "hooks that replace the mean of the gradients",
+    "torch.autograd.backward": "losses and backward passes",
+    f"{SCALER}.scale": "losses that a GradScaler scales",
+    f"{SCALER}.unscale_": "clipping of scaled gradients",
+    f"{SCALER}.step": "steps that a GradScaler skips",
+    f"{CLIP}.clip_grad_norm_": "clipping",
+    f"{CLIP}.clip_grad_value_": "clipping",
+    "torch.nn.Module.load_state_dict": "states that are loaded",
+    "torch.optim.Optimizer.load_state_dict": "states that are loaded",
+    "torch.optim.Optimizer.add_param_group": "whether gradients are a sum or a mean",
+    "torch.optim.lr_scheduler.LRScheduler.step": "steps of schedulers",
+    "torch.optim.lr_scheduler.ReduceLROnPlateau.step": "steps of schedulers",
     # files
-    Patch("torch.save", "files that are saved"),
-    Patch("torch.load", "files that are loaded"),
-    Patch("torch.distributed.checkpoint.save", "sharded checkpoints"),
-    Patch("torch.distributed.checkpoint.async_save", "sharded checkpoints"),
-    Patch("torch.distributed.checkpoint.load", "sharded checkpoints"),
+    "torch.save": "files that are saved",
+    "torch.load": "files that are loaded",
+    "torch.distributed.checkpoint.save": "sharded checkpoints",
+    "torch.distributed.checkpoint.async_save": "sharded checkpoints",
+    "torch.distributed.checkpoint.load": "sharded checkpoints",
     # GPU calls that are translated for the CPU
-    Patch("torch.amp.GradScaler.__init__", "GradScaler on the CPU"),
-    Patch("torch.autocast.__init__", "autocast on the CPU"),
-    Patch("torch.nn.SyncBatchNorm.forward", "SyncBatchNorm on the CPU"),
-]
-USED = [  # private names that the observer asks, and what a report lacks without them
-    Patch("torch._C._current_graph_task_id", "whether a call is inside of a backward pass"),
-    Patch("torch._C._nn._parse_to", "module.to(3), which is translated for the CPU"),
-    Patch("torch._C.Generator", "states of random number generators"),
-    Patch("torch.utils._pytree.tree_leaves", "tensors in batches"),
-    Patch("torch.utils._pytree.tree_map_only", "the drill world-size"),
-    Patch("torch.overrides._get_current_function_mode", "whether padding is cut off"),
-    Patch("torch.nn.modules.batchnorm._BatchNorm", "layers that change in training mode"),
-    Patch("torch.nn.modules.dropout._DropoutNd", "layers that change in training mode"),
-    Patch(f"{DDP}._check_comm_hook", "communication in bfloat16 on the CPU"),
-    Patch(f"{DDP}._passing_sync_batchnorm_handle", "SyncBatchNorm on the CPU"),
-    Patch("torch.nn.modules.module.register_module_forward_pre_hook", "evaluations"),
-    Patch("torch.optim.optimizer.register_optimizer_step_pre_hook", "all steps"),
-]
-BY_NAME = {patch.name: patch for patch in PATCHES}
-missing = []  # patches of functions that this PyTorch does not have
+    "torch.amp.GradScaler.__init__": "GradScaler on the CPU",
+    "torch.autocast.__init__": "autocast on the CPU",
+    "torch.nn.SyncBatchNorm.forward": "SyncBatchNorm on the CPU",
+}
+USED = {  # private names that the observer asks: what a report lacks without them
+    "torch._C._current_graph_task_id": "whether a call is inside of a backward pass",
+    "torch._C._nn._parse_to": "module.to(3), which is translated for the CPU",
+    "torch._C.Generator": "states of random number generators",
+    "torch.utils._pytree.tree_leaves": "tensors in batches",
+    "torch.utils._pytree.tree_map_only": "the drill world-size",
+    "torch.overrides._get_current_function_mode": "whether padding is cut off",
+    "torch.nn.modules.batchnorm._BatchNorm": "layers that change in training mode",
+    "torch.nn.modules.dropout._DropoutNd": "layers that change in training mode",
+    f"{DDP}._check_comm_hook": "communication in bfloat16 on the CPU",
+    f"{DDP}._passing_sync_batchnorm_handle": "SyncBatchNorm on the CPU",
+    "torch.nn.modules.module.register_module_forward_pre_hook": "evaluations",
+    "torch.optim.optimizer.register_optimizer_step_pre_hook": "all steps",
+}
+missing = []  # names of functions that this PyTorch does not have
 
 
 def resolve(name):
@@ -120,7 +105,7 @@ def resolve(name):
     raise ModuleNotFoundError(name)
 
 
-def replace(owner, name, function, also=None):
+def intercept(owner, name, function):
     """Replace a function or method by one that is called with the original as first argument."""
     original = getattr(owner, name)
 
@@ -128,22 +113,25 @@ def replace(owner, name, function, also=None):
     def replacement(*args, **kwargs):
         return function(original, *args, **kwargs)
 
-    for place in (owner, also or owner):
-        setattr(place, name, replacement)
+    for place in (owner, torch, torch.distributed, torch.nn.utils):  # the latter pass on some
+        if getattr(place, name, None) is original:
+            setattr(place, name, replacement)
 
 
 def patch(*names):
-    """Let calls of these functions go through the decorated one, which gets the original first."""
+    """Let calls of these functions go through the decorated one, which gets the original first.
+
+    Raises a KeyError if a name is not in `PATCHES`.
+    """
 
     def decorate(function):
         for name in names:
-            entry = BY_NAME[name]
             try:
                 owner, last = resolve(name)
             except (ImportError, AttributeError):
-                missing.append(entry)
-                continue
-            replace(owner, last, function, entry.also and importlib.import_module(entry.also))
+                missing.append(name)
+            else:
+                intercept(owner, last, function)
         return function
 
     return decorate

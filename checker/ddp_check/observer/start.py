@@ -14,10 +14,11 @@ from ddp_check.events import Exit, SigtermHandler, Start, Unpatched
 from ddp_check.observer import data, files, losses, steps  # noqa: F401  # each observes a subject
 from ddp_check.observer.base import TASK, ask, harmless, is_first, report, script_line, state
 from ddp_check.observer.models import describe_models
-from ddp_check.observer.patches import missing, replace
+from ddp_check.observer.patches import PATCHES, intercept, missing
 
 
 def count_gloo_threads():
+    """Return how many threads of this process bear gloo's name."""
     threads = Path("/proc/self/task")
     names = [
         ask((threads / number / "comm").read_text)
@@ -34,32 +35,38 @@ def end():
     group_open = dist.is_initialized()
     with harmless:
         describe_models()
-    threads = 0
-    for _ in range(0 if group_open else 20):
-        threads = count_gloo_threads()
-        if not threads:
-            break
-        time.sleep(0.1)  # Linux lists a thread for a moment after it has ended
+    threads = 0 if group_open else threads_that_stay()
     nn_imported = "torch.distributed.nn" in sys.modules
     report(Exit, group_open=group_open, gloo_threads=threads, nn_imported=nn_imported)
 
 
-def end_as_a_copy(_):
+def threads_that_stay():
+    """Return how many threads of gloo are there two seconds after the group was destroyed."""
+    threads = count_gloo_threads()
+    for _ in range(20):
+        if threads:
+            time.sleep(0.1)  # Linux lists a thread for a moment after it has ended
+            threads = count_gloo_threads()
+    return threads
+
+
+def end_in_fork(_):
     """Let a forked multiprocessing.Process call `end`: it runs such finalizers, but not atexit."""
     if state.pid != os.getpid():
         multiprocessing.util.Finalize(None, end, exitpriority=-1000)
 
 
 def set_handler(original, number, handler):
+    """Report a handler that the script sets for SIGTERM."""
     if number == signal.SIGTERM and callable(handler) and script_line():
         report(SigtermHandler)
     return original(number, handler)
 
 
-replace(signal, "signal", set_handler)
-multiprocessing.util.register_after_fork(state, end_as_a_copy)
+intercept(signal, "signal", set_handler)
+multiprocessing.util.register_after_fork(state, end_in_fork)
 if TASK.translate:
     from ddp_check.observer import translate  # noqa: F401
 report(Start, rank=state.rank)
-for entry in missing:
-    report(Unpatched, name=entry.name, lacks=entry.lacks)
+for name in missing:
+    report(Unpatched, name=name, lacks=PATCHES[name])

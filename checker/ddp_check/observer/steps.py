@@ -1,7 +1,9 @@
 """Observes the steps of optimizers, schedulers and GradScalers."""
 
+import math
 import re
 import time
+import traceback
 from collections import Counter
 
 import torch
@@ -14,35 +16,36 @@ from ddp_check.observer.base import (
     SinceStep,
     ask,
     harmless,
-    is_called_by,
     report,
     save_for_checker,
     state,
 )
-from ddp_check.observer.group import forget_lengths
-from ddp_check.observer.models import buffer_checksums, buffers_at_start, known_buffers, of_model
+from ddp_check.observer.group import after_gather
+from ddp_check.observer.models import buffer_checksums, buffers_at_start, of_model, watched
 from ddp_check.observer.patches import CLIP, SCALER, patch
-from ddp_check.observer.randomness import attribute_to_script
-from ddp_check.observer.values import checksums, is_finite, mesh_dimensions
+from ddp_check.observer.randomness import attribute_draws, attribute_to_script
+from ddp_check.observer.values import checksums, is_finite, mesh_dimensions, quick_checksums
 from ddp_check.protocol import STEPS
 
 STATISTICS = r"(^|\.)(running_|num_batches_)\w+( of model \d+)?$"  # of normalization layers
+BATCH_COUNT = "num_batches_tracked"  # of BatchNorm, which uses it only without a momentum
+FEW = 1 << 10  # elements of a gradient that are looked at first
+MAX_PROJECTED = 1 << 16  # elements of a parameter that enter a projection
+
 projecting = {}  # identity of a parameter -> the handle of its hook, in the first steps
-changed_buffers = set()  # names of those that have changed since their model was wrapped
-COUNTER = r"num_batches_tracked"  # of BatchNorm, which uses it only without a momentum
-PROJECTED = 1 << 16  # elements of a parameter that enter a projection
 
 
 @optimizers.register_optimizer_step_pre_hook
 def enter_step(optimizer, args, kwargs):
     """Report a step before it is taken, while the gradients are there."""
     state.in_step += 1
-    if state.in_step > 1 or is_called_by("_init_optim_state"):
+    callers = {frame.f_code.co_name for frame, _ in traceback.walk_stack(None)}
+    if state.in_step > 1 or "_init_optim_state" in callers:
         return  # the latter makes the state that a sharded checkpoint is loaded into
     state.steps += 1
     time.sleep(TASK.pause)
     with harmless:
-        forget_lengths()
+        after_gather.stop()
         attribute_to_script()
         if TASK.scale and state.steps <= STEPS and state.wrapped:
             save_gradients()
@@ -87,36 +90,54 @@ class Optimized:
         self.gradients = {
             name: value.grad for name, value in self.parameters.items() if value.grad is not None
         }
+        self.unwatched = [
+            name
+            for name in self.models
+            if name in self.gradients and id(self.parameters[name]) not in watched
+        ]
         self.sharded = mesh_dimensions(values)
 
     def not_finite(self, losses):
         """Return what is not finite: "loss", "gradient of NAME", or ""."""
-        if any(loss - loss != 0 for loss in losses):
+        if not all(map(math.isfinite, losses)):
             return "loss"
         bad = (name for name, value in self.gradients.items() if not is_finite(value))
         return next((f"gradient of {name}" for name in bad), "")
 
 
+def is_unused(value):
+    """Return whether the losses of this rank have given this parameter no gradient."""
+    skipped = id(value) in state.watched_for_use and id(value) not in state.since_step.used
+    return value.grad is None or skipped
+
+
 def report_step(optimizer, closure):
+    """Report the step that an optimizer is about to take, with what happened since the last one."""
+    wrappers = [reference() for reference in state.wrappers]
     since, optimized = state.since_step, Optimized(optimizer)
     parameters, gradients = optimized.parameters, optimized.gradients
     elements = sum(value.numel() for value in gradients.values())
     trained = {number for name, number in optimized.models.items() if name in gradients}
+    bypassed = sorted(trained & since.bypasses.keys() - {call.model for call in since.forwards})
     report(
         events.Step,
-        gradients=checksums({name: value.grad for name, value in parameters.items()}),
-        weights=checksums(parameters) if state.new_pass or not state.wrapped else None,
+        gradients=quick_checksums({name: value.grad for name, value in parameters.items()}),
+        weights=checksums(parameters) if wants_weights() else None,
         rates=[float(group.get("lr", 0)) for group in optimizer.param_groups],
         losses=since.losses,
         divisors=since.divisors,
+        means_over=since.means_over,
+        loss_reduced=since.loss_reduced,
         backwards=since.backwards,
-        samples=since.samples,
+        **describe_projections(optimized),
+        sample_count=since.sample_count,
         inputs=since.inputs,
         infinite=optimized.not_finite(since.losses),
-        zero=not any(value.any() for value in gradients.values()),
-        unused=sum(value.grad is None and value.requires_grad for value in parameters.values()),
+        zero=not any(is_nonzero(value) for value in gradients.values()),
+        unused=sum(value.requires_grad and is_unused(value) for value in parameters.values()),
         foreign=0 if optimized.sharded else len(parameters) - len(optimized.models),
-        bypassed=sorted(trained - {call.model for call in since.forwards}),
+        unwatched=optimized.unwatched,
+        bypassed=[since.bypasses[number] for number in bypassed],
         sharded=optimized.sharded,
         has_state=bool(optimizer.state),
         closure=closure,
@@ -125,12 +146,24 @@ def report_step(optimizer, closure):
         reduced=[total for total, _ in since.reduced],
         reduced_all=sum(count for _, count in since.reduced) >= elements,
         training=all(state.wrapped[number].training for number in optimized.models.values()),
-        random=since.draws,
-        joined=any(is_joined(wrapper()) for wrapper in state.wrappers),
-        loss_reduced=since.loss_reduced,
-        **describe_projections(optimized),
         **describe_buffers(),
+        random=since.draws,
+        random_for_samples=since.draws_for_samples,
+        joined=any(wrapper._join_config.enable for wrapper in wrappers if wrapper),
     )
+
+
+def wants_weights():
+    """Return whether this step reports its weights: seldom, as that takes time."""
+    # Two steps in turn, as two optimizers may take turns: 1, 2, 3, 4, 5, 8, 9, 16, 17, ...
+    number = state.steps
+    is_power = not number & (number - 1) or not (number - 1) & (number - 2)
+    return state.new_pass or not state.wrapped or is_power
+
+
+def is_nonzero(gradient):
+    some = gradient if gradient.is_sparse else gradient.flatten()[:FEW]
+    return bool(some.any()) or bool(gradient.any())
 
 
 def most_reductions(forwards):
@@ -139,22 +172,15 @@ def most_reductions(forwards):
     return max(Counter(model for model, _ in reduced).values(), default=0)
 
 
-def is_joined(wrapper):
-    return wrapper is not None and wrapper._join_config.enable
-
-
 def describe_buffers():
     """Return checksums of the buffers, and the names of those that have changed."""
     sums = {}
     for number, module in enumerate(state.wrapped):
-        sums.update(buffer_checksums(module, number, known_buffers))
-    statistics = {name for name in sums if re.search(STATISTICS, name)}
-    changed = {name for name in sums if sums[name] != buffers_at_start.get(name)}
-    changed_buffers.update(changed)
-    known_buffers.update(statistics & changed)
+        sums |= buffer_checksums(module, number)
+    changed = [name for name in sorted(sums) if sums[name] != buffers_at_start.get(name)]
     return {
-        "buffers": {name: sums[name] for name in sums if name not in statistics},
-        "buffers_changed": [name for name in sorted(changed_buffers) if COUNTER not in name],
+        "buffers": {name: sums[name] for name in sums if not re.search(STATISTICS, name)},
+        "buffers_changed": [name for name in changed if BATCH_COUNT not in name],
     }
 
 
@@ -166,6 +192,7 @@ def add_param_group(original, self, group):
     """Watch the gradients that this rank computes, before anything reduces them."""
     result = original(self, group)
     with harmless:
+        attribute_draws()  # what was drawn before made a model
         for value in self.param_groups[-1]["params"]:
             whole = not mesh_dimensions([value])  # the slice of a sharded one would communicate
             if whole and value.requires_grad and value.is_leaf and id(value) not in projecting:
@@ -180,14 +207,14 @@ def project_own(gradient):
 
 def projection(gradient):
     """Return a number to compare gradients by: a sum that weighs their elements differently."""
-    elements = gradient.detach().flatten()[:PROJECTED].double().cpu()
+    elements = gradient.detach().flatten()[:MAX_PROJECTED].double().cpu()
     return float(elements @ torch.arange(len(elements), dtype=torch.double).cos())
 
 
 def describe_projections(optimized):
     """Return the projections of this rank's gradients, and of those that the optimizer takes."""
     since = state.since_step
-    if not projecting or since.scaled or optimized.sharded:
+    if not projecting or since.loss_scaled or optimized.sharded:
         return {"own_gradient": None, "taken_gradient": None}
     taken = sum(projection(gradient) for gradient in optimized.gradients.values())
     if state.steps >= STEPS:
@@ -202,18 +229,18 @@ def describe_projections(optimized):
 
 @patch(f"{SCALER}.unscale_")
 def unscale(original, self, *args, **kwargs):
-    state.scaled = False
+    state.gradients_scaled = False
     return original(self, *args, **kwargs)
 
 
 @patch(f"{SCALER}.step")
 def step_scaled(original, self, *args, **kwargs):
-    state.scaled = False
+    state.gradients_scaled = False
     steps = state.steps
     result = original(self, *args, **kwargs)
     with harmless:
         if self.is_enabled() and state.steps == steps:
-            report(events.SkippedStep, scale=self.get_scale())
+            report(events.SkippedStep)
     state.since_step = SinceStep()
     return result
 
@@ -223,7 +250,7 @@ def step_scaled(original, self, *args, **kwargs):
 
 @patch(f"{CLIP}.clip_grad_norm_", f"{CLIP}.clip_grad_value_")
 def clip(original, *args, **kwargs):
-    report(events.Clipped, scaled=state.scaled)
+    report(events.Clipped, scaled=state.gradients_scaled)
     return original(*args, **kwargs)
 
 
@@ -239,7 +266,7 @@ SCHEDULERS = "torch.optim.lr_scheduler"
 @patch(f"{SCHEDULERS}.LRScheduler.step", f"{SCHEDULERS}.ReduceLROnPlateau.step")
 def step_scheduler(original, self, *args, **kwargs):
     if state.steps:
-        of_plateau = isinstance(self, lr_scheduler.ReduceLROnPlateau)
-        metric = (args[0] if args else kwargs.get("metrics")) if of_plateau else None
+        is_plateau = isinstance(self, lr_scheduler.ReduceLROnPlateau)
+        metric = (args[0] if args else kwargs.get("metrics")) if is_plateau else None
         report(events.Scheduled, metric=ask(lambda: float(metric)))
     return original(self, *args, **kwargs)

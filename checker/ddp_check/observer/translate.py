@@ -9,18 +9,18 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import BatchNorm2d
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from ddp_check.events import Gpu, Translated
 from ddp_check.observer.base import TASK, is_first, report, script_line, state
-from ddp_check.observer.patches import C10D, DDP, patch, replace
+from ddp_check.observer.patches import C10D, DDP, intercept, patch
 
 CPU = torch.device("cpu")
 COUNT = int(os.environ.get("LOCAL_WORLD_SIZE", TASK.nproc))
-ANSWERED = {Tensor.get_device: ".get_device()", Tensor.is_cuda.__get__: ".is_cuda"}
-NUMBERED = {Tensor.to: 1, torch._C._nn._parse_to: 0}  # place of what may be a GPU's number
+ATTRIBUTES = {Tensor.get_device: ".get_device()", Tensor.is_cuda.__get__: ".is_cuda"}
+DEVICE_AT = {Tensor.to: 1, torch._C._nn._parse_to: 0}  # the argument that may be a GPU's number
 
 
 def translated(call):
@@ -31,24 +31,29 @@ def translated(call):
 
 
 def is_gpu(value):
+    """Return whether a value names a GPU."""
     return isinstance(value, str | torch.device) and str(value).partition(":")[0] == "cuda"
 
 
-def use(device, kind="use"):
-    """Report the GPU that the script names: a device, a number, or None for the current one."""
+def number_of(device, by_set_device=False):
+    """Report the GPU that the script names, and return its number, or -1 for a CPU.
+
+    It is a device, a number, or None for the current one.
+    """
     if str(device).startswith("cpu"):
         return -1
     line = script_line()
     index = device if isinstance(device, int | None) else torch.device(device).index
     index = state.gpu if index is None else index
-    if line and is_first(kind, index):
-        visible_chosen = bool(os.environ.get("CUDA_VISIBLE_DEVICES"))  # the checker sets it to ""
-        report(Gpu, line, use=kind, index=index, count=COUNT, visible_chosen=visible_chosen)
+    if line and is_first("GPU", by_set_device, index):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # which the checker sets to ""
+        fields = {"index": index, "count": COUNT, "visible": visible}
+        report(Gpu, line, by_set_device=by_set_device, **fields)
     return index
 
 
 def set_device(device, *_):
-    index = use(0 if device is None else device, "set")
+    index = number_of(0 if device is None else device, by_set_device=True)
     state.gpu = index if index >= 0 else state.gpu  # PyTorch ignores others
 
 
@@ -61,21 +66,21 @@ class OnTheCPU(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in (Tensor.pin_memory, Tensor.record_stream):
             return args[0]
-        if func in ANSWERED and script_line(direct=True):
-            translated(ANSWERED[func])
-            return use(None) if func is Tensor.get_device else True
+        if func in ATTRIBUTES and script_line(direct=True):
+            translated(ATTRIBUTES[func])
+            return number_of(None) if func is Tensor.get_device else True
         if func is Tensor.cuda:
             translated(".cuda()")
-            use(args[1] if len(args) > 1 else kwargs.get("device"))
+            number_of(args[1] if len(args) > 1 else kwargs.get("device"))
             return args[0]
-        place = NUMBERED.get(func)
+        place = DEVICE_AT.get(func)
         if place is not None and len(args) > place and type(args[place]) is int:
             args = (*args[:place], torch.device("cuda", args[place]), *args[place + 1 :])
         if type(kwargs.get("device")) is int:
             kwargs = {**kwargs, "device": torch.device("cuda", kwargs["device"])}
         for gpu in [value for value in (*args, *kwargs.values()) if is_gpu(value)][:1]:
             translated(f'"{gpu}"')
-            use(gpu)
+            number_of(gpu)
             args = tuple(CPU if is_gpu(value) else value for value in args)
             kwargs = {name: CPU if is_gpu(value) else value for name, value in kwargs.items()}
         return func(*args, **kwargs)
@@ -91,7 +96,7 @@ class Idle(contextlib.nullcontext):
     def elapsed_time(self, _):
         return 1.0
 
-    def __getattr__(self, name):  # what it waits for has happened, what it asks for is true
+    def __getattr__(self, name):  # its methods wait for nothing, or ask what is true: so is it
         return lambda *_: self
 
 
@@ -129,6 +134,7 @@ QUIET = "set_device|init$|synchronize|empty_cache|ipc_collect|manual_seed"
 
 
 def answer(original, *args, **kwargs):
+    """Answer the script's question about GPUs as if there were some."""
     name = original.__name__
     if script_line(direct=True):
         translated(f"{original.__module__}.{name}()")
@@ -141,7 +147,7 @@ def answer(original, *args, **kwargs):
 for owner in (torch.cuda, torch.accelerator):
     for name, function in inspect.getmembers(owner, inspect.isfunction):
         if function.__module__.startswith(owner.__name__) and not name.startswith("_"):
-            replace(owner, name, answer)
+            intercept(owner, name, answer)
 
 
 def replace_arguments(function, **changes):
@@ -158,7 +164,7 @@ def replace_arguments(function, **changes):
                 translated(f'"{given}"' if isinstance(given, str) else name)
                 if value is None:  # it names the GPUs that it is to use
                     for device in given if isinstance(given, list | tuple) else [given]:
-                        use(device)
+                        number_of(device)
         return original(*call.args, **call.kwargs)
 
 
@@ -175,7 +181,7 @@ for name in ("_passing_sync_batchnorm_handle", "_check_comm_hook"):
     setattr(DistributedDataParallel, name, lambda self, _: None)
 
 
-def total(tensor, group):
+def sum_over_ranks(tensor, group):
     """Return the sum of a tensor over the ranks."""
     result = tensor.detach().clone()
     group.allreduce([result]).wait()  # not by a function that is patched
@@ -187,17 +193,19 @@ def normalize(original, self, tensor):
     """Normalize this rank's samples together with those of the others, as one batch."""
     translated("SyncBatchNorm")
     if not (self.training and dist.is_initialized()):
-        return BatchNorm2d.forward(self, tensor)
+        return _BatchNorm.forward(self, tensor)
     group = self.process_group or dist.group.WORLD
     rank, sizes = group.rank(), torch.zeros(group.size(), dtype=torch.int)
     sizes[rank] = len(tensor)
-    sizes = total(sizes, group).tolist()
+    sizes = sum_over_ranks(sizes, group).tolist()
     before, after = sum(sizes[:rank]), sum(sizes[rank + 1 :])
+    # Each rank fills its place in a batch of zeros, so the sum over the ranks is the whole batch.
     padded = torch.nn.functional.pad(tensor, [0, 0] * (tensor.dim() - 1) + [before, after])
     if padded.requires_grad:  # the losses of all ranks depend on it
-        padded.register_hook(lambda gradient: total(gradient, group))
-    batch = total(padded, group) + (padded - padded.detach())
-    return BatchNorm2d.forward(self, batch)[before : before + len(tensor)]
+        padded.register_hook(lambda gradient: sum_over_ranks(gradient, group))
+    # The sum has no gradient, so a difference of zero lends it that of `padded`.
+    batch = sum_over_ranks(padded, group) + (padded - padded.detach())
+    return _BatchNorm.forward(self, batch)[before : before + len(tensor)]
 
 
 OnTheCPU().__enter__()

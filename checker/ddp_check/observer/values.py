@@ -1,4 +1,10 @@
-"""Checksums of tensors, batches and data sets, and what is known of a tensor's values."""
+"""Checksums of tensors, batches and data sets, and what is known of a tensor's values.
+
+checksum          of all bits of some tensors; `checksums`: of each of these
+batch_checksum    of some elements of all tensors in a batch, which costs little
+describe_samples  of each sample of a batch
+fingerprint       of a data set, whatever it consists of
+"""
 
 import itertools
 import zlib
@@ -8,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from ddp_check.observer.base import ask
 
-ELEMENTS = 1 << 10  # of a sample that enter its checksum
-SAMPLE = 1 << 16  # elements of a batch that enter its checksum
-PARTS = 30  # first items of a list or attributes of an object that enter its fingerprint
-BYTES = 1e8  # a larger array does not enter a fingerprint
+PER_SAMPLE = 1 << 10  # elements that enter the checksum of a sample
+PER_BATCH = 1 << 16  # likewise, of a batch
+MAX_PARTS = 30  # first items of a list or attributes of an object that enter its fingerprint
+MAX_BYTES = 1e8  # a larger array does not enter a fingerprint
 
 
 def local_part(tensor):
@@ -36,10 +42,22 @@ def checksum(tensors, step=1):
 
 
 def checksums(named):
+    """Return {name: checksum} of {name: tensor}."""
     return {name: checksum([tensor]) for name, tensor in named.items()}
 
 
+def quick_checksums(named):
+    """Return a checksum of each tensor; of a large one, its sum and some of its elements count."""
+    sums = {}
+    for name, value in named.items():
+        step = 1 + value.numel() // PER_BATCH if value is not None else 1
+        total = [local_part(value).sum()] if step > 1 else []
+        sums[name] = checksum([value, *total], step)
+    return sums
+
+
 def tensors_in(values):
+    """Return the tensors in a structure of lists and dictionaries."""
     leaves = ask(tree_leaves, values, default=[])
     return [leaf for leaf in leaves if ask(isinstance, leaf, torch.Tensor)]
 
@@ -48,31 +66,32 @@ def batch_checksum(batch):
     """Return a checksum of some of the elements of all tensors in a batch."""
     tensors = tensors_in(batch)
     largest = max((tensor.numel() for tensor in tensors), default=0)
-    return checksum(tensors, 1 + largest // SAMPLE)
+    return checksum(tensors, 1 + largest // PER_BATCH)
 
 
-class Samples:
-    """The samples of a batch, each of which is a row in some of its tensors."""
-
-    def __init__(self, batch):
-        tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
-        count = len(tensors[0]) if tensors else 0
-        self.parts = [
-            tensor.detach().cpu().reshape(count, -1)
-            for tensor in tensors
-            if len(tensor) == count and tensor.numel()
-        ]
-        self.parts.sort(key=lambda part: part.shape[1])
-        self.width = sum(part.shape[1] for part in self.parts)  # elements of a sample
-        totals = [0] * count
-        rows = []  # of checksums, with one more part in each
-        for part in self.parts:
-            elements = part[:, :: 1 + part.shape[1] // ELEMENTS].contiguous()
-            bits_of_rows = elements.view(torch.uint8).numpy()
-            totals = [zlib.crc32(row, total) for row, total in zip(bits_of_rows, totals)]
-            rows.append(totals)
-        self.checksums = rows[-1] if rows else None  # of each sample
-        self.labels = rows[0] if len(rows) > 1 else None  # of the smallest part of each
+def describe_samples(batch):
+    """Return what a `Batch` event says about its samples, each a row in some of its tensors."""
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
+    count = len(tensors[0]) if tensors else 0
+    parts = [
+        tensor.detach().cpu().reshape(count, -1)
+        for tensor in tensors
+        if len(tensor) == count and tensor.numel()
+    ]
+    parts.sort(key=lambda part: part.shape[1])
+    totals = [0] * count
+    rows = []  # of checksums, with one more part in each
+    for part in parts:
+        elements = part[:, :: 1 + part.shape[1] // PER_SAMPLE].contiguous()
+        bits_of_rows = elements.view(torch.uint8).numpy()
+        totals = [zlib.crc32(row, total) for row, total in zip(bits_of_rows, totals)]
+        rows.append(totals)
+    return {
+        "checksums": rows[-1] if rows else None,
+        "label_checksums": rows[0] if len(rows) > 1 else None,
+        "width": sum(part.shape[1] for part in parts),
+        "label_size": parts[0].shape[1] if parts else None,
+    }
 
 
 def fingerprint(value, depth=5):
@@ -97,20 +116,26 @@ def array_bytes(value):
     size = ask(lambda: value.nbytes)
     if size is None:  # of a PIL image, in pixels
         size = ask(lambda: value.width * value.height * len(value.getbands()))
-    small = ask(lambda: size < BYTES)
+    small = ask(lambda: size < MAX_BYTES)
     return ask(lambda: bytes(value.tobytes())) if small else None
 
 
 def parts_of(value):
     """Return the first items of a list, or attributes of an object."""
     if isinstance(value, list | tuple):
-        return value[:PARTS]
+        return value[:MAX_PARTS]
     attributes = ask(getattr, value, "__dict__", default={})
-    return ask(lambda: [*itertools.islice(attributes.values(), PARTS)], default=[])
+    return ask(lambda: [*itertools.islice(attributes.values(), MAX_PARTS)], default=[])
 
 
 def is_finite(value):
-    return ask(lambda: bool(local_part(value).isfinite().all()), default=True)
+    """Return whether all values of a tensor are finite."""
+    return ask(_is_finite, local_part(value), default=True)
+
+
+def _is_finite(value):
+    # A sum is several times as fast. It may overflow, and is finite only if all elements are.
+    return bool(value.sum().isfinite()) or bool(value.isfinite().all())
 
 
 def mesh_dimensions(values):

@@ -4,6 +4,7 @@ To add a rule, write it in the module about its subject, and give it a line in t
 without which it has nothing to look at. Its report stands where the line stands, causes first.
 """
 
+import traceback
 from dataclasses import replace
 
 from ddp_check import events
@@ -54,14 +55,16 @@ RULES = {  # rule: what it needs to look at
     evaluation.accuracy_is_of_samples: [events.PassBegun, events.Print],
     launch.no_thread_left: [events.Join],
 }
+assert {kind for kinds in RULES.values() for kind in kinds} <= SUBJECTS.keys()
 
 
-def judged(rule, run):
+def verdict_of(rule, run):
     """Return a rule's verdict on a run. If the rule breaks, that must not cost the whole report."""
     try:
         verdict = nothing_to_look_at(rule, run) or rule(run) or pass_of(rule, run)
     except Exception as error:
-        verdict = Verdict(BROKEN, f"the checker does not understand this run: {error!r}")
+        text = f"the checker does not understand this run: {error!r}"
+        verdict = Verdict(BROKEN, text, details=tuple(traceback.format_exc().splitlines()))
     return replace(verdict, rule=rule.__name__, title=rule.__doc__)
 
 
@@ -78,6 +81,7 @@ def nothing_to_look_at(rule, run):
 
 def pass_of(rule, run):
     """Return the verdict of a rule that found no fault in what it looked at."""
+    assert RULES[rule], f"{rule.__name__} needs no event, so it has to return a verdict"
     kind = RULES[rule][0]
     number = max(map(len, run.by_rank(kind).values()))
     return passed(counted(number, SUBJECTS[kind][0]), run.all(kind)[0].where)
@@ -85,4 +89,4 @@ def pass_of(rule, run):
 
 def judge(run):
     """Return the verdicts of all rules."""
-    return [judged(rule, run) for rule in RULES]
+    return [verdict_of(rule, run) for rule in RULES]

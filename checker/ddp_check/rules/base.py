@@ -1,34 +1,62 @@
-"""The verdicts that rules and drills give, and how they give them.
+"""The verdicts that rules and drills give, and how to write a rule or a drill.
 
-A *rule* is a function of a run. Its docstring is its title: the sentence that is true of a right
-script. It returns a verdict, or None, which passes with a count of what it has looked at:
+A *rule* is a function of a `Run` (run.py). Its docstring is its title: the sentence that is true of
+a right script. It returns a verdict, or None if it found no fault:
 
     def clipping_sees_gradients(run):
         "gradients are clipped when no scale is in them"
         for event in run.all(events.Clipped):
             if event.scaled:
-                return wrong("the scaler's factor is in them: call unscale_ first", event.where)
+                return wrong("the scaler's factor is in them", event.where, "recipes/fp16_scaler")
 
-It gets its line in the table `RULES`, beside the events without which it has nothing to look at.
-`run.all(kind)` gives the events of a kind from all ranks, and `run.by_rank(kind)` gives them as
-{rank: events}. A rule that raises an exception is reported as an error of the checker.
+1. What can be seen is listed in events.py. `run.all(kind)` gives the events of all ranks,
+   `run.by_rank(kind)` gives {rank: events}, and `run.of_lowest_rank(kind)` those of one rank.
+   `run.step_rows` has the steps that all ranks took, `run.first_difference("rates")` the first one
+   in which a field of `Step` differs, and `run.epochs` the training passes, {rank: pass} each.
+   To print the events of a script of yours:
+
+       with planned("train.py") as plan:  # from plan.py
+           print(*plan.undisturbed.all(events.Step), sep="\n")
+
+2. Its row in `RULES` (rules/__init__.py) names the kinds of events that it needs. A run that lacks
+   one of them is `unseen`, for the reason in `SUBJECTS`, and the rule is not called. If it returns
+   None, it passes, with the number of events of the first kind. A rule that needs no kind has to
+   return a verdict in any case.
+3. A verdict is `wrong(text, where, page)`: what was seen, the line of the script, and the page that
+   explains it. The words wrong, fragile, slow and unsure are explained beside `WRONG` below. A rule
+   passes only for what it has looked at; what a run did not show is `unseen`. If no page of
+   pitfalls/, recipes/ or lookup/ names the fault, leave the page out.
+4. Its test is a row of `KINDS` in tests/test_ddp_check_kinds.py. `Kind(told, wrong, say, right)`
+   has all that the report shows, the changes that make tests/base.py wrong, an expression that fits
+   "text (line of the script)", and the changes that come before if another right script is needed.
+   A script that must only pass is a row of `RIGHT`. To run the row "never zeroed":
+   `pytest -m "" checker/tests/test_ddp_check_kinds.py -k "never and zeroed"`
+5. If no event shows it: a property of each step is a field of `Step`, filled in `report_step`
+   (observer/steps.py). What it needs from between two steps is kept in `SinceStep`, which a step of
+   any optimizer resets, or in `State` if it must last (observer/base.py). Anything else is a class
+   in events.py, reported by a function under `@patch` in a module of observer/, with its row in the
+   table of observer/patches.py. Wrap the observer's own work in `with harmless:`.
+6. It has to pass on 05_gather_eval.py, or to be named in `UNSHOWN` of tests/test_ddp_check.py, and
+   it gets a line in CHANGELOG.md under the next version.
+
+A rule that raises an exception is reported as an error of the checker, with the traceback.
 
 A *drill* is a generator, for it runs the script again, and each run may show several things. It
 yields pairs of a title and a verdict:
 
     def kill(plan):
         "a killed rank costs no saved step"
-        interrupted = plan.run("interrupted", during=kill_a_rank)
+        interrupted = plan.run("interrupted", during=kill_a_rank(plan))
         yield "it resumes", passed("12 steps, then 20")
 
-Whether a verdict is *wrong*, *fragile*, *slow* or *unsure* is said beside these words below. A rule
-passes only for what it has looked at; what a run did not show is `unseen`.
+`during` is called while the script runs, with its process, the folder of its events, and the time
+at which it will be killed.
 """
 
 from dataclasses import dataclass
 from functools import partial
 
-PASS, UNSEEN, NONE = "pass", "not seen", "not applicable"
+PASS, UNSEEN, NOT_APPLICABLE = "pass", "not seen", "not applicable"
 WRONG = "wrong"  # the result is wrong, or the run fails
 FRAGILE = "fragile"  # it works until something else goes wrong
 SLOW = "slow"  # it is right, and costs time
@@ -44,24 +72,26 @@ LABELS = {  # status -> how its line in the report begins, and GitHub's level; t
     PASS: ("pass", ""),
     NOTE: ("note", ""),
     UNSEEN: ("not seen", ""),
-    NONE: ("n/a", ""),
+    NOT_APPLICABLE: ("n/a", ""),
 }
 LEVELS = {status: level for status, (_, level) in LABELS.items() if level}
-FOLDED = (UNSEEN, NONE)  # what a report shows in one line
+FOLDED = (UNSEEN, NOT_APPLICABLE)  # what a report shows in one line
 
 
-@dataclass
+@dataclass(frozen=True)
 class Verdict:
-    status: str
+    """What a rule or a drill says."""
+
+    status: str  # one of the words above
     text: str  # what was seen
     where: str = ""  # the line of the script, as "file:line"
-    page: str = ""  # that explains it, in pitfalls/ or with its folder
+    page: str = ""  # that explains it: "no_sampler" is pitfalls/no_sampler.md; or "recipes/ema"
     details: tuple = ()  # lines to show beneath it
     rule: str = ""  # the name of the rule or drill that gives it
     title: str = ""  # what it is about
-    follows: bool = False  # from what another rule says, or after all work is done
+    follows: bool = False  # its cause is told by another rule: put it behind the others
 
 
 passed, wrong, unsure = (partial(Verdict, status) for status in (PASS, WRONG, UNSURE))
 fragile, slow, note = (partial(Verdict, status) for status in (FRAGILE, SLOW, NOTE))
-unseen, not_applicable = partial(Verdict, UNSEEN), partial(Verdict, NONE)
+unseen, not_applicable = partial(Verdict, UNSEEN), partial(Verdict, NOT_APPLICABLE)

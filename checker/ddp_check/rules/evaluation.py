@@ -2,37 +2,42 @@
 
 import re
 from dataclasses import replace
-from itertools import chain, takewhile
+from itertools import chain, dropwhile, takewhile
+from typing import NamedTuple
 
 from ddp_check import events
 from ddp_check.ranks import counted, of_lowest_rank
 from ddp_check.rules.base import passed, unseen, unsure, wrong
 from ddp_check.rules.data import repeated
+from ddp_check.rules.output import sum_is_printed
 
 ACCURACY = r"(?i)(?<!train )\bacc[a-z]*\W*(\d+\.(\d+)) ?(%?)"
+ACCURATE = r"(?i)(\bacc|\bf1|\biou|\bauc|precision|recall)[^\n\d]*$"  # before a number
 RESULT = r"(?i)acc|val|test|eval|score|correct|right|top|best|hit|f1"  # in a line
 NEXT = events.Step | events.Batch | events.PassBegun  # what begins after an evaluation
 
 
 def evaluations(run):
-    """Return the evaluations: {size of a data set and line: [one pass of each rank]}.
+    """Return the evaluations: {(size of the data set, line): [one pass of each rank]}.
 
-    Without those on the training set, and, in a run that failed, those that a rank did not reach.
+    Passes over a training set do not count, nor, in a run that failed, what a rank did not reach.
     """
-    rows, every = {}, list(chain(*run.passes_by_rank.values()))
-    trained = {(entry.data, entry.part) for entry in every if entry.is_training}
-    whole = {(entry.data, entry.part) for entry in every if entry.is_whole}
+    passes = list(chain(*run.passes_by_rank.values()))
+    trained = {entry.dataset for entry in passes if entry.is_training}
+    read_whole = {entry.dataset for entry in passes if entry.is_whole}
+    passes_by_place = {}  # (size, line) -> rank -> its passes
     for rank, passes in run.passes_by_rank.items():
         for entry in passes:
-            dataset = entry.data, entry.part
-            # An evaluation may end early:
-            left = dataset not in whole and entry.events_of(events.Looked)
-            if (entry.is_whole or left) and entry.length and dataset not in trained:
-                key = entry.length, entry.where
-                rows.setdefault(key, {}).setdefault(rank, []).append(entry)
-    least = 1 if run.returncode == 0 else len(run.events_by_rank)
+            left_early = entry.dataset not in read_whole and entry.events_of(events.BatchEvaluated)
+            seen = entry.batches and (entry.is_whole or left_early)
+            if seen and entry.sample_count and entry.dataset not in trained:
+                place = entry.sample_count, entry.where
+                passes_by_place.setdefault(place, {}).setdefault(rank, []).append(entry)
+    least = 1 if run.returncode == 0 else run.world_size  # ranks that evaluate
     return {
-        key: list(zip(*by_rank.values())) for key, by_rank in rows.items() if len(by_rank) >= least
+        place: list(zip(*by_rank.values()))
+        for place, by_rank in passes_by_place.items()
+        if len(by_rank) >= least
     }
 
 
@@ -41,82 +46,86 @@ def each_sample_is_evaluated_once(run):
     evaluated = evaluations(run)
     if not evaluated:
         return unseen("no DataLoader was used without training")
-    ranks = len(run.events_by_rank)
+    ranks = run.world_size
     for (total, where), rows in evaluated.items():
-        rests = [  # where all ranks evaluate the same few samples, which this may leave out
-            row
-            for row in chain(*evaluated.values())
-            if row[0].data == rows[0][0].data and row[0].length < total and alike(row, "base")
-        ]
+        smaller = [row for row in chain(*evaluated.values()) if row[0].sample_count < total]
+        beside = evaluated_by_all(rows[0][0].dataset_checksum, smaller)
         for row in rows:
-            if verdict := missed(row, rests[:1], total, ranks):
+            if verdict := missed(row, beside, total, ranks):
                 return replace(verdict, where=where, page="padded_evaluation")
     total, where = max(evaluated)
     return passed(counted(total, "sample"), where)
 
 
-def alike(row, key="indices"):
+def evaluated_by_all(data, rows):
+    """Return the indices of samples of a data set that every rank evaluates: a remainder."""
+    for row in rows:
+        if row[0].dataset_checksum == data and alike(row, "base_indices"):
+            return set(row[0].values("base_indices"))
+    return set()
+
+
+def alike(row, field_name="indices"):
     """Return whether all ranks evaluate the same known samples, perhaps in other orders."""
-    samples = [entry.samples(key) for entry in row]
+    samples = [entry.values(field_name) for entry in row]
     return None not in samples and len({tuple(sorted(of_rank)) for of_rank in samples}) == 1
 
 
-def missed(row, rests, total, ranks):
-    """Return the verdict on samples that an evaluation does not see, or sees twice."""
-    samples = [entry.samples() for entry in row]
-    if None in samples or len({entry.part for entry in row}) > 1:
+def missed(row, beside, total, ranks):
+    """Return the verdict on samples that an evaluation does not see, or sees twice.
+
+    The samples with the indices `beside` are evaluated elsewhere.
+    """
+    samples = [entry.values("indices") for entry in row]
+    if None in samples or len({entry.subset_checksum for entry in row}) > 1:
         return unseen("the samples have no index, or each rank evaluates a part of its own")
     if all(sorted(of_rank) == list(range(total)) for of_rank in samples):
         return None  # each of these ranks evaluates the whole set
-    if not alike(row) and (twice := repeated(samples)):
+    if not alike(row) and (twice := repeated(chain(*samples))):
         return counted_twice(row, twice, total)
-    distinct = {index for entry in row for index in entry.samples("base")}
-    whole = distinct.union(*(rest[0].samples("base") for rest in rests))
-    if len(distinct) < total and len(whole) != total:
+    distinct = {index for entry in row for index in entry.values("base_indices")}
+    if len(distinct) < total and len(distinct | beside) != total:
         text = f"it sees {len(distinct)} of {total} samples"
         return wrong(text) if is_lost(row, total, ranks) else unsure(f"{text}: is that intended?")
-    if row[0].distributed and not rests:
+    if row[0].distributed and not beside:
         return unseen(f"{total} is divisible by {len(row)}; otherwise DistributedSampler would pad")
 
 
 def is_lost(row, total, ranks):
     """Return whether nothing else counts the samples that an evaluation does not see."""
     dropped = row[0].drop_last or (row[0].distributed and len(row) < ranks)
-    totals = [event.values for entry in row for event in entry.events_of(events.Totalled)]
-    counted_elsewhere = any(total in values for values in totals)
+    counted_elsewhere = total in totals_after(row)
     return dropped and not counted_elsewhere and all(entry.is_whole for entry in row)
 
 
+def totals_after(row):
+    """Return the whole numbers that are added up over the ranks after an evaluation."""
+    return {value for event in events_after(row, events.Totalled) for value in event.values}
+
+
+def events_after(row, kind):
+    """Return the events of a kind that follow a batch of an evaluation, on all ranks."""
+    return [event for entry in row for event in entry.events_of(kind)]
+
+
 def counted_twice(row, twice, total):
-    """Return what is wrong with a padded evaluation, unless the padding is cut off."""
-    loaded = sum(len(entry.samples()) for entry in row)
+    """Return what is wrong with an evaluation that is padded: that loads `twice` samples again.
+
+    A script may cut the padding off after a gather, or leave it out of what the ranks add up.
+    """
+    loaded = sum(len(entry.values("indices")) for entry in row)
     text = f"{loaded} samples, {loaded - twice} of them distinct, of {total}"
-    cuts = [cut for entry in row for cut in entry.events_of(events.Cut)]
-    orders = {cut.order for cut in cuts if cut.dropped == twice}
-    lengths = [event for entry in row for event in entry.events_of(events.Counted)]
-    calls = [
-        [call for call in entry.events_of(events.Collective) if not call.in_model] for entry in row
-    ]
-    gathers = [sum("gather" in call.name for call in of_rank) for of_rank in calls]
-    if row[0].distributed and "blocks" in orders:
-        give = wrong if max(gathers) == 1 else unsure
-        lost = "what is gathered is in blocks, not in the data set's order, when its end is cut"
-        return give(f"{lost} off: some are lost")
-    if row[0].distributed and "another" in orders:
-        return unsure("what is gathered is sorted when its end is cut off: is that the padding?")
-    if orders or any(event.length == loaded - twice for event in lengths):
+    collectives = [sums_and_gathers(entry) for entry in row]
+    gathers = max(sum("gather" in call.name for call in calls) for calls in collectives)
+    cuts = {cut.order for cut in events_after(row, events.Cut) if cut.dropped == twice}
+    if cuts:
+        return cut_in_order(cuts, gathers) if row[0].distributed else None
+    lengths = events_after(row, events.Counted)
+    if any(event.length == loaded - twice for event in lengths):
         return None
-    reductions = [
-        [call.sums for call in of_rank if call.sums or "gather" in call.name] for of_rank in calls
-    ]
-    added_first = all(of_rank[:1] == [True] for of_rank in reductions)
-    if not any(gathers) or added_first:  # added up before it is gathered
-        totals = {
-            value
-            for entry in row
-            for event in entry.events_of(events.Totalled)
-            for value in event.values
-        }
+    sums_first = all(calls and calls[0].sums for calls in collectives)
+    if not gathers or sums_first:
+        totals = totals_after(row)
         if loaded - twice in totals and loaded not in totals:
             return unsure(f"it loads {text}: are the extra ones left out?")
         return wrong(f"it counts {text}")
@@ -125,13 +134,30 @@ def counted_twice(row, twice, total):
     return unsure(f"it loads {text}: are the extra ones dropped after the gather?")
 
 
+def sums_and_gathers(entry):
+    """Return the collectives by which a rank brings what it has evaluated to the others."""
+    calls = entry.events_of(events.Collective)
+    return [call for call in calls if not call.in_model and (call.sums or "gather" in call.name)]
+
+
+def cut_in_order(orders, gathers):
+    """Return the verdict on the orders in which gathered results lie when their end is cut off."""
+    if "blocks" in orders:
+        text = "what is gathered is in blocks, not in the data set's order, when its end is cut "
+        text += "off: some are lost"
+        return wrong(text) if gathers == 1 else unsure(text)  # of several, each may hold one batch
+    if "another" in orders:
+        return unsure("what is gathered is sorted when its end is cut off: is that the padding?")
+    return None
+
+
 def result_is_of_all(run):
     """what follows from an evaluation depends on the parts of all ranks"""
     parts = [
         row
         for rows in evaluations(run).values()
         for row in rows
-        if len(row) == len(run.events_by_rank) > 1 and disjoint(row)
+        if len(row) == run.world_size > 1 and disjoint(row)
     ]
     if not parts:
         return unseen("no evaluation is divided among the ranks")
@@ -150,17 +176,18 @@ def result_is_of_all(run):
 
 def disjoint(row):
     """Return whether each rank evaluates samples that no other does, but for padding."""
-    samples = [entry.samples("base") for entry in row]
+    samples = [entry.values("base_indices") for entry in row]
     if None in samples or not all(samples):
         return False
-    return repeated(map(set, samples)) < len(row)
+    return repeated(chain(*map(set, samples))) < len(row)
 
 
 def following(run, row, *kinds):
     """Return what rank 0 does between its evaluation and its next batch or step."""
-    found = of_lowest_rank(run.events_by_rank)
-    last = max(at for at, event in enumerate(found) if event is row[0].batches[-1])
-    until_next = takewhile(lambda event: not isinstance(event, NEXT), found[last + 1 :])
+    after_last = dropwhile(
+        lambda event: event is not row[0].batches[-1], of_lowest_rank(run.events_by_rank)
+    )
+    until_next = takewhile(lambda event: not isinstance(event, NEXT), [*after_last][1:])
     return [event for event in until_next if isinstance(event, kinds)]
 
 
@@ -168,14 +195,13 @@ def result_is_shared(run, row):
     """Return whether a collective follows that can bring the results together."""
     calls = following(run, row, events.Collective)
     names = [call.name for call in calls if not call.in_model]
-    received = following(run, row, events.Received)
-    return bool(received) or any(re.search("reduce|gather|all_to_all", name) for name in names)
+    return any(re.search("reduce|gather|all_to_all", name) for name in names)
 
 
 def part_of(row):
     """Return in words how much of the data rank 0 has evaluated."""
-    own = len(row[0].samples())
-    total = len(set(chain(*(entry.samples("base") for entry in row))))
+    own = len(row[0].values("indices"))
+    total = len(set(chain(*(entry.values("base_indices") for entry in row))))
     return f"rank 0 has evaluated {own} of {total} samples, and no collective brings it the rest"
 
 
@@ -185,47 +211,71 @@ def own_part_printed(run, row):
         return None
     _, *other_ranks = run.by_rank(events.Print).values()
     others = {event.where for printed in other_ranks for event in printed}
+    count = len(row[0].values("indices"))
     for event in following(run, row, events.Print):
         alone = event.where not in others  # else each rank may print its own part
-        if alone and re.search(RESULT, event.text) and has_share(event.text, len(row[0].samples())):
+        if alone and re.search(RESULT, event.text) and has_share(event.text, count):
             text = f'{part_of(row)} when it prints "{event.text.strip()[:60]}"'
             return wrong(text, event.where, "rank_0_loss")
+
+
+class Share(NamedTuple):
+    """A share that is printed, such as 0.9807 or 98.07 %."""
+
+    value: float  # from 0 to 1
+    error: float  # by which it may have been rounded
+    whole: int  # 100 for a percentage, else 1
+
+    def is_of(self, total):
+        """Return whether a whole number of so many samples has this share."""
+        return abs(self.value - round(self.value * total) / total) <= self.error
+
+
+def printed_share(shown, digits, percent):
+    """Return the share that a decimal stands for: a percentage if it is larger than 1."""
+    whole = 100 if percent or float(shown) > 1 else 1
+    return Share(float(shown) / whole, 0.51 * 10 ** -len(digits) / whole, whole)
 
 
 def has_share(text, count):
     """Return whether a line has a number that is a share of so many samples."""
     if re.search(rf"\d+ ?/ ?{count}\b", text):
         return True
-    for shown, digits, percent in re.findall(r"(\d*\.(\d\d+)) ?(%?)", text):
-        value, whole = float(shown), 100 if percent or float(shown) > 1 else 1
-        share, off = value / whole, 0.51 * 10 ** -len(digits) / whole
-        if share <= 1 and abs(share - round(share * count) / count) <= off:
-            return True
-    return False
+    shares = [printed_share(*match) for match in re.findall(r"(\d*\.(\d\d+)) ?(%?)", text)]
+    return any(share.value <= 1 and share.is_of(count) for share in shares)
 
 
 def accuracy_is_of_samples(run):
     """a printed accuracy counts each sample once"""
+    if verdict := sum_is_printed(run, ACCURATE):
+        return verdict
     passes = {
         rank: [entry for entry in of_rank if not entry.is_training]
         for rank, of_rank in run.passes_by_rank.items()
     }
-    evaluated = {entry.number: entry for entry in of_lowest_rank(passes)}
+    evaluated = {entry.pass_number: entry for entry in of_lowest_rank(passes)}
     if len({size for entry in evaluated.values() for size in entry.sizes}) < 2:
         return unseen("no batches of unequal size are evaluated")
+    if any(batch.label_size != 1 for entry in evaluated.values() for batch in entry.batches):
+        return unseen("the samples have several labels each, or none: of what it is a share?")
     totals, trained = possible_totals(passes), totals_of_epochs(run)
     entry, compared = None, 0  # the evaluation that has just ended, and how many were compared
     for event in of_lowest_rank(run.events_by_rank):
         match event:
             case events.PassEnded():
-                entry = evaluated.get(event.number)
+                entry = evaluated.get(event.pass_number)
             case events.Batch() | events.Step():
                 entry = None
-            case events.Print() if entry and entry.length:
-                for shown, digits, percent in re.findall(ACCURACY, event.text):
+            case events.Print() if entry and entry.sample_count:
+                for match in re.findall(ACCURACY, event.text):
+                    if float(match[0]) in (0, 1, 100):  # a share of any number
+                        continue
                     compared += 1
-                    if verdict := no_share(event, entry, totals, trained, shown, digits, percent):
-                        return verdict
+                    share = printed_share(*match)
+                    # Of many more samples than it has digits, any number is a share.
+                    few = {total for total in trained if share.error * total < 0.25}
+                    if not any(map(share.is_of, totals | few)):
+                        return no_share(match[0], share, entry.sample_count, event.where)
     if not compared:
         return unseen("no accuracy is printed right after an evaluation")
     return passed(counted(compared, "number"))
@@ -238,23 +288,19 @@ def possible_totals(passes_by_rank):
         size for of_rank in sizes.values() for batch in of_rank for size in (*batch, sum(batch))
     }
     totals |= {sum(map(sum, row)) for row in zip(*sizes.values())}
-    totals |= {entry.length for passes in passes_by_rank.values() for entry in passes}
+    totals |= {entry.sample_count for passes in passes_by_rank.values() for entry in passes}
     return {total for total in totals if total}
 
 
 def totals_of_epochs(run):
     """Return how many samples all ranks have trained on in an epoch."""
-    return {sum(sum(entry.sizes) for entry in epoch.values()) for epoch in run.epochs} - {0}
+    totals = {sum(sum(entry.sizes) for entry in epoch.values()) for epoch in run.epochs}
+    return {total for total in totals if total}
 
 
-def no_share(event, entry, totals, trained, shown, digits, percent):
-    """Return the verdict if a printed accuracy is no share of any number of samples."""
-    whole = 100 if percent or float(shown) > 1 else 1
-    value, off = float(shown) / whole, 0.51 * 10 ** -len(digits) / whole
-    totals = totals | {total for total in trained if off * total < 0.25}  # of more, anything is one
-    if any(abs(value - round(value * total) / total) <= off for total in totals):
-        return None
-    near = round(value * entry.length) / entry.length * whole
-    text = f"{shown} is no share of {entry.length} samples, {near:.4g} is"
+def no_share(shown, share, count, where):
+    """Return the verdict on a printed accuracy that is no share of any number of samples."""
+    near = round(share.value * count) / count * share.whole
+    text = f"{shown} is no share of {count} samples, {near:.4g} is"
     text += ": is it a mean over batches of unequal size, or over classes?"
-    return unsure(text, event.where, "mean_of_means")
+    return unsure(text, where, "mean_of_means")

@@ -3,9 +3,10 @@
 import re
 import signal
 from itertools import zip_longest
+from typing import NamedTuple
 
 from ddp_check import events
-from ddp_check.protocol import is_own, own_frame
+from ddp_check.protocol import FRAME, is_own, own_frame
 from ddp_check.ranks import counted, differing_ranks, of_lowest_rank, short
 from ddp_check.rules.base import (
     WRONG,
@@ -23,19 +24,22 @@ NETWORK = (
     r"URLError|gaierror|ConnectionError|MaxRetryError|name resolution|OfflineMode|HTTPError"
     r"|(FileNotFoundError|OSError): .*https?://"
 )
+OF_A_LIBRARY = r"ModuleNotFoundError|ImportError: .+/site-packages/"  # missing, or another version
 DROP_THE_MODEL = "drop every reference to the DDP model (del model) before destroy_process_group"
 PASSED_ON = "in __torch_function__"
 BUFFERS = "Buffers wait for all ranks to call the DDP model: evaluate model.module"
-UNTRANSLATED = rf"{LACKS_GPUS}|ddp_check/observer|Tensor-likes"
+UNTRANSLATED = rf"{LACKS_GPUS}|Tensor-likes"
+PAGES = {  # part of an error: the pitfall that explains it
+    "Expected to have finished reduction": "unused_parameters",
+    'key(s) in state_dict: "module.': "module_prefix_saved",
+}
 FAILS_ON_GPUS_TOO = "must not be negative"  # a GPU's number
 
 
 def script_ends(run):
     """the script ends"""
     text = f"after {run.seconds:.0f} s"
-    rank, code = run.status
-    if run.returncode == 0 and run.option:
-        return missing_option(run)
+    rank, code = run.first_failure
     if run.returncode == 0:
         return passed(text)
     if run.hangs:
@@ -46,15 +50,6 @@ def script_ends(run):
         text += f"; rank {rank} was aborted after its last line, a rare race of gloo's threads"
         return passed(text) if joined_by_framework(run) else fragile(text, "", "late_import")
     return failure(run)
-
-
-def missing_option(run):
-    """Return the verdict on a script that ends only if it is told its local rank."""
-    needs = f"it needs {run.option}, which {{}} passes: read LOCAL_RANK from the environment"
-    if run.option == "--local-rank":
-        only = "torch.distributed.launch, not torchrun,"
-        return fragile(needs.format(only), run.option_where)
-    return wrong(needs.format("no launcher of PyTorch 2"), run.option_where)
 
 
 def hang(run):
@@ -71,22 +66,24 @@ def hang(run):
         text += f". All ranks have left the process group. To rule out a race: {DROP_THE_MODEL}"
         return wrong(text, "", "handler_holds_model")
     where = next(iter(own_lines), "")
-    return explained(run, text, where, "collective_on_one_rank" if run.joins else "")
+    return with_cause(run, text, where, "collective_on_one_rank" if run.joins else "")
 
 
-def explained(run, text, where, page="", details=()):
+def with_cause(run, text, where, page="", details=()):
     """Return the verdict on a run that fails or hangs, perhaps as a rank does not take part."""
     in_sync = [
         rank
         for rank, stack in run.stacks.items()
         if any(function == "_sync_buffers" for _, _, function in stack)
     ]
-    if (left := left_alone(run)) and left[0] not in in_sync:
-        early, late, epochs = left
-        step = f"{epochs}, in step {len(run.by_rank(events.Step)[early])}"
-        reason = f"rank {early} left the loop over the epochs after {step}, and rank {late} "
-        reason += "began the next: does each decide by its own loss?"
+    if (stop := early_stop(run)) and stop.rank not in in_sync:
+        step = f"{stop.epochs}, in step {len(run.by_rank(events.Step)[stop.rank])}"
+        reason = f"rank {stop.rank} left the loop over the epochs after {step}, and rank "
+        reason += f"{stop.other_rank} began the next: does each decide by its own loss?"
         return wrong(f"{reason}; {text}", where, "recipes/early_stopping", details)
+    if unwatched := [name for step in run.all(events.Step) for name in step.unwatched]:
+        reason = f"{unwatched[0]} came into the model after it was wrapped, and DDP waits for what "
+        return wrong(f"{reason}was there before; {text}", where, page, details)
     if in_sync or "_sync_buffers" in str(details):
         return wrong(f"{BUFFERS}; {text}", where, "rank_0_evaluates_the_wrapper", details)
     cause = same_collectives(run)
@@ -95,40 +92,52 @@ def explained(run, text, where, page="", details=()):
     return wrong(text, where, page, details)
 
 
-def left_alone(run):
-    """Return a rank that left the training loop, one that began another epoch, and after which."""
+class EarlyStop(NamedTuple):
+    """A rank leaves the training loop, and another one begins a further epoch."""
+
+    rank: int
+    other_rank: int
+    epochs: int  # that both have begun
+
+
+def early_stop(run):
+    """Return the first two ranks that begin another number of epochs, or None."""
     passes = [entry for of_rank in run.passes_by_rank.values() for entry in of_rank]
-    loops = {entry.where for entry in passes if entry.steps}
-    begun = {
-        rank: sum(entry.where in loops for entry in of_rank if entry.batches)
+    training_lines = {entry.where for entry in passes if entry.steps}
+    epochs = {
+        rank: sum(bool(entry.batches) and entry.where in training_lines for entry in of_rank)
         for rank, of_rank in run.passes_by_rank.items()
     }
-    pair = differing_ranks(begun) if begun else None
-    if not pair or not min(begun.values()):  # a rank that never began evaluates the DDP model
+    pair = differing_ranks(epochs)
+    if not pair or not min(epochs.values()):  # a rank that never began evaluates the DDP model
         return None
-    early, late = sorted(pair, key=begun.get)
-    return early, late, begun[early]
+    early, late = sorted(pair, key=epochs.get)
+    return EarlyStop(early, late, epochs[early])
 
 
 def failure(run):
     """Return the verdict on a run that failed: the fault may not be the script's."""
     text, details, cure = run.ending, tuple(run.traceback), ""
-    # Without names of the script's files, and calls that the observer passes on:
-    telling = [line for line in details[-6:] if not (own_frame(line) or line.endswith(PASSED_ON))]
-    untranslated = run.translate and re.search(UNTRANSLATED, " ".join([text, *telling]))
+    # Names of the script's files, and calls that the observer passes on, say nothing about GPUs.
+    lines = [line for line in details[-6:] if not (own_frame(line) or line.endswith(PASSED_ON))]
+    innermost = next((line for line in reversed(details) if FRAME.match(line)), "")
+    raised_by_observer = "ddp_check/observer" in innermost and not innermost.endswith(PASSED_ON)
+    about_gpus = raised_by_observer or re.search(UNTRANSLATED, " ".join([text, *lines]))
+    untranslated = run.translate and about_gpus
     errors = [match[1] for match in run.raised]
     if re.search(NETWORK, " ".join([*errors, text, *details])):
         cure = "it needs the network: download the data first"
-    elif text.startswith("ModuleNotFoundError") or run.fails_in_an_import:
+    elif re.match(OF_A_LIBRARY, text) or run.fails_in_an_import:
         cure = "run the checker in the environment of the script"
     elif untranslated and FAILS_ON_GPUS_TOO not in text:
         cure = "the checker cannot translate this for the CPU"
     if cure:
         return unsure(f"{text}; {cure}", run.error_where, "", details)
-    if run.left_out:
-        names = ", ".join(run.left_out)
+    if run.missed_checkpoints:
+        names = ", ".join(run.missed_checkpoints)
         text += f"; {names} could be a checkpoint and was left out: give its absolute path"
-    return explained(run, text, run.error_where, "", details)
+    page = next((page for message, page in PAGES.items() if message in run.output), "")
+    return with_cause(run, text, run.error_where, page, details)
 
 
 def one_group(run):
@@ -150,13 +159,11 @@ def one_group(run):
 
 
 def port_is_free(run):
-    """the ranks meet at a port that the launcher chooses"""
+    """the script does not fix the port at which the ranks meet"""
     for join in run.joins.values():
-        for name, text in {"": run.text, **run.others}.items():
-            if join.port and (match := re.search(rf"\b{join.port}\b", text)):
-                line = f"{name}:{text[: match.start()].count(chr(10)) + 1}" if name else join.where
-                reason = f"the port is always {join.port}: two jobs on one node would collide"
-                return fragile(reason, line, "fixed_port")
+        if join.port and re.search(rf"\b{join.port}\b", run.source):
+            reason = f"the port is always {join.port}: two jobs on one node would collide"
+            return fragile(reason, join.where, "fixed_port")
 
 
 def group_is_destroyed(run):
@@ -173,13 +180,16 @@ def group_is_destroyed(run):
 
 
 def joined_by_framework(run):
-    """Return whether a library joined the process group, so leaving it is not the script's task."""
+    """Return whether a library joined the process group, so leaving it is not the script's task.
+
+    It is False if nobody joined.
+    """
     return not all(event.by_script for event in run.all(events.Join))
 
 
 def no_thread_left(run):
     """no gloo thread is left at exit"""
-    if run.for_nccl or "get_default_backend_for_device" in run.text:
+    if run.for_nccl or "get_default_backend_for_device" in run.source:
         return not_applicable("with NCCL, for which the script is written, there are none")
     if joined_by_framework(run) or run.is_sharded:
         return not_applicable("a library joined the group, or keeps it for sharded parameters")
@@ -195,7 +205,7 @@ def no_thread_left(run):
 def thread_left(run, rank, event):
     """Return the verdict on a rank that ends with a thread of gloo."""
     text = f"rank {rank} has some, and in rare cases aborts after its work is done"
-    if event.nn_imported and not run.joins[rank].nn_imported:
+    if event.nn_imported and not run.joins[rank].nn_imported_before:
         cure = "import torch.distributed.nn at the top: DDP and optimizers import it too late"
         return note(f"{text}: {cure}", run.joins[rank].where, "late_import")
     return fragile(f"{text}: {DROP_THE_MODEL}", "", "handler_holds_model", follows=True)
@@ -203,18 +213,22 @@ def thread_left(run, rank, event):
 
 def own_gpu(run):
     """each rank uses a GPU of its own"""
-    if any(event.visible_chosen for event in run.all(events.Gpu)):
-        return unseen("the script chooses what each rank can see")
     if not run.all(events.Step) and run.returncode != 0:
         return unseen("no step was taken before the run ended")
-    first_rank = {}  # number of a GPU -> the first rank that uses it
+    first_rank = {}  # name of a GPU -> the first rank that uses it
     for rank, named in run.by_rank(events.Gpu).items():
-        for event in [event for event in named if event.use == "use"] or named:
-            if not 0 <= event.index < event.count:
-                text = f"rank {rank} uses GPU {event.index}, but a node has {event.count}"
-                return wrong(text, event.where, "global_rank_as_device")
-            if (other := first_rank.setdefault(event.index, rank)) != rank:
-                return wrong(f"ranks {other} and {rank} both use GPU {event.index}", event.where)
+        uses = [event for event in named if not event.by_set_device]
+        for event in uses or named:
+            visible = event.visible.split(",") if event.visible else range(event.count)
+            sees = f"a node has {event.count}"
+            if event.visible:
+                sees = f"the script sets CUDA_VISIBLE_DEVICES={event.visible}"
+            if not 0 <= event.index < len(visible):
+                page = "" if event.visible else "global_rank_as_device"
+                return wrong(f"rank {rank} uses GPU {event.index}, but {sees}", event.where, page)
+            if (other := first_rank.setdefault(visible[event.index], rank)) != rank:
+                text = f"ranks {other} and {rank} both use GPU {visible[event.index]}"
+                return wrong(f"{text}: {sees}" if event.visible else text, event.where)
 
 
 def same_collectives(run):
@@ -232,21 +246,28 @@ def same_collectives(run):
 
 
 def signature(call):
-    """Return what of a collective is the same on all ranks; objects may have any size."""
+    """Return what of a collective has to be the same on all ranks.
+
+    In others than these, ranks may give tensors or objects of different sizes.
+    """
     return call.name, call.elements if call.name in ("all_reduce", "reduce", "broadcast") else 0
 
 
 def different_calls(number, call_by_rank):
     """Return the verdict on two ranks that do not make the same call, of which one may be None."""
     calls = [call for call in call_by_rank.values() if call]
-    sizes = len(calls) > 1 and calls[0].name == calls[1].name
-
-    def words(call):
-        if call is None:
-            return "nothing"
-        size = f" of {counted(call.elements, 'element')}" if sizes else ""
-        return f"{call.name}{size} ({short(call.where)})"
-
-    texts = [f"rank {rank} calls {words(call)}" for rank, call in call_by_rank.items()]
-    page = "" if sizes else "collective_on_one_rank"
+    sizes_differ = len(calls) > 1 and calls[0].name == calls[1].name
+    texts = [
+        f"rank {rank} calls {call_in_words(call, sizes_differ)}"
+        for rank, call in call_by_rank.items()
+    ]
+    page = "" if sizes_differ else "collective_on_one_rank"
     return wrong(f"call {number}: {', '.join(texts)}", calls[0].where, page)
+
+
+def call_in_words(call, with_size):
+    """Return a collective with its line, and perhaps its size."""
+    if call is None:
+        return "nothing"
+    size = f" of {counted(call.elements, 'element')}" if with_size else ""
+    return f"{call.name}{size} ({short(call.where)})"

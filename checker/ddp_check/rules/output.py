@@ -1,7 +1,7 @@
 """Rules about what is printed, written and loaded."""
 
 import re
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,11 +10,14 @@ from ddp_check.numbers import close
 from ddp_check.ranks import counted, differing_ranks, of_lowest_rank
 from ddp_check.rules.base import fragile, not_applicable, passed, unseen, unsure, wrong
 
-FRACTION = r"-?\d+\.(\d+)(?!\.?\d)(?:e[+-]?\d+)?"
+FRACTION = r"-?\d+\.(\d+)(?!\.?\d)(?:e[+-]?\d+)?"  # but not a version, such as 2.8.0
 LOSS = r"(?i)(loss|nll|perplexity|\bppl)\w*[^\w\n]{0,12}$"  # before a number
-THE_SUM = "the sum over the ranks"
-WAITS = events.Step | events.Collective | events.Received
+RIGHT, THE_SUM = "the mean over all ranks", "the sum over the ranks"  # what a number may be
+WAITS = events.Step | events.Collective
 WRITES = events.Opened | events.Save | events.Renamed
+NAMED_SUM = r"(?i)sum|total"
+# In a script that may wait for a file in a way of its own:
+POLLS = r"\bsleep\(|\.wait\(|(?i:file_?lock)|flock\("
 
 
 def one_rank_prints(run):
@@ -25,10 +28,10 @@ def one_rank_prints(run):
             texts_by_line.setdefault(event.where, {}).setdefault(rank, []).append(event.text)
     for where, texts_by_rank in texts_by_line.items():
         pairs = [(str(rank), text) for rank, texts in texts_by_rank.items() for text in texts]
-        numbered = all(rank in re.findall(r"\d+", text) for rank, text in pairs)
-        patterns = [{pattern(text) for text in texts} for texts in texts_by_rank.values()]
-        common = set.intersection(*patterns)
-        if len(texts_by_rank) > 1 and not numbered and common:
+        tells_its_rank = all(rank in re.findall(r"\d+", text) for rank, text in pairs)
+        # Lines that all ranks print, but for the numbers in them:
+        common = set.intersection(*(set(map(pattern, texts)) for texts in texts_by_rank.values()))
+        if len(texts_by_rank) > 1 and not tells_its_rank and common:
             example = next(text for _, text in pairs if pattern(text) in common)
             ranks = " and ".join(map(str, texts_by_rank))
             text = f'ranks {ranks} print "{example.strip()[:60]}": is that intended?'
@@ -42,8 +45,8 @@ def pattern(text):
 
 def one_rank_writes(run):
     """one rank writes each file, whole or not at all"""
-    writes = file_writes(run)
-    if verdict := written_by_several(run, writes):
+    writes = file_uses(run, WRITES)
+    if verdict := written_by_several(run, writes) or read_too_early(run, writes):
         return verdict
     saves = {event.path: event.where for event in run.all(events.Save) if event.path}
     renamed = {event.source for event in run.all(events.Renamed)}
@@ -56,37 +59,59 @@ def one_rank_writes(run):
     return passed(counted(len(writes), "file"), next(iter(saves.values()), ""))
 
 
-def file_writes(run):
-    """Return who writes what: {path: {rank: {how often it has waited: (steps before, line)}}}."""
-    writes = {}
+class Use(NamedTuple):
+    """A file is written, renamed, opened or read."""
+
+    rank: int
+    waits: int  # how often its rank has waited for the others before
+    steps: int  # that were taken before
+    where: str
+
+
+def file_uses(run, kinds):
+    """Return the uses of each file: {path: [use]}."""
+    uses = {}
     for rank, found in run.events_by_rank.items():
-        waited = steps = 0
+        waits = steps = 0
         for event in found:
             steps += isinstance(event, events.Step)
-            waited += isinstance(event, WAITS)
-            if isinstance(event, WRITES) and event.path and not getattr(event, "append", False):
-                by_rank = writes.setdefault(event.path, {})
-                by_rank.setdefault(rank, {})[waited] = steps, event.where
-    return writes
+            waits += isinstance(event, WAITS)
+            if isinstance(event, kinds) and event.path and not getattr(event, "append", False):
+                uses.setdefault(event.path, []).append(Use(rank, waits, steps, event.where))
+    return uses
 
 
-def written_by_several(run, writes):
+def read_too_early(run, writes_by_path):
+    """Return the verdict on a file that a rank reads, perhaps before another one has written it."""
+    for path, reads in file_uses(run, events.Read).items():
+        for read, write in product(reads, writes_by_path.get(path, ())):
+            if read.rank != write.rank and read.waits == write.waits:  # neither waits in between
+                text = f"rank {read.rank} reads {Path(path).name}, which rank {write.rank} writes, "
+                text += "and nothing makes it wait until it is written: put a barrier between"
+                verdict = unsure if re.search(POLLS, run.source) else wrong
+                return verdict(text, read.where)
+
+
+def written_by_several(run, writes_by_path):
     """Return the verdict if several ranks write the same file: at once, or at other times."""
     at_other_times = None
-    for path, by_rank in writes.items():
-        text = f"ranks {', '.join(map(str, by_rank))} write {Path(path).name}"
-        _, where = next(iter(by_rank[max(by_rank)].values()))
-        if len(set(chain(*by_rank.values()))) < sum(map(len, by_rank.values())):
+    for path, writes in writes_by_path.items():
+        steps_by_rank = {}
+        for write in writes:
+            steps_by_rank.setdefault(write.rank, set()).add(write.steps)
+        text = f"ranks {', '.join(map(str, steps_by_rank))} write {Path(path).name}"
+        where = next(write.where for write in writes if write.rank == max(steps_by_rank))
+        moments = {(write.rank, write.waits) for write in writes}
+        if len({waits for _, waits in moments}) < len(moments):  # two ranks have one in common
             return wrong(f"{text} at the same time", where, "every_rank_saves")
-        steps = {rank: {taken for taken, _ in by_rank[rank].values()} for rank in by_rank}
-        if run.returncode == 0 and differing_ranks(steps) and not at_other_times:
+        if run.returncode == 0 and differing_ranks(steps_by_rank) and not at_other_times:
             text += " after other steps: is that intended?"
             at_other_times = unsure(text, where, "every_rank_saves")
     return at_other_times
 
 
 def plain_names(run):
-    """saved names do not begin with module."""
+    """no saved name begins with the prefix module."""
     names = {name for wrap in run.all(events.Wrap) for name in wrap.names}
     for event in run.all(events.Save):
         if prefixed := [key for key in event.keys if key not in names]:
@@ -105,108 +130,186 @@ def printed_loss_is_of_all(run):
     """a printed loss is that of all ranks"""
     if run.is_sharded and not any(step.inputs for step in run.all(events.Step)):
         return not_applicable("ranks that share a model have the same loss")
-    places = printed_numbers(run)
-    for (where, _), numbers in places.items():
-        if len(numbers) > 1 and all(number.fault for number in numbers):  # once may be chance
+    if verdict := sum_is_printed(run, LOSS):
+        return verdict
+    numbers_by_place = {}
+    for number in printed_numbers(run):
+        numbers_by_place.setdefault((number.where, number.words), []).append(number)
+    for numbers in numbers_by_place.values():
+        if len(numbers) > 1 and all(number.is_fault for number in numbers):  # once may be chance
             first = numbers[0]
-            is_sum = THE_SUM in first.fault and not first.named_sum
-            return (wrong if is_sum else unsure)(first.fault, where, "rank_0_loss")
-    alone = [
-        where for (where, _), numbers in places.items() if any(number.alone for number in numbers)
-    ]
-    if alone and len(run.events_by_rank) > 1:
+            text = f"{first.shown} is {first.meaning}"
+            if THE_SUM in first.meaning and not re.search(NAMED_SUM, first.words):
+                return wrong(text, first.where, "rank_0_loss")
+            return unsure(text, first.where, "rank_0_loss")
+    numbers = list(chain(*numbers_by_place.values()))
+    own = [number.where for number in numbers if number.is_own_loss]
+    if own and run.world_size > 1:
         text = "no collective comes before this loss: is it that of rank 0?"
-        return unsure(text, alone[0], "rank_0_loss")
-    right = [
-        where
-        for (where, _), numbers in places.items()
-        if any(number.fault == "" for number in numbers)
-    ]
+        return unsure(text, own[0], "rank_0_loss")
+    right = list(dict.fromkeys(number.where for number in numbers if number.meaning == RIGHT))
     if right:
         return passed(counted(len(right), "number"), right[0])
     return unseen("no printed number could be compared with the losses of the steps")
 
 
 class Number(NamedTuple):
-    """What is said of a number that rank 0 has printed."""
+    """A number that rank 0 has printed after a step."""
 
-    fault: str | None  # "" if it is right, None if that is not known
-    named_sum: bool  # by the words before it
-    alone: bool  # a loss that no collective came before
+    shown: str
+    words: str  # before it, without other numbers
+    where: str
+    meaning: str | None  # `RIGHT`, or what it is instead, in words; None if that is not known
+    is_own_loss: bool  # a loss, before which no collective has brought in the other ranks
+
+    @property
+    def is_fault(self):
+        """Whether it is known to be something else than the loss of all ranks."""
+        return self.meaning not in (None, RIGHT)
+
+
+class Progress:
+    """What rank 0 has done until it prints something."""
+
+    def __init__(self, training_passes):
+        self.training_passes = training_passes  # their numbers
+        self.steps = 0
+        self.steps_before_epoch = 0
+        self.steps_at_reduction = None  # None: nothing was reduced yet
+        self.samples_left = None  # to be seen in this pass; None: it trains
+
+    def update(self, event):
+        """Take notice of an event."""
+        match event:
+            case events.Step():
+                self.steps += 1
+                self.samples_left = None
+            case events.Collective(in_model=False) if event.sums or "gather" in event.name:
+                self.steps_at_reduction = self.steps
+            case events.PassBegun():
+                self.samples_left = event.sample_count
+                if event.pass_number in self.training_passes:
+                    self.steps_before_epoch = self.steps
+            case events.Batch() if self.samples_left:
+                self.samples_left -= len(event.indices or event.checksums or ())
+
+    @property
+    def is_alone(self):
+        """Whether what it knows is its own: nothing is reduced, nor has it seen all samples."""
+        if self.samples_left == 0:
+            return False
+        # A loss may be printed one step after it was reduced.
+        return self.steps_at_reduction is None or self.steps > self.steps_at_reduction + 1
 
 
 def printed_numbers(run):
-    """Return what is said of the numbers that rank 0 prints after a step: {place: [number]}.
+    """Return the numbers that rank 0 prints after a step, in their order."""
+    passes = of_lowest_rank(run.passes_by_rank)
+    progress = Progress({entry.pass_number for entry in passes if entry.is_training})
+    rows = list(zip(*run.by_rank(events.Step).values()))
+    numbers = []
+    for event in of_lowest_rank(run.events_by_rank):
+        progress.update(event)
+        if not isinstance(event, events.Print) or not progress.steps:
+            continue
+        until_now = rows[: progress.steps]
+        windows = [until_now[-1:], until_now[progress.steps_before_epoch :], until_now]
+        for match in re.finditer(FRACTION, event.text):
+            words = event.text[: match.start()]
+            is_own_loss = bool(re.search(LOSS, words)) and progress.is_alone
+            meaning = meaning_of(match, windows)
+            numbers.append(Number(match[0], pattern(words), event.where, meaning, is_own_loss))
+    return numbers
 
-    A place is a line of the script, and the words before the number.
+
+def sum_is_printed(run, words):
+    """Return the verdict if rank 0 prints, after these words, a sum of what each rank has alone.
+
+    It may be right: if each rank has divided its own part by a number of all.
     """
-    steps = list(run.by_rank(events.Step).values())
-    begun = taken = 0  # steps before this epoch, and until now
-    summed = -2  # steps before something was reduced last: a loss may be printed a step later
-    training = {entry.number for entry in of_lowest_rank(run.passes_by_rank) if entry.is_training}
-    left = None  # samples that an evaluation has still to see
-    places = {}
+    sums = [*zip(*run.by_rank(events.Totalled).values())]
+    row, ranks = (), run.world_size
     for event in of_lowest_rank(run.events_by_rank):
         match event:
-            case events.Step():
-                taken, left = taken + 1, None
-            case events.Collective(in_model=False) if event.sums or "gather" in event.name:
-                summed = taken
-            case events.PassBegun():
-                begun, left = taken if event.number in training else begun, event.length
-            case events.Batch() if left:
-                left -= len(event.indices or event.samples or ())
-            case events.Print() if taken:
-                rows = list(zip(*(of_rank[:taken] for of_rank in steps)))
-                for match in re.finditer(FRACTION, event.text):
-                    words = event.text[: match.start()]
-                    fault = fault_of(match, [rows[-1:], rows[begun:], rows])
-                    is_loss = bool(re.search(LOSS, words))
-                    alone = is_loss and taken >= summed + 2 and left != 0
-                    named_sum = bool(re.search("(?i)sum|total", words))
-                    number = Number(fault, named_sum, alone)
-                    places.setdefault((event.where, pattern(words)), []).append(number)
-    return places
+            case events.Totalled():
+                row, *sums = sums or [()]
+            case events.Print() if row and ranks > 1 and is_sum_of_fractions(row):
+                for number in re.finditer(FRACTION, event.text):
+                    before, off = event.text[: number.start()], 0.51 * 10 ** -len(number[1])
+                    factor = 100 if event.text[number.end() :].lstrip().startswith("%") else 1
+                    if not re.search(words, before) or re.search(NAMED_SUM, before):
+                        continue
+                    if close(float(number[0]), factor * row[0].total, absolute=off):
+                        return sum_of_each(row, number[0], factor, event.where)
 
 
-def fault_of(match, windows):
-    """Return what is wrong with a printed number: "" if it is right, None if that is not known.
+def is_sum_of_fractions(row):
+    """Return whether all ranks have added up one number each that is not whole."""
+    own = [event.own for event in row]
+    if None in own or row[0].total is None or all(value % 1 == 0 for value in own):
+        return False
+    return close(row[0].total, sum(own), 1e-4)
+
+
+def sum_of_each(row, shown, factor, where):
+    """Return the verdict on a printed sum, which is certain if shares add up to more than 1."""
+    parts = " and ".join(f"{factor * event.own:.4g}" for event in row[:2])
+    text = f"{shown} is {THE_SUM}, of {parts}"
+    if all(0 <= event.own <= 1 for event in row) and row[0].total > 1:
+        return wrong(f"{text}: divide it by {len(row)}", where, "rank_0_loss")
+    return unsure(f"{text}: is each already divided by what all ranks have?", where, "rank_0_loss")
+
+
+def meaning_of(match, windows):
+    """Return what a printed number is: `RIGHT`, a fault in words, or None if that is not known.
 
     A window is a list of steps, each a tuple of the ranks' events, of which it may be the mean.
     """
     value, digits = float(match[0]), len(match[1])
     if digits < 3 or not value:
         return None
-    off = 0.51 * 10**-digits
-    texts = [
-        text
+    rounding = 0.51 * 10**-digits
+    meanings = [
+        meaning
         for rows in windows
-        for meaning, text in meanings_of(rows)
-        if close(value, meaning, absolute=off)
+        for possible, meaning in possible_values(rows)
+        if close(value, possible, absolute=rounding)
     ]
-    if not texts:
-        return None
-    return "" if "" in texts else f"{match[0]} is {texts[0]}"
+    return RIGHT if RIGHT in meanings else next(iter(meanings), None)
 
 
-def meanings_of(rows):
-    """Yield what a printed number may be, and, unless that is right, what it is in words."""
+def possible_values(rows):
+    """Yield what a number printed after these steps may be, and what that is in words."""
     if not all(step.losses for row in rows for step in row) or not rows or len(rows[0]) < 2:
         return
-    right, of_all, of_rank_0 = mean(rows), mean(rows, False), [row[:1] for row in rows]
-    yield right, ""
-    divided = all(close(by, len(rows[0])) for row in rows for step in row for by in step.divisors)
-    if divided and any(step.divisors for row in rows for step in row):
+    ranks = len(rows[0])
+    over_samples, over_batches = mean_over_samples(rows), mean_over_batches(rows)
+    yield over_samples, RIGHT
+    divisors = [divisor for row in rows for step in row for divisor in step.divisors]
+    if divisors and all(close(divisor, ranks) for divisor in divisors):
         return  # the losses that entered backward() were divided, another rule's subject
-    for value in (mean(of_rank_0), mean(of_rank_0, False)):
-        yield value, f"the loss of rank 0, that of all ranks is {of_all:.4g}"
-    yield len(rows[0]) * of_all, f"{THE_SUM}, their mean is {of_all:.4g}"
-    yield of_all, f"a mean over batches of unequal size, over samples it is {right:.4g}"
+    rows_of_rank_0 = [row[:1] for row in rows]
+    for value in (mean_over_samples(rows_of_rank_0), mean_over_batches(rows_of_rank_0)):
+        yield value, f"the loss of rank 0, that of all ranks is {over_batches:.4g}"
+    yield ranks * over_batches, f"{THE_SUM}, their mean is {over_batches:.4g}"
+    text = f"a mean over batches of unequal size, over samples it is {over_samples:.4g}"
+    yield over_batches, text
+    yield over_samples / ranks, f"the mean over the ranks, {over_samples:.4g}, divided again"
+    text = "the loss of rank 0 divided by the number of ranks, without those of the others"
+    yield mean_over_samples(rows_of_rank_0) / ranks, text
 
 
-def mean(rows, weighted=True):
+def mean_over_batches(rows):
+    """Return the mean of the losses in these steps, each of which counts once."""
+    losses = [step.losses[-1] for row in rows for step in row]
+    return sum(losses) / len(losses)
+
+
+def mean_over_samples(rows):
     """Return the mean of the losses in these steps, weighted by samples if all are known."""
     steps = [step for row in rows for step in row]
-    weighted &= all(step.samples for step in steps)  # else some are fetched ahead
-    counts = [step.samples if weighted else 1 for step in steps]
-    return sum(n * step.losses[-1] for n, step in zip(counts, steps)) / sum(counts)
+    if not all(step.sample_count for step in steps):  # some are fetched ahead
+        return mean_over_batches(rows)
+    return sum(step.sample_count * step.losses[-1] for step in steps) / sum(
+        step.sample_count for step in steps
+    )

@@ -3,14 +3,15 @@
 from collections import Counter
 
 from ddp_check import events
-from ddp_check.ranks import differing_ranks, of_lowest_rank, short
+from ddp_check.ranks import differing_ranks, short
 from ddp_check.rules.base import not_applicable, passed, slow, unseen, unsure, wrong
 from ddp_check.rules.gradients import NOT_FINITE
 
 
 def weights_agree(run):
     """all ranks wrap the same model, and end with the same weights"""
-    wrapped, steps = run.all(events.Wrap), run.all(events.Step)
+    wrapped = run.all(events.Wrap)
+    steps = run.all(events.Step)
     if run.is_sharded:
         return not_applicable("the parameters are sharded")
     if not steps and not wrapped:
@@ -21,7 +22,8 @@ def weights_agree(run):
         return verdict
     if first := run.first_difference("buffers"):
         text = f"before step {first.number}, the buffer {first.name} differs from rank to rank"
-        return unsure(f"{text}: should it hold what all ranks have seen?", first.row[0].where)
+        text += ": each changes it by its own data, and DDP overwrites it with that of rank 0. "
+        return unsure(f"{text}Should it hold what all ranks have seen?", first.row[0].where)
     if run.first_infinite:
         return NOT_FINITE
     return passed("bit for bit", (wrapped or steps)[0].where)
@@ -30,9 +32,10 @@ def weights_agree(run):
 def not_wrapped(run):
     """Return the verdict on ranks that train models of their own."""
     steps, rows = run.all(events.Step), run.step_rows
-    calls = of_lowest_rank(run.by_rank(events.Collective))
-    by_hand = not run.first_difference("gradients") and len(calls) >= len(rows) > 0
-    if run.all(events.Wrap) or by_hand:
+    calls = run.of_lowest_rank(events.Collective)
+    # With a collective for each step, the ranks may average their gradients by hand.
+    may_reduce = len(rows) > 0 and len(calls) >= len(rows)
+    if run.all(events.Wrap) or (may_reduce and not run.first_difference("gradients")):
         return None
     partly, text = bool(steps[0].reduced), "no model is wrapped in DistributedDataParallel"
     if steps[0].reduced_all:
@@ -54,47 +57,52 @@ def foreign_parameters(run):
 
 def ended_apart(run):
     """Return the verdict on weights that differ from rank to rank, in a step or at the end."""
-    first, final = run.first_difference("weights"), run.final_weights
-    if first:
-        give, where = wrong, first.row[0].where
+    if first := run.first_difference("weights"):
         text = f"before step {first.number}, the weights differ from rank to rank"
-        text += f", first {first.name}"
-    elif run.returncode != 0 or not final:
+        return apart_since(
+            run, first.number, wrong, f"{text}, first {first.name}", first.row[0].where
+        )
+    if run.returncode != 0 or not run.final_weights:
         return unseen("the run did not finish")
-    elif pair := differing_ranks(final):
-        give, where = unsure, ""
+    if pair := differing_ranks(run.final_weights):
         text = f"at the end, the weights of ranks {pair[0]} and {pair[1]} differ"
-    else:
-        return None
-    if run.in_join and not first:
-        return wrong(f"{text}: join() should have made them equal", "", "uneven_batches")
-    number = first.number if first else len(run.step_rows) + 1
-    for field, words in (
-        ("rates", "learning rates"),
-        ("gradients", "gradients"),
-        ("buffers", "buffers"),
-    ):
-        earlier = run.first_difference(field)
+        if run.in_join:
+            return wrong(f"{text}: join() should have made them equal", "", "uneven_batches")
+        return apart_since(run, len(run.step_rows) + 1, unsure, text)
+
+
+def apart_since(run, number, verdict, text, where=""):
+    """Return the verdict on weights that differ before the step of a number, with the cause.
+
+    Without a cause, the verdict is what `verdict` makes of the text.
+    """
+    causes = {"rates": "learning rates", "gradients": "gradients", "buffers": "buffers"}
+    for field_name, words in causes.items():
+        earlier = run.first_difference(field_name)
         if earlier and earlier.number < number:
             text += f"; it follows from the {words} in step {earlier.number}"
             return wrong(text, where, follows=True)
     if line := loaded_by_some(run):
-        return give(f"{text}: not all ranks load a state here", line, "edit_on_one_rank")
+        return verdict(f"{text}: not all ranks load a state here", line, "edit_on_one_rank")
+    loads = [load for load in run.all(events.StateLoaded) if load.wraps]
+    if number == 1 and loads:
+        text += ": after the model was wrapped, each rank loads a state of its own here"
+        return verdict(text, loads[-1].where, "edit_on_one_rank")
     if number == 1 and not run.all(events.Wrap):
         text += "; broadcast them at the start, or seed all ranks alike"
-    return give(f"{text}; were they edited?", where, "edit_on_one_rank")
+    return verdict(f"{text}; were they edited?", where, "edit_on_one_rank")
 
 
 def loaded_by_some(run):
     """Return a line in which not all ranks load a state into a wrapped model, or ""."""
-    times = Counter(
+    load_counts = Counter(
         (event.where, rank)
         for rank, loads in run.by_rank(events.StateLoaded).items()
         for event in loads
         if event.wraps
     )
-    for line, _ in times:
-        if len({times[line, rank] for rank in run.events_by_rank}) > 1:
+    for line, _ in load_counts:
+        if len({load_counts[line, rank] for rank in run.events_by_rank}) > 1:
             return line
     return ""
 
@@ -104,18 +112,15 @@ def evaluated_models_agree(run):
     checksums = {}  # (model, where, steps before, names) -> rank -> {name: checksum}
     for rank, evaluations in run.by_rank(events.Evaluated).items():
         for event in evaluations:
-            key = event.model, event.where, event.steps, tuple(event.values)
-            checksums.setdefault(key, {}).setdefault(rank, event.values)
+            key = event.model, event.where, event.steps, tuple(event.checksums)
+            checksums.setdefault(key, {}).setdefault(rank, event.checksums)
     for (model, where, _, names), values_by_rank in checksums.items():
         apart = [
             name
             for name in names
             if differing_ranks({rank: values[name] for rank, values in values_by_rank.items()})
         ]
-        if apart and (
-            run.averages_weights
-            or any(run.first_difference(field) for field in ("weights", "rates", "gradients"))
-        ):
+        if apart and trained_apart(run):
             return unseen("what the ranks train differs already")
         if apart:
             page = "batchnorm_of_rank_0" if "running_" in apart[0] else "recipes/ema"
@@ -124,9 +129,15 @@ def evaluated_models_agree(run):
         return not_applicable("no model is evaluated by several ranks")
 
 
+def trained_apart(run):
+    """Return whether what the ranks train differs from rank to rank."""
+    fields = ("weights", "rates", "gradients")
+    return run.averages_weights or any(map(run.first_difference, fields))
+
+
 def training_mode(run):
     """the model is in training mode in each step"""
-    steps = of_lowest_rank(run.by_rank(events.Step)) or run.all(events.Step)
+    steps = run.of_lowest_rank(events.Step) or run.all(events.Step)
     if not any(step.training for step in steps):
         return unsure("all steps are taken in evaluation mode", steps[0].where)
     for number, step in enumerate(steps, 1):
@@ -136,24 +147,24 @@ def training_mode(run):
 
 def evaluation_mode(run):
     """the model is in evaluation mode when it is evaluated"""
-    evaluations = {  # (rank, number of the pass)
-        (rank, entry.number)
+    evaluation_passes = {  # (rank, number of the pass)
+        (rank, entry.pass_number)
         for rank, passes in run.passes_by_rank.items()
         for entry in passes
         if entry.batches and not entry.is_training
     }
     for rank, evaluated in run.by_rank(events.Evaluated).items():
         for event in evaluated:
-            if event.wrapped and event.noisy and (rank, event.number) in evaluations:
+            if event.wrapped and event.noisy and (rank, event.pass_number) in evaluation_passes:
                 text = f"it is in training mode: {event.noisy} changes what it returns"
                 return wrong(text, event.where)
-    if not evaluations:
+    if not evaluation_passes:
         return unseen("no wrapped model was evaluated with a DataLoader")
 
 
 def unused_search_is_needed(run):
     """find_unused_parameters is set only where it is needed"""
-    if "find_unused_parameters" not in run.text:
+    if "find_unused_parameters" not in run.source:
         return not_applicable("it is not set")
     warned = "find_unused_parameters=True was specified" in run.output
     if warned and not any(step.unused for step in run.all(events.Step)):
