@@ -10,7 +10,7 @@ from checking import fork_ranks, named, own_folder, passed, told  # noqa: F401
 from ddp_check.drills import perform
 from ddp_check.plan import planned
 from ddp_check.rules import judge
-from ddp_check.rules.base import NONE, PASS
+from ddp_check.rules.base import NOT_APPLICABLE, PASS
 from support.jobs import finished
 from support.scripts import ROOT, forked, write
 
@@ -57,7 +57,7 @@ def test_the_checker_finds_nothing_wrong(own_folder, fork_ranks, tmp_path):  # n
     seen = {"ranks_share_data", "weights_agree", "one_rank_writes", "each_sample_is_evaluated_once"}
     assert seen <= passed(verdicts)
     (unhandled,) = drills.pop("sigterm")
-    assert unhandled.status == NONE
+    assert unhandled.status == NOT_APPLICABLE
     found = [verdict for verdicts in drills.values() for verdict in verdicts]
     assert {verdict.status for verdict in found} == {PASS}, found
 

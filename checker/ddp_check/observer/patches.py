@@ -41,6 +41,7 @@ PATCHES = {  # what is replaced: what a report lacks if PyTorch has no such func
     "torch.utils.data.distributed.DistributedSampler.set_epoch": "calls of set_epoch",
     # random numbers
     f"{RNG}.manual_seed": "who draws random numbers",
+    "torch.manual_seed": "who draws random numbers",  # another function once dynamo is imported
     f"{RNG}.seed": "who draws random numbers",
     f"{RNG}.set_rng_state": "who draws random numbers",
     # models and optimizers

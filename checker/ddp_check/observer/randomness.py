@@ -61,6 +61,7 @@ def ignoring_draws():
             attribute_draws()
 
 
+@patch("torch.manual_seed")
 @patch("torch.random.manual_seed", "torch.random.seed", "torch.random.set_rng_state")
 def set_generator(original, *args, **kwargs):
     """Set the generator to another state, which is no draw."""

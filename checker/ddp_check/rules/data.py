@@ -26,6 +26,8 @@ def ranks_share_data(run):
         if verdict := seen_by_several(epoch):
             text = f"epoch {number}: {verdict.text}"
             return replace(verdict, text=text, where=of_lowest_rank(epoch).where)
+    if verdict := never_used(run):
+        return verdict
     if not run.epochs:
         each = "in each step, the ranks have different batches; " if rows else ""
         return unseen(f"{each}no DataLoader was used to train, so it is not seen which samples")
@@ -74,7 +76,7 @@ def seen_by_several(epoch):
     again = repeated(chain(*distinct.values()))
     allowed = sum(map(len, samples.values())) / 4 if entry.iterable else padding(epoch)
     if again <= allowed:
-        return never_used(epoch)
+        return None
     if not entry.iterable and dealt_by_data_set(epoch):
         return passed("the ranks ask for the same indices, and get other samples")
     if differing_ranks(distinct) is None:
@@ -90,17 +92,23 @@ def seen_by_several(epoch):
     return unsure(f"{text}: each draws from all of them in an order of its own", "", "no_sampler")
 
 
-def never_used(epoch):
-    """Return the verdict if DistributedSampler leaves out samples that no rank trains on."""
-    entries, entry = [*epoch.values()], of_lowest_rank(epoch)
-    known = [entry.distributed and entry.sample_count and entry.sizes for entry in entries]
-    if not all(known) or not all(entry.is_whole for entry in entries):
-        return None
-    seen = set(chain(*(entry.values("indices") for entry in entries)))
-    dropped = len(entries) * (1 + max(entry.sizes))  # the last batch of each, and the sampler's
-    if len(seen) < entry.sample_count - dropped:
-        text = f"all ranks together see {len(seen)} of {entry.sample_count} samples"
-        return wrong(f"{text}: DistributedSampler divides them among more ranks than there are")
+def never_used(run):
+    """Return the verdict if DistributedSampler leaves out samples that no rank trains on.
+
+    The first epoch after a state was loaded may be the rest of one that was interrupted.
+    """
+    for epoch in run.epochs[bool(run.all(events.StateLoaded)) :]:
+        entries, entry = [*epoch.values()], of_lowest_rank(epoch)
+        known = [entry.distributed and entry.sample_count and entry.sizes for entry in entries]
+        if not all(known) or not all(entry.is_whole for entry in entries):
+            continue
+        seen = set(chain(*(entry.values("indices") or () for entry in entries)))
+        dropped = len(entries) * (1 + max(entry.sizes))  # the last batch of each; the sampler's
+        if len(seen) < entry.sample_count - dropped:
+            text = f"all ranks together see {len(seen)} of {entry.sample_count} samples in an epoch"
+            text += ": DistributedSampler divides them among more ranks than there are"
+            return wrong(text, entry.where)
+    return None
 
 
 def sets_differ(epoch):

@@ -285,9 +285,11 @@ def possible_values(rows):
     ranks = len(rows[0])
     over_samples, over_batches = mean_over_samples(rows), mean_over_batches(rows)
     yield over_samples, RIGHT
-    divisors = [divisor for row in rows for step in row for divisor in step.divisors]
-    if divisors and all(close(divisor, ranks) for divisor in divisors):
-        return  # the losses that entered backward() were divided, another rule's subject
+    steps = [step for row in rows for step in row]
+    divisors = [divisor for step in steps for divisor in step.divisors]
+    divided = divisors and all(close(divisor, ranks) for divisor in divisors)
+    if divided or any(step.loss_reduced for step in steps):
+        return  # the losses that entered backward() are no means, which is another rule's subject
     rows_of_rank_0 = [row[:1] for row in rows]
     for value in (mean_over_samples(rows_of_rank_0), mean_over_batches(rows_of_rank_0)):
         yield value, f"the loss of rank 0, that of all ranks is {over_batches:.4g}"
