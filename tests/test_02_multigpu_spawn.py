@@ -100,13 +100,14 @@ def test_the_ranks_share_the_cores_and_end_with_equal_weights(tmp_path):
 def test_two_copies_run_at_the_same_time(trained, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
-    with Job(command(edited(tmp_path, "02", at(0, 5, GATE)), "1", *SMALL), tmp_path) as job:
+    waits = edited(tmp_path, "02", at(0, 5, GATE))
+    with Job(command(waits, "1", *SMALL, nprocs=1), tmp_path) as job:
         wait_at_the_gate(job)
-        finished(command("02", "1", *SMALL), other)
+        finished(command("02", "1", *SMALL, nprocs=1), other)
         open_the_gate(job)
         assert job.wait().returncode == 0, job
     for folder in (tmp_path, other):
-        assert same_bits(folder / "checkpoint.pt", trained("03", "1", *SMALL))
+        assert same_bits(folder / "checkpoint.pt", trained("03", "1", *SMALL, nprocs=1))
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import re
 
 import nbformat
-from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from templates import ENV, HERE
 
@@ -51,6 +50,8 @@ def write_book(path, diffs):
 
 def run(path):
     """Execute the notebook in its folder and store what it prints."""
+    from nbclient import NotebookClient  # here, since the import takes a second
+
     book = nbformat.read(path, 4)
     metadata = dict(book.metadata)
     resources = {"metadata": {"path": str(path.parent)}}

@@ -2,6 +2,7 @@
 
 import re
 from difflib import SequenceMatcher
+from functools import cache
 from itertools import groupby, pairwise, takewhile
 
 from hunks import Diff, anchor, brief
@@ -31,6 +32,7 @@ STEPS_WIDTH, PATCHES_WIDTH = 33, 48  # characters that a line has in a column be
 # ---------------------------------------------------------------- lines of code
 
 
+@cache  # most patches start from the same script
 def highlight(lines):
     """Return the CSS class of each character of each line."""
     found = []
@@ -81,7 +83,7 @@ class Code:
 
     def __init__(self, diff):
         self.lines = diff.old_lines, diff.new_lines
-        self.styles = [highlight(lines) for lines in self.lines]
+        self.styles = [highlight(tuple(lines)) for lines in self.lines]
         self.marks = {}, {}  # {number of the line: range of its characters}
         for tag, i1, i2, j1, j2 in SequenceMatcher(None, *self.lines).get_opcodes():
             old, new = diff.old_lines[i1:i2], diff.new_lines[j1:j2]

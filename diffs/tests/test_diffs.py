@@ -41,12 +41,15 @@ def test_what_is_stale_is_named_and_rewritten_and_the_rest_is_kept(copy):
     for path in copy.glob("0[1-9]_*.py"):
         edit(path, "\n\ndef parse_args(", "\n\n# The command line:\n\n\ndef parse_args(")
     before = runs(copy)
-    result = generate(copy, "--check")
-    assert result.returncode == 1
+    result = generate(copy)
+    assert result.returncode == 0
     assert {"diffs/01_to_02.diff", "diffs/walkthrough.ipynb"} < {*result.stdout.split()}
-    assert generate(copy).returncode == 0
-    assert generate(copy, "--check").returncode == 0
     assert runs(copy) == before
+    stale = copy / "diffs" / "01_to_02.diff"
+    stale.write_text("", encoding="utf-8")
+    result = generate(copy, "--check")
+    assert (result.returncode, result.stdout) == (1, "stale: diffs/01_to_02.diff\n")
+    assert stale.read_text(encoding="utf-8") == ""
 
 
 def runs(root):

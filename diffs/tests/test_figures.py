@@ -130,8 +130,11 @@ def sampled(kind, sets, rank, samples_run=0):
 
 
 def test_all_deals_are_those_of_the_samplers(script):
-    numbers = {"samples": [*range(1, 31)], "ranks": [3, 8], "batch": [2], "resume": [0, 1]}
-    settings = every("shuffle dropLast setEpoch", epoch=[*range(5)], **numbers)
+    """All orders in the data of the figure, and all that its controls may ask for, of a few."""
+    one = {"shuffle": [True], "setEpoch": [True], "dropLast": [False], "ranks": [3], "resume": [0]}
+    settings = every("", epoch=[*range(5)], samples=[*range(1, 31)], batch=[2], **one)
+    few = {"samples": [1, 7, 24, 30], "ranks": [3, 8], "batch": [2], "resume": [0, 1]}
+    settings += every("shuffle dropLast setEpoch", epoch=[0, 4], **few)
     data = json.loads((FIGURES / "who-gets-which.json").read_text(encoding="utf-8"))
     resumable = load("04").ResumableSampler
     for sets, found in zip(settings, script.evaluate(DEAL, [settings, data]), strict=True):

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 from changes import IMPATIENT, TRAIN
-from clusters import ON_A_CLUSTER, TWO_BY_TWO
+from clusters import ON_A_CLUSTER, ON_TWO_NODES, TWO_BY_TWO
 from patching import patched, text_of
 from pretended import SHIM
 from running import ONE
@@ -40,7 +40,7 @@ def test_fixed_port(pitfall):
     """Another process listens on the port."""
     with socket.create_server(("", 0)) as listener:
         port = ("12355", f"{listener.getsockname()[1]}")
-        job = run(command(pitfall.script(port), *ONE), pitfall.folder)
+        job = run(command(pitfall.script(port), *ONE, nprocs=1), pitfall.folder)
     assert job.returncode == 1
     assert all(text in job.stderr for text in pitfall.on_screen())
 
@@ -84,8 +84,8 @@ def test_standalone_on_each_node(clone, submit):
     edit(clone / "04_multinode.py", path, own)
     say = "    print(f'of {dist.get_world_size()} ranks\\n', end='', flush=True)\n"
     edit(clone / "04_multinode.py", TRAIN, f"{say}{TRAIN}")
-    job = submit("04_multinode.sbatch", *ONE, options=TWO_BY_TWO).becomes("COMPLETED")
-    assert re.findall(r"^of (\d) ranks$", job.stdout, re.MULTILINE) == ["2"] * 4
+    job = submit("04_multinode.sbatch", *ONE, options=ON_TWO_NODES).becomes("COMPLETED")
+    assert re.findall(r"^of (\d) ranks$", job.stdout, re.MULTILINE) == ["1"] * 2
     assert epochs(job) == [1, 1]
 
 
@@ -108,12 +108,13 @@ def test_sigterm_with_workers(pitfall):
     library = ("import time\n", "import time\n\nimport psutil\n")
     gate = f"""\
             if step == 5:
-                open(f"waiting{{dist.get_rank()}}", "w").close()
+                open("waiting", "w").close()
                 while any(one.status() != "zombie" for one in psutil.Process().children()):
                     time.sleep(0.01)
 {BATCH}"""
-    with Job(command(pitfall.script(library, (BATCH, gate)), *ONE), pitfall.folder) as job:
-        job.wait_for(lambda: len(list(job.cwd.glob("waiting*"))) == 2)
+    start = command(pitfall.script(library, (BATCH, gate)), *ONE, nprocs=1)
+    with Job(start, pitfall.folder) as job:
+        job.wait_for((pitfall.folder / "waiting").exists)
         job.process.send_signal(signal.SIGTERM)
         job.wait().wait_until_gone()
     assert not (job.cwd / "checkpoint.pt").exists()

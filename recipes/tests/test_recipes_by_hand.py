@@ -3,15 +3,16 @@
 import pytest
 import torch
 from changes import said_at_the_end
-from running import ONE, Patched, same_but_for_rounding
+from running import ONE, TWO, Patched, same_but_for_rounding
 from support.positions import BATCH
 from support.results import resumed, said, same_bits
-from support.scripts import DOUBLE, LONG, digest
+from support.scripts import DOUBLE, digest
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 pytestmark = pytest.mark.slow
+FEW = ("1", "--batch-size=512", "--width=4")  # steps
 END = "    if dist.get_rank() == 0:\n        evaluate("
 RANKS_WEIGHTS = said_at_the_end(digest("model.parameters()"), END)
 OWN_SEED = ("seed(args.seed)", "seed(args.seed + dist.get_rank())")
@@ -44,20 +45,19 @@ def by_hand(request, tmp_path):
 
 @pytest.mark.gpu
 def test_ddp_by_hand_ends_with_the_same_bits(by_hand, trained):
-    """Fresh, and resumed after two epochs."""
-    fresh = by_hand.at("fresh").ran(args=LONG)
-    by_hand.at("again").ran(args=("2", *LONG[1:]))
-    again = by_hand.at("again").ran(args=LONG)
-    assert resumed(again) == [2]
-    assert same_bits(fresh, trained("03", *LONG))
-    assert same_bits(fresh, again)
+    """After an epoch, and after the one with which it is resumed."""
+    assert same_bits(by_hand.ran(args=ONE), trained("03", *ONE))
+    again = by_hand.ran(args=TWO)
+    assert resumed(again) == [1]
+    assert same_bits(again, trained("03", *TWO))
 
 
 def test_ddp_by_hand_on_four_ranks(by_hand, trained, trained_with):
     """The sums are rounded otherwise: in double precision, hardly."""
-    assert not same_bits(by_hand.at("float").ran(nprocs=4), trained("03", *ONE, nprocs=4))
-    double = by_hand.at("double").ran(*DOUBLE, nprocs=4)
-    same_but_for_rounding(double, trained_with("03", DOUBLE, ONE, nprocs=4))
+    single = by_hand.at("single").ran(args=FEW, nprocs=4)
+    assert not same_bits(single, trained("03", *FEW, nprocs=4))
+    double = by_hand.at("double").ran(*DOUBLE, args=FEW, nprocs=4)
+    same_but_for_rounding(double, trained_with("03", (*DOUBLE,), FEW, nprocs=4))
 
 
 def test_broken_ddp_by_hand(tmp_path, trained_with):
@@ -65,14 +65,14 @@ def test_broken_ddp_by_hand(tmp_path, trained_with):
 
     def broken(name, *changes, code=0):
         recipe = Patched(f"recipes/{name}", tmp_path).at(f"{len([*tmp_path.iterdir()])}")
-        return recipe.ran(*changes, RANKS_WEIGHTS, code=code)
+        return recipe.ran(*changes, RANKS_WEIGHTS, args=FEW, code=code)
 
     for job in broken("after_backward", UNSENT, OWN_SEED), broken("during_backward", OTHER_ORDER):
         assert said(job, 0) != said(job, 1)
     ordered = broken("in_buckets", OTHER_ORDER)
-    assert same_bits(ordered, trained_with("03", (OTHER_ORDER,), ONE))
+    assert same_bits(ordered, trained_with("03", (OTHER_ORDER,), FEW))
     undivided = broken("after_backward", UNDIVIDED, HALF_THE_RATE)
-    assert same_bits(undivided, trained_with("03", (SGD,), ONE))
+    assert same_bits(undivided, trained_with("03", (SGD,), FEW))
     assert "NoneType" in broken("after_backward", UNUSED, code=1).stderr
     broken("during_backward", UNUSED)
     job = broken("during_backward", UNUSED_ON_RANK_1, code=1)
