@@ -188,7 +188,7 @@
     return `Recorded on ${machine.date} with ${ranks} ranks on gloo and ${machine.cores} cores (${machine.cpu}), ` +
       `torch ${machine.torch.split("+")[0]}, by benchmarks/breakdown.py: the fastest of many steps of step 5 with ` +
       `--width=${options.width} --batch-size=${options.batch_size}, and bucket_cap_mb=${options.bucket_mb}, since ` +
-      "the default model fits into one bucket of 25 MB.";
+      "the default model fits into a single bucket.";
   }
 
   function start(figure, data) {
