@@ -33,7 +33,6 @@ COMMANDS = (
     (launcher(4), "by_hand.py"),
     (PYTHON, "scaling.py --processes=4"),
     (PYTHON, "learning_rate.py"),
-    (PYTHON, "growth.py"),
 )
 
 

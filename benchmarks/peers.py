@@ -2,10 +2,10 @@
 
     python benchmarks/peers.py
 
-The programs are step 5; those of lookup/frameworks.md in Accelerate, Fabric and the Hugging Face
-Trainer; what PyTorch's DDP series ends with; and a bare loop with DDP. Each round starts all of
-them, in another order, and compares them with the step 5 of that round. Then each is told to stop,
-or killed, in the middle of its second epoch, and started once more.
+The programs are step 5; those in lookup/ for Accelerate, Fabric and the Hugging Face Trainer; what
+PyTorch's DDP series ends with; and a bare loop with DDP. Each round starts all of them, in another
+order, and compares them with the step 5 of that round. Then each is told to stop, or killed, in the
+middle of its second epoch, and started once more.
 """
 
 import ast
@@ -36,11 +36,10 @@ STOPS = {"SIGKILL repeats": "SIGKILL", "SIGTERM repeats": "SIGTERM"}
 
 def programs():
     """Return {name: the text of a program}, step 5 first."""
-    page = (shared.ROOT / "lookup" / "frameworks.md").read_text(encoding="utf-8")
-    found = re.findall(r"^## Step 5 in (?:the )?(\w+)\n.*?^```python\n(.*?)^```", page, re.M | re.S)
-    texts = dict(found)
-    texts["DDP series"] = (PROGRAMS / "ddp_series.py").read_text(encoding="utf-8")
-    texts["bare loop"] = (PROGRAMS / "bare_loop.py").read_text(encoding="utf-8")
+    names = ("Accelerate", "Fabric", "Trainer")
+    paths = {name: shared.ROOT / "lookup" / f"with_{name.lower()}.py" for name in names}
+    paths |= {"DDP series": PROGRAMS / "ddp_series.py", "bare loop": PROGRAMS / "bare_loop.py"}
+    texts = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
     return {"step 5": shared.changed("05"), **texts}
 
 
@@ -121,20 +120,6 @@ def report(record):
     return shared.table(*lines)
 
 
-def draw(rows, path):
-    """Draw what was compared, relative to step 5, with its quartiles."""
-    names = [row["name"] for row in rows]
-    options = {"figsize": (9, 2.6), "ncols": len(FORMS), "sharey": True}
-    with shared.drawing(path, "Beside what you would use instead", **options) as axes:
-        for axis, what in zip(axes, FORMS):
-            low, median, high = ([row[what][n] for row in rows] for n in ("low", "median", "high"))
-            axis.axvline(1, color=shared.GREY, linewidth=0.8)
-            axis.hlines(names, low, high, color=shared.GREY, linewidth=3)
-            axis.plot(median, names, "o", color="#0969da")
-            axis.set(xlabel=f"{what}, relative to step 5")
-        axes[0].invert_yaxis()
-
-
 def main():
     counts = {"processes": (2, "world size"), "repeats": (5, "rounds")}
     _, words = shared.TRAINING["epochs"]
@@ -150,7 +135,6 @@ def main():
             row[what] = {"value": median(own), **shared.relative(own, base)}
         rows.append(row)
     shared.write("peers", args, report, programs=rows)
-    draw(rows, "peers.svg")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from itertools import combinations, pairwise, product
 
-import nbformat
 import pytest
 import torch
 from support.jobs import finished, run
@@ -208,10 +207,6 @@ def test_the_diff_to_the_step_before_is_fresh(old, new):
     diff = difflib.unified_diff(*texts, SCRIPT[old].name, SCRIPT[new].name, lineterm="")
     written = (ROOT / "diffs" / f"{old}_to_{new}.diff").read_text(encoding="utf-8")
     assert written.splitlines()[1:] == [*diff]
-
-
-def test_the_notebook_is_valid():
-    nbformat.validate(nbformat.read(ROOT / "diffs" / "walkthrough.ipynb", 4))
 
 
 @pytest.mark.parametrize("path", SCRIPT.values(), ids=SCRIPT)

@@ -34,6 +34,7 @@ def losses(text):
 
 
 def test_the_notebook_shows_that_every_script_learned_and_leads_nowhere_else(book):
+    nbformat.validate(book)
     printed = outputs(book)
     assert [*printed] == ["setup", *RUNS]
     for name in RUNS:

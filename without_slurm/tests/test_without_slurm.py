@@ -10,7 +10,6 @@ import sys
 import threading
 from pathlib import Path
 
-import nbformat
 import psutil
 import pytest
 from clusters import SIMPLE
@@ -196,6 +195,8 @@ def main(rank):
 def test_spawn_and_fork_in_a_notebook(monkeypatch):
     """The page shows the error of a spawned process; a forked one knows the function."""
     nbclient = pytest.importorskip("nbclient", reason="pip install nbclient ipykernel")
+    import nbformat
+
     monkeypatch.delenv("PYTEST_CURRENT_TEST")  # or the kernel does not show what processes print
     calls = [f"mp.start_processes(main, (), 2, start_method='{how}')" for how in ("spawn", "fork")]
     book = nbformat.v4.new_notebook()
