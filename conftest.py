@@ -1,7 +1,6 @@
 """What the tests of all rooms share: which of them run, and the fixtures that train a step."""
 
 import os
-import shlex
 import signal
 import tempfile
 
@@ -34,22 +33,6 @@ def pytest_configure(config):
         config.add_cleanup(folder.cleanup)
         os.chmod(folder.name, 0o1777)  # as /tmp is
         os.environ[FOLDER] = os.environ["TMPDIR"] = folder.name  # torchrun leaves a folder there
-
-
-def pytest_deselected(items):  # called for -k, then for -m
-    config = items[0].config
-    marked = [item for item in items if {"slow", "weekly"} & {*item.keywords}]
-    config.stash[LEFT_OUT] = len(marked) if config.option.markexpr else 0
-
-
-LEFT_OUT = pytest.StashKey()  # how many tests the marks leave out
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    if count := config.stash.get(LEFT_OUT, 0):
-        chosen = ["-k", config.option.keyword] if config.option.keyword else []
-        words = shlex.join([*config.args, *chosen])
-        terminalreporter.write_line(f"{count} slower tests did not run: pytest -m '' {words}")
 
 
 @pytest.hookimpl(wrapper=True)

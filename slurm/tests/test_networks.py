@@ -4,11 +4,11 @@ import os
 import re
 import shutil
 
+import psutil
 import pytest
 import torch.distributed as dist
 from clusters import in_the_guide
 from machines import DEAD, LIVE
-from support.positions import GATE, at, open_the_gate, wait_at_the_gate
 from support.results import epochs, same_bits
 from support.scripts import LONG, ROOT, SCRIPT, SMALL, edit, edited
 
@@ -75,43 +75,12 @@ def test_no_such_interface(monkeypatch):
     assert not dist.is_initialized()
 
 
-# To be run on the third machine: it connects to ports, sends random bytes and stays connected.
-STRANGER = """\
-until [ -s ports ]; do sleep 0.1; done
-for port in $(cat ports); do
-    exec {link}<> "/dev/tcp/$port" || exit
-    head -c 1048576 /dev/urandom >&$link &
-done
-python -c "
-from torch.distributed import TCPStore
-store = TCPStore('node1', 29400, is_master=False)
-store.set('from a stranger', 'anything')
-for key in ('from a stranger', 'torch.rendezvous.none.0/MASTER_ADDR'):
-    print(store.get(key).decode())"
-sleep 600
-"""
-
-
-@pytest.mark.weekly("a run beside a stranger; it shows that nothing happens")
-def test_a_stranger_connects(machines, tmp_path, trained):
-    """Random bytes on each port are harmless; the keys of the rendezvous can be set and read."""
-    path = edited(tmp_path, "04", at(1, 0, GATE))
-    train = "torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d"
-    train += f" --rdzv-endpoint=node1:29400 {path.name} {' '.join(LONG)}"
-
-    def disturb(one, _):
-        wait_at_the_gate(one)
-        places = {n: machines.listening(n) for n in (1, 2)}
-        assert {"*", f"{LIVE}.1"} == set(places[1].values())  # stores; gloo has its own
-        assert {f"{LIVE}.2"} == set(places[2].values())
-        ports = " ".join(f"node{n}/{port}" for n in places for port in places[n])
-        (tmp_path / "ports").write_text(ports, encoding="utf-8")
-        stranger.wait_for("^anything\nnode1$")
-        open_the_gate(one)
-
-    with machines.terminal(3, STRANGER, tmp_path) as stranger:
-        one, _ = machines.on_both(train, tmp_path, meanwhile=disturb)
-    assert same_bits(one, trained("03", *LONG))
+def test_a_store_listens_everywhere_and_asks_for_no_password():
+    store = dist.TCPStore("localhost", 0, is_master=True)
+    store.set("key", "value")
+    assert dist.TCPStore("localhost", store.port, is_master=False).get("key") == b"value"
+    places = [each.laddr for each in psutil.Process().net_connections() if not each.raddr]
+    assert [place.ip for place in places if place.port == store.port] == ["::"]
 
 
 class Order:
