@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node=2 benchmarks/by_hand.py
 
-All four train in one process group, in turn. It writes by_hand-RANKS.json, from which
-diffs/generate.py draws the step.
+All four train a model that is four times wider than step 3's in one process group, in turn. It
+writes by_hand-RANKS.json, from which diffs/generate.py draws the step.
 """
 
 import math
@@ -15,7 +15,6 @@ import shared
 import torch
 import torch.distributed as dist
 from breakdown import spans
-from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 WAYS = {
@@ -24,27 +23,15 @@ WAYS = {
     "in_buckets": "in buckets",
     "03": "DDP",
 }
-DRAWN = "4 times wider"
 
 
-def models(args):
-    """Return {name: (width, more layers after the first, batch)}."""
-    return {
-        "step 3's": (args.width, 0, args.batch_size),
-        DRAWN: (4 * args.width, 0, 8),
-        f"{args.layers} more layers": (args.width, args.layers, 8),
-    }
-
-
-def trainer(name, width, layers, batch_size, device):
+def trainer(name, width, batch_size, device):
     """Return the Trainer of a recipe or of step 3."""
     script = shared.load(name)
     sys.argv[1:] = [f"--batch-size={batch_size}", "--checkpoint-path=.by_hand.pt"]
     args = script.parse_args()
     torch.manual_seed(0)
-    model = script.build_model(width)
-    more = [(nn.Conv2d(width, width, 3, padding=1), nn.ReLU()) for _ in range(layers)]
-    model = nn.Sequential(*model[:2], *sum(more, ()), *model[2:]).to(device)
+    model = script.build_model(width).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     train_set, _ = script.load_datasets()
     loader = script.prepare_dataloader(train_set, args)
@@ -108,43 +95,36 @@ def examined(trainer, count):
 
 def report(record):
     """Return what was found as a Markdown table."""
-    heading = ("model", "averaged", "all-reduces", "bytes", "first starts", "speed")
+    heading = ("averaged", "all-reduces", "bytes", "first starts", "speed")
     rows = []
-    for model, ways in record["models"].items():
-        for way, row in ways.items():
-            counts = (f"{row['all_reduces']:g}", f"{row['bytes']:,.0f}")
-            cells = (f"{row['first_starts']:.2f}", shared.cell(row["speed"]))
-            rows.append((model, way, *counts, *cells))
+    for way, row in record["ways"].items():
+        counts = (f"{row['all_reduces']:g}", f"{row['bytes']:,.0f}")
+        rows.append((way, *counts, f"{row['first_starts']:.2f}", shared.cell(row["speed"])))
     return shared.table(heading, *rows)
 
 
 def main():
-    sizes = {name: shared.TRAINING[name] for name in ("batch_size", "width")}
+    sizes = {"width": (128, "of the model"), "batch_size": (8, "per process")}
     counts = {"rounds": (15, "in which all take their turn"), "steps": (10, "in a turn")}
-    more = {"profiled": (30, "steps"), "layers": (50, "that the third model has more")}
-    args = shared.options(__doc__, **sizes, **counts, **more)
+    args = shared.options(__doc__, **sizes, **counts, profiled=(30, "steps"))
     shared.load("03").ddp_setup()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    size = args.width, args.batch_size, device
+    trainers = {way: trainer(name, *size) for name, way in WAYS.items()}
+    for each in trainers.values():
+        speed(each, 5)  # a warm-up
+    found, order = {way: [] for way in trainers}, [*trainers]
+    for _ in range(args.rounds):
+        for way in order:
+            found[way].append(speed(trainers[way], args.steps))
+        order.append(order.pop(0))
     measured, drawn = {}, {}
-    for model, sizes in models(args).items():
-        trainers = {way: trainer(name, *sizes, device) for name, way in WAYS.items()}
-        for each in trainers.values():
-            speed(each, 5)  # a warm-up
-        found, order = {way: [] for way in trainers}, [*trainers]
-        for _ in range(args.rounds):
-            for way in order:
-                found[way].append(speed(trainers[way], args.steps))
-            order.append(order.pop(0))
-        measured[model] = {}
-        for way, each in trainers.items():
-            numbers, step = examined(each, args.profiled)
-            ratio = shared.relative(found[way], found["DDP"])
-            measured[model][way] = {**numbers, "speed": ratio}
-            if model == DRAWN:
-                drawn[way] = step
+    for way, each in trainers.items():
+        numbers, drawn[way] = examined(each, args.profiled)
+        measured[way] = {**numbers, "speed": shared.relative(found[way], found["DDP"])}
     if dist.get_rank() == 0:
         name = f"by_hand-{dist.get_world_size()}"
-        shared.write(name, args, report, models=measured, drawn=drawn)
+        shared.write(name, args, report, ways=measured, drawn=drawn)
     dist.barrier()
     del trainers, each  # and DDP, before the group that it uses
     dist.destroy_process_group()
