@@ -4,7 +4,7 @@ import signal
 
 import pytest
 import torch
-from support.jobs import RESTARTS, Job, finished, free_port, kill, run
+from support.jobs import Job, finished, free_port, kill, run
 from support.positions import GATE, ON_RANK_1, TOLD, at, wait_at_the_gate
 from support.results import accuracy, epochs, resumed, same_bits
 from support.scripts import LONG, SCRIPT, TORCHRUN, command, edited, exact, forked, load
@@ -100,8 +100,7 @@ def test_sigterm_to_all_processes_at_once_loses_no_step(trained, tmp_path):
 @SLOW
 def test_told_to_stop_with_restarts_left_it_goes_on_in_place(trained, tmp_path):
     script = edited(tmp_path, "04", at(1, 15, TOLD, ON_RANK_1))
-    start = command(script, *LONG, torchrun=("--max-restarts=1",))
-    job = finished(start, tmp_path, RESTARTS)
+    job = finished(forked(script, *LONG, restarts=1), tmp_path)
     assert "interrupted after" in job.stdout
     assert epochs(job) == [1, 2, 3, 4]
     assert same_bits(job, trained("03", *LONG))

@@ -3,9 +3,10 @@
 import shutil
 
 import pytest
-from support.jobs import finished
+from support.jobs import finished, run
+from support.positions import KILLED, ON_RANK_1, TOLD, at
 from support.results import accuracy, check_report, epochs, resumed, same_bits
-from support.scripts import LONG, SCRIPT, forked, load
+from support.scripts import LONG, SCRIPT, edited, forked, load
 
 
 def test_it_reads_98_percent_of_digits_that_it_has_never_seen(launched):
@@ -45,14 +46,14 @@ def test_a_padded_evaluation_would_count_some_twice():
         assert sorted(index for shard in shards for index in shard) == list(range(359))
 
 
-def test_it_survives_a_kill(disturbed):
-    first, *_ = disturbed("05")
-    assert resumed(first) == [1]
-    assert epochs(first) == [1, 2]
-
-
-def test_told_to_stop_it_loses_no_step(disturbed, trained):
-    _, saved, again = disturbed("05")
-    assert (saved["EPOCHS_RUN"], saved["SAMPLES_RUN"]) == (2, 20 * 128)
+def test_it_survives_a_kill_and_loses_no_step_when_told_to_stop(trained, tmp_path):
+    """It is killed in the second epoch, restarted, and told to stop in the third."""
+    disturbances = at(1, 20, KILLED, ON_RANK_1), at(2, 15, TOLD, ON_RANK_1)
+    script = edited(tmp_path, "05", *disturbances)
+    job = run(forked(script, *LONG, restarts=1), tmp_path)
+    assert resumed(job) == [1]
+    assert epochs(job) == [1, 2]
+    assert "interrupted after 2,560 samples of the epoch" in job.stdout, job
+    again = finished(forked("05", *LONG), tmp_path)
     assert epochs(again) == [3, 4]
     assert same_bits(again, trained("03", *LONG))
