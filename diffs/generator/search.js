@@ -3,6 +3,8 @@ const KEPT = 8; // hits shown
 const PARTICULAR = [ // what differs from run to run, or stands above every error
   /Traceback \(most recent call last\):?/g,
   /\bFile "[^"]*", line \d+(, in \S+)?/g,
+  /CUDA kernel errors might be asynchronously.*?device-side assertions\.?/g,
+  /\bFile [~/\w]\S*:\d+, in \w+(?:\(.*?\))?/g, // of a notebook's traceback
   /\bhttps?:\/\/\S+/g,
   /\b(?:[a-z_]\w*\.)+(?=[A-Z])|\b[a-z_]+(?:\.[a-z_]+){2,}:/g, // the module of an exception or of a logger
   /\b0x[0-9a-f]+\b/gi,
@@ -66,12 +68,19 @@ function slips(word) {
 
 // ---------------------------------------------------------------- what can be found
 
+// A term counts more if many of the messages have it, and less in a long text, which has many.
 function found(link, title, why, messages, text, more = {}) {
-  const weights = new Map();
-  for (const term of terms(text)) weights.set(term, 0.3);
   const sets = messages.map(terms);
-  for (const set of sets) for (const term of set) weights.set(term, 0.85);
-  for (const term of sets[0]) weights.set(term, 1);
+  const body = terms(text);
+  const counts = new Map([...body].map((term) => [term, 0]));
+  for (const set of sets) for (const term of set) counts.set(term, (counts.get(term) || 0) + 1);
+  const weights = new Map();
+  for (const [term, count] of counts) {
+    let weight = body.has(term) ? 1.4 : 1;
+    if (!term.includes(" ")) weight += 0.6 * Math.log(1 + count);
+    else if (sets[0].has(term)) weight += 0.35;
+    weights.set(term, weight / counts.size ** 0.15);
+  }
   return { link, title, why, messages: sets, weights, worth: 1, typed: [], ...more };
 }
 
@@ -117,12 +126,19 @@ function row(element) {
 function article(element) {
   const heading = element.querySelector("h3").textContent.replace(/^\s*\d+|#\s*$/g, "").trim();
   const note = element.querySelector(".note");
-  const row = document.querySelector(`#troubleshooting .pages a[href="#${element.id}"]`)?.nextElementSibling.children;
-  const command = element.matches("#recipes *") && note.querySelector(".command code")?.textContent;
-  const why = row?.[0] ?? (command ? note.querySelector("p") : element.closest(".step").querySelector("h2"));
-  const typed = row ? [row[1]] : command ? [code(command)] : [];
+  const recipe = element.matches("#recipes *");
+  const row = !recipe && document.querySelector(`#troubleshooting .pages a[href="#${element.id}"]`)?.nextElementSibling.children;
+  const why = row?.[0] ?? (recipe ? note.querySelector("p") : element.closest(".step").querySelector("h2"));
+  const typed = row ? [row[1]] : recipe ? added(element) : [];
   const worth = row ? 0.9 : 0.7; // a patch fits step 5 only: an answer for any script is before it
   return found(`#${element.id}`, heading, why.textContent, titles(element.id, heading, []), note.textContent, { typed, worth });
+}
+
+// The lines that a recipe adds, and the command that writes them to a file.
+function added(element) {
+  const lines = [...element.querySelectorAll(".stretches ins")].map((line) => line.textContent.trimEnd());
+  const command = element.querySelector(".command code");
+  return [lines.slice(0, 15).join("\n"), command?.textContent].filter(Boolean).map(code);
 }
 
 function code(text) {
@@ -151,9 +167,43 @@ function collect() {
   for (const [term] of [...counts].sort(([, a], [, b]) => a - b)) {
     if (term.length > 4 && !term.includes(" ")) for (const slip of slips(term)) spelt.set(slip, term);
   }
-  return { entries, rarity, spelt };
+  const postings = new Map([...rarity.keys()].map((term) => [term, []])); // {term: where it stands}
+  for (const one of entries) {
+    one.masses = one.messages.map((message) => mass(rarity, message) || 1);
+    for (const [term, weight] of one.weights) {
+      const places = [...one.messages.keys()].filter((at) => one.messages[at].has(term));
+      postings.get(term).push({ one, weight, places });
+    }
+  }
+  return { entries, rarity, spelt, postings };
 }
 
+function mass(rarity, some) {
+  return [...some].reduce((sum, term) => sum + rarity.get(term), 0);
+}
+
+// What each entry shares with a text, and what each of its messages does.
+function meet(asked, log) {
+  const met = new Map();
+  for (const term of asked) {
+    const rare = index.rarity.get(term);
+    for (const { one, weight, places } of index.postings.get(term)) {
+      if (!met.has(one)) met.set(one, { shared: 0, present: 0, parts: one.masses.map(() => 0) });
+      const sum = met.get(one);
+      sum.shared += rare * (!log ? weight : places.length ? 1 : 0.3);
+      sum.present += rare;
+      for (const place of places) sum.parts[place] += rare;
+    }
+  }
+  return [...met];
+}
+
+// Found on wordings of strangers, as are all weights: the first hit is the more often right, the higher
+// its score and its lead over the second. Half of those at SURE are right, a quarter of those at LEAST.
+const SURE = 6;
+const LEAST = 3.4;
+const COMMON_WORD = 2; // less than this is a word that stands in many entries
+const LOG = 40; // more than this is no question
 let index = null;
 
 // The entries for a text, best first.
@@ -164,43 +214,44 @@ function find(text) {
   const meant = (term) => slips(term).map((slip) => spelt.get(slip)).find(Boolean) ?? term;
   const said = [...terms(text)].map((term) => (known(term) ? term : meant(term)));
   const asked = new Set(said.filter((term) => rarity.has(term)));
-  const mass = (some) => some.reduce((sum, term) => sum + (rarity.get(term) || 0), 0);
   const unknown = said.filter((term) => !rarity.has(term) && !term.includes(" ")).length;
-  const error = NAMED.test(text); // whose message is what one looks for
-  const all = mass([...asked]) + unknown * Math.log(entries.length);
-  const scored = entries.map((one) => {
-    let [shared, present] = [0, 0];
-    for (const term of asked) {
-      shared += rarity.get(term) * (one.weights.get(term) || 0);
-      present += one.weights.has(term) ? rarity.get(term) : 0;
-    }
-    let [covered, sure] = [0, false]; // how much of one of its messages is there
-    for (const message of one.messages) {
-      const whole = (message.mass ??= mass([...message]));
-      const share = mass([...message].filter((term) => asked.has(term))) / whole;
-      covered = Math.max(covered, share * Math.min(1, 0.3 + whole / 15));
-      sure ||= share > 0.7 && whole > 16;
-    }
-    return { ...one, covered, shared, present, sure, score: shared * (0.4 + covered) * one.worth };
+  const all = mass(rarity, asked) + unknown * Math.log(entries.length);
+  const log = all > LOG;
+  const scored = meet(asked, log).map(([one, { shared, present, parts }]) => {
+    const share = parts.map((part, at) => part / one.masses[at]); // how much of each message is there
+    const covered = Math.max(...share.map((part, at) => part * Math.min(1, 0.3 + one.masses[at] / 15)));
+    const whole = share.some((part, at) => part > 0.7 && one.masses[at] > 16);
+    const named = parts[0] / Math.sqrt(one.masses[0] * all);
+    const score = shared * (30 / all + covered + named) * (log ? one.worth : one.worth ** 0.4);
+    return { ...one, present, covered, whole, score };
   });
   // Only an entry can be an error in place of the warning, or the cause in place of the report.
-  const failed = scored.some((one) => one.harmless === false && one.sure);
-  const cause = scored.some((one) => one.harmless === false && one.sure && !one.announced);
+  const failed = scored.some((one) => one.harmless === false && one.whole);
+  const cause = scored.some((one) => one.harmless === false && one.whole && !one.announced);
   for (const one of scored) {
-    if (one.announced) one.score *= cause ? 0.2 : 0.5;
+    if (one.announced) one.score *= cause ? 0.2 : log ? 0.5 : 1;
     if (one.harmless && failed) one.score *= 0.13;
   }
   scored.sort((a, b) => b.score - a.score);
   const links = new Set();
-  return scored
-    .filter(({ score, shared }) => score > 0.3 * scored[0].score && shared > LEAST)
-    // most of a question, or of a message that is not lost in a log of something else
-    .filter(({ present, covered }) => present > 0.42 * all || covered > (present > 0.12 * all ? 0.45 : 0.8))
-    .filter(({ shared, covered }) => !error || covered > 0.25 || shared > 0.85 * all)
+  const list = scored
+    .filter(({ score }) => score > 0.3 * scored[0].score)
     .filter(({ link }) => !links.has(link) && links.add(link))
     .slice(0, KEPT);
+  return list.length && fits(list, text, all) ? list : [];
 }
-const LEAST = 2; // less than this is a word that stands in many entries
+
+// Whether the first hit is about the text; and whether it surely is.
+function fits([first, second], text, all) {
+  const { score, present, covered } = first;
+  const trust = score - 0.83 * (second?.score ?? 0);
+  first.sure = trust > SURE || covered > 0.8;
+  const error = NAMED.test(text); // whose message is what one looks for
+  if (present < COMMON_WORD || (error && covered < 0.25 && present < 0.85 * all)) return false;
+  if (trust < LEAST && covered < (error || all > LOG ? 0.6 : 0.8)) return false;
+  // most of a question, or of a message that is not lost in a log of something else
+  return present > 0.42 * all || covered > (present > 0.12 * all ? 0.45 : 0.8);
+}
 
 // ---------------------------------------------------------------- what is shown
 
@@ -209,6 +260,7 @@ const hits = document.getElementById("hits");
 const told = document.getElementById("found");
 const NOTHING = "Nothing found. Try the last line of the error alone, without numbers and paths, or two or three of its "
   + "rarest words, such as “watchdog timeout”. A script that gives wrong results in silence: let ddp_check watch it.";
+const UNSURE = "No entry is surely about this. The nearest:";
 
 function hit({ link, title, why, typed }, number) {
   const box = document.createElement("div");
@@ -235,7 +287,9 @@ function copied(pre) {
 function look() {
   const text = search.value.trim();
   const list = text ? find(text) : [];
-  hits.replaceChildren(...list.map(hit));
+  hits.replaceChildren();
+  if (list.length && !list[0].sure) add(hits, "p", {}, UNSURE);
+  hits.append(...list.map(hit));
   if (text && !list.length) hits.textContent = NOTHING;
   hits.hidden = !text;
   told.textContent = !text ? "" : list.length ? `${list.length} found, best first` : "Nothing found";

@@ -229,7 +229,7 @@ def test_webdataset(tmp_path, monkeypatch):
             for index in range(50):
                 image = torch.full((1, 8, 8), 50.0 * number + index)
                 shard.write({"__key__": f"{index:04}", "image.pth": image, "label.cls": index})
-    web_loader = defined(blocks("My data does not fit")[-2], wds=wds)["web_loader"]
+    web_loader = defined(blocks("How do I stream the data")[0], wds=wds)["web_loader"]
     drawn = []
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in "01":
@@ -248,7 +248,7 @@ def test_hugging_face_datasets(tmp_path, files):
     from datasets.distributed import split_dataset_by_node as by_node
 
     names = {"load_dataset": datasets.load_dataset, "split_dataset_by_node": by_node}
-    streamed = defined(blocks("My data does not fit")[-1], **names)["streamed"]
+    streamed = defined(blocks("How do I stream the data")[1], **names)["streamed"]
     paths = [str(tmp_path / f"{number}.jsonl") for number in range(files)]
     for number, path in enumerate(paths):
         lines = [json.dumps({"sample": 5 * number + index}) for index in range(5)]
