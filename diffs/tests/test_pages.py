@@ -3,12 +3,12 @@
 import html
 import re
 import shutil
-import sys
 from functools import cache
 
 import hunks
 import nbformat
 import pytest
+from support import server
 from support.jobs import finished
 from support.results import shape
 from support.scripts import ON_PATH, ROOT, SCRIPTS
@@ -84,7 +84,7 @@ def test_the_tests_that_contributors_copy_pass(number, folder, tmp_path):
     (tmp_path / "test_printed.py").write_text(blocks[number], encoding="utf-8")
     (tmp_path / "conftest.py").symlink_to(ROOT / folder / "conftest.py")
     options = ["-m", "", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml"]
-    job = finished([sys.executable, "-m", "pytest", *options, "test_printed.py"], tmp_path)
+    job = finished(server.command("-m", "pytest", *options, "test_printed.py"), tmp_path)
     assert "1 passed" in job.stdout
 
 

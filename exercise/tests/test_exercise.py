@@ -41,7 +41,7 @@ def parts(job):
 
 
 def test_it_learns_and_writes(tmp_path):
-    job = finished([sys.executable, FOLDER / "train.py", "1"], tmp_path)
+    job = finished(forked(FOLDER / "train.py", "1", nprocs=0), tmp_path)
     assert epochs(job) == [1]
     loss, text = parts(job)
     assert loss < 2.5 < float(losses(job)[0]) < math.log(100)  # chance, for 103 characters
@@ -53,7 +53,7 @@ def test_it_learns_and_writes(tmp_path):
 @SLOW
 def test_two_ranks_follow_one_with_twice_the_batch(tmp_path):
     """One rank with the normal batch, in twice as many steps, continues from the checkpoint."""
-    one = finished([sys.executable, small(tmp_path, "train.py", 16), "6"], tmp_path)
+    one = finished(forked(small(tmp_path, "train.py", 16), "6", nprocs=0), tmp_path)
     two = finished(forked(small(tmp_path / "two", "solution.py", 8), "6"), tmp_path / "two")
     assert epochs(one) == epochs(two) == [1, 2, 3, 4, 5, 6]
     for ours, theirs in zip(losses(two), losses(one)):

@@ -11,6 +11,7 @@ from support.results import resumed, weights
 from support.scripts import ROOT, SMALL, forked
 
 ONE, TWO = ("1", *SMALL), ("2", *SMALL)
+FEW = ("1", "--batch-size=512", "--width=4")  # steps
 
 
 @dataclass

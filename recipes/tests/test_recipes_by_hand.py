@@ -3,7 +3,7 @@
 import pytest
 import torch
 from changes import said_at_the_end
-from running import ONE, TWO, Patched, same_but_for_rounding
+from running import FEW, ONE, TWO, Patched, same_but_for_rounding
 from support.positions import BATCH
 from support.results import resumed, said, same_bits
 from support.scripts import DOUBLE, digest
@@ -12,7 +12,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 pytestmark = pytest.mark.slow
-FEW = ("1", "--batch-size=512", "--width=4")  # steps
 END = "    if dist.get_rank() == 0:\n        evaluate("
 RANKS_WEIGHTS = said_at_the_end(digest("model.parameters()"), END)
 OWN_SEED = ("seed(args.seed)", "seed(args.seed + dist.get_rank())")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from changes import AT_ONCE, IMPATIENT, PROFILED, SENT, said_at_the_end, told
 from patching import page
-from running import ONE, Patched, same, same_but_for_rounding, saved, writes_nothing_again
+from running import FEW, ONE, Patched, same, same_but_for_rounding, saved, writes_nothing_again
 from support import server
 from support.jobs import finished
 from support.results import accuracy, epochs, losses, resumed, said, same_bits, weights
@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 pytestmark = pytest.mark.slow
 
 
-FEW = ("1", "--batch-size=512", "--width=4")  # steps, which are profiled
 UNEVEN = ("2", "--batch-size=179", "--width=4")  # 359 = 180 + 179: two batches, and one
 MODEL = "    model = build_model(args.width).to(device)\n"
 META = [  # no rank ever holds the whole model: each allocates its shards, then loads them
