@@ -909,6 +909,13 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
         {"random_numbers_differ": UNSEEN},
     ),
     "constant data": (CONSTANT, {"ranks_share_data": PASS}),
+    "steps without an optimizer": (
+        [
+            (STEP, "            [w.data.sub_(w.grad) for w in net.parameters()]\n"),
+            before(SUM, "        with torch.no_grad():\n            rank < epoch and net(x)\n"),
+        ],
+        {"evaluated_models_agree": PASS},
+    ),
     "a model made between two steps": (
         [SAME_SEED, before(SUM, "        torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)\n")],
         {"random_numbers_differ": UNSEEN},
