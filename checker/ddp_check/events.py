@@ -275,8 +275,9 @@ class Clipped(Event):
 
 
 class Scheduled(Event):
-    """A learning rate scheduler takes a step."""
+    """A learning rate scheduler takes a step, after an optimizer has taken one."""
 
+    scheduler: int  # its identity
     metric: float | None  # that ReduceLROnPlateau gets
 
 
@@ -298,7 +299,8 @@ class Evaluated(Event):
     checksums: dict[str, int]  # of each parameter and buffer
     noisy: str  # the layer that changes what the model returns, being in training mode, or ""
     wrapped: bool  # in DistributedDataParallel
-    pass_number: int
+    pass_number: int  # of the latest pass over data, or 0 if there was none
+    inputs: int  # checksum of what the model is called with
 
 
 class Final(Event):

@@ -60,7 +60,7 @@ def mirror(source, target, depth=3):
             continue
         if path.is_dir() and depth and "data" not in path.name and os.access(path, os.R_OK):
             mirror(path, new, depth - 1)
-        elif path.suffix == ".py" or (path.is_file() and path.stat().st_size < SMALL):
+        elif path.is_file() and (path.suffix == ".py" or path.stat().st_size < SMALL):
             shutil.copy(path, new)
         else:
             new.symlink_to(path)

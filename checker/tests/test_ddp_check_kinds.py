@@ -368,7 +368,7 @@ GPUS = [
         """    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     model = DDP(net.to(rank), device_ids=[rank])
-    model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    model.register_comm_hook(state=None, hook=default_hooks.bf16_compress_hook)
 """,
     ),
     before(READY, '    scaler = torch.amp.GradScaler("cuda")\n'),
@@ -500,6 +500,18 @@ MASKED_MEAN = (  # over those of the inputs that count, whose number differs fro
             loss = cross_entropy(model(inputs)[kept], targets[kept])
 """,
 )
+BY_SLICES = [
+    before(
+        "        right = eval",
+        """        with torch.no_grad():
+            mine = torch.stack([x for x, _ in test])[rank::size]
+            error = net(mine).square().sum() / len(mine) / size
+        dist.all_reduce(error)
+        rank or print(f"test error {error:.4f}")
+""",
+    ),
+    UNEVALUATED,
+]
 CONSTANT = [("randn(117, 4)", "ones(117, 4)"), UNEVALUATED]
 RATE = [(SHOW, SHOW + """            print(f"lr {optimizer.param_groups[0]['lr']:.4f}")\n""")]
 
@@ -856,7 +868,7 @@ KINDS = {
     ),
     "logged by all ranks": Kind(
         {"one_rank_prints": UNSURE},
-        [before(SHOW, '        logging.info(f"epoch {epoch}")\n')],
+        [before(SHOW, '        logging.info(f"epoch {epoch + 1}, loss 0.69")\n')],
         r"\(logging.info",
         LOGGED,
     ),
@@ -877,6 +889,17 @@ KINDS = {
         [(USES + LEAVES, LEAVES + USES), ("mine) == 2:", "mine) == 1:"), FEWER],
         r"it sees 16 of 21 samples.+ \(for inputs, _ in part",
         BREAKS,
+    ),
+    "an error between two epochs": Kind(
+        ENDS,
+        [before(SUM, '        if rank < epoch:\n            raise ValueError("no room")\n')],
+        r"^ValueError: no room \(raise ValueError",
+    ),
+    "evaluated by hand": Kind(
+        {"result_is_of_all": UNSURE},
+        [("dist.all_reduce(error)", "0")],
+        r'each rank evaluates other data.+"test error \d.+ \(rank or print',
+        BY_SLICES,
     ),
     "rank 0 evaluates when the others have ended": Kind(
         ENDS, [("[net(inputs)", "[model(inputs)")], r"Buffers wait for all .+ \(\[model", LATE
@@ -937,6 +960,33 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
     "a layer that a rank skips in some steps": (
         [(WRAP, SKIPS)],
         {"unused_search_is_needed": PASS},
+    ),
+    "two schedulers, and one of two": (
+        [
+            before(READY, "    Lambda = torch.optim.lr_scheduler.LambdaLR\n"),
+            before(
+                READY, "    warm, cold, late = (Lambda(optimizer, lambda n: 1) for _ in 'wcl')\n"
+            ),
+            before(READY, "    both = torch.optim.lr_scheduler.ChainedScheduler([warm, cold])\n"),
+            after(STEP, "            both.step(), late.step()\n"),
+        ],
+        {"rates_are_equal": PASS},
+    ),
+    "a fused optimizer, which skips steps itself": (
+        [*SCALER, ("lr=0.01", "lr=0.01, fused=True")],
+        {"values_are_finite": PASS},
+    ),
+    "sparse gradients": (
+        [
+            (", 4)\n    split", ", 4).round().long() + 4\n    split"),
+            ("nn.Linear(4, 8)", "nn.EmbeddingBag(9, 8, sparse=True)"),
+            ("AdamW", "SGD"),
+        ],
+        {"gradients_are_averaged": PASS},
+    ),
+    "a loss that is said to be of one rank": (
+        [after(BACKWARD, '            rank or print(f"loss of rank 0: {loss.item():.4f}")\n')],
+        {"printed_loss_is_of_all": PASS},
     ),
     "two losses": (
         [(TRAIN, TRAIN + "            loss = (loss + model(inputs).square().mean()) / 2\n")],

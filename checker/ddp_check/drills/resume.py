@@ -219,8 +219,8 @@ def why_apart(plan, resumed, text):
         return wrong(text, line, FORGOTTEN)
     pairs = list(zip(whole[-len(after) :], after[-len(whole) :]))
     for old, now in pairs:
-        if now.rates != old.rates:
-            text += f"; the learning rate is {now.rates[0]:.3g} instead of {old.rates[0]:.3g}"
+        if changed := [pair for pair in zip(now.rates, old.rates) if pair[0] != pair[1]]:
+            text += "; the learning rate is {:.3g} instead of {:.3g}".format(*changed[0])
             return wrong(f"{text}: is the scheduler restored?", line, FORGOTTEN)
     if numbers := random_numbers(plan, pairs):
         text += f"; the optimizer is restored, the random numbers {numbers} are not"

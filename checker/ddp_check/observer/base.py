@@ -60,6 +60,7 @@ class State:
     in_sharded_save: bool = False  # which calls torch.save for its parts
     in_collective: int = 0  # depth of nested calls
     in_step: int = 0  # likewise: one optimizer's step may call another's
+    in_scheduler: int = 0  # likewise
     generator: torch.Tensor | None = None  # state up to which it is known who drew random numbers
     depth: int = 0  # of nested modules that are called
     gradients_scaled: bool = False  # a GradScaler's factor is in them

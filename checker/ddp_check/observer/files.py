@@ -120,7 +120,10 @@ def prefixed_keys(obj):
 def load(original, *args, **kwargs):
     """Report a file that the script itself loads."""
     if script_line(direct=True):
-        report(Load, weights_only=kwargs.get("weights_only") in (None, True))
+        weights_only = kwargs.get("weights_only")
+        if weights_only is None:  # PyTorch's default
+            weights_only = kwargs.get("pickle_module") is None
+        report(Load, weights_only=bool(weights_only))
     return original(*args, **kwargs)
 
 

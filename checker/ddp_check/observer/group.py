@@ -28,11 +28,13 @@ READ_OUT = ("__eq__", "eq", "__ne__", "ne", "numpy", "tolist", *TO_ONE_NUMBER)
 
 def meet_here(address):
     """Replace the host in `tcp://HOST:PORT` or `HOST` if it is another machine's."""
-    host = urlsplit(address).hostname if "//" in address else address
-    with contextlib.suppress(OSError), socket.create_server((host or "", 0)):
+    parts = urlsplit(address if "//" in address else f"//{address}")
+    host = parts.hostname or ""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.suppress(OSError), socket.create_server((host, 0), family=family):
         return address
     report(events.OtherMachine, host=host)
-    return address.replace(host, "localhost")
+    return f"tcp://localhost:{parts.port}{parts.path}" if parts.scheme else "localhost"
 
 
 @patch(f"{C10D}.init_process_group")

@@ -1,6 +1,7 @@
 """Observes models wrapped in DDP, and calls of any model."""
 
 import functools
+import inspect
 import os
 import time
 import weakref
@@ -102,10 +103,11 @@ def buffer_checksums(module, number):
 
 
 @patch(f"{DDP}.register_comm_hook")
-def register_comm_hook(original, self, hook_state, hook):
+def register_comm_hook(original, *args, **kwargs):
+    hook = inspect.signature(original).bind(*args, **kwargs).arguments["hook"]
     name = ask(lambda: f"{hook.__module__}.{hook.__qualname__}", default="")
     report(events.CommHook, name=name)
-    return original(self, hook_state, hook)
+    return original(*args, **kwargs)
 
 
 @patch(f"{DDP}.forward")
@@ -131,7 +133,7 @@ def forward(original, self, *args, **kwargs):
 
 
 @hooks.register_module_forward_pre_hook
-def enter(module, _):
+def enter(module, args):
     """Look at a call of any module."""
     if is_compiling():
         return  # the hooks would become a part of the graph
@@ -143,7 +145,7 @@ def enter(module, _):
         if torch.is_grad_enabled():
             enter_training(module)
         elif module in state.wrapped or state.depth == 1:
-            enter_evaluation(module)
+            enter_evaluation(module, args)
 
 
 @functools.partial(hooks.register_module_forward_hook, always_call=True)
@@ -173,7 +175,7 @@ def note_inputs(module, args, kwargs):
             state.since_step.inputs.append(batch_checksum([args, kwargs]))
 
 
-def enter_evaluation(module):
+def enter_evaluation(module, args):
     """Report the first call of an evaluation after a batch, and in a pass."""
     if isinstance(module, DistributedDataParallel):
         return  # it calls the wrapped model
@@ -192,6 +194,7 @@ def enter_evaluation(module):
             noisy=next((type(part).__name__ for part in module.modules() if is_noisy(part)), ""),
             wrapped=module in state.wrapped,
             pass_number=state.passes,
+            inputs=batch_checksum(args),
         )
 
 

@@ -23,6 +23,14 @@ ITERATOR = "torch.utils.data.dataloader._BaseDataLoaderIter"
 SCALER = "torch.amp.GradScaler"
 RNG = "torch.random"
 CLIP = "torch.nn.utils.clip_grad"
+SCHEDULERS = "torch.optim.lr_scheduler"
+SCHEDULED = [  # the others do not call the step of the first one
+    "LRScheduler",
+    "ReduceLROnPlateau",
+    "ChainedScheduler",
+    "SequentialLR",
+    "CosineAnnealingWarmRestarts",
+]
 COLLECTIVE = "all_|reduce(?!_op)|broadcast|gather|scatter|barrier|monitored_barrier"
 COLLECTIVES = [f"{C10D}.{name}" for name in distributed_c10d.__all__ if re.match(COLLECTIVE, name)]
 
@@ -57,8 +65,7 @@ PATCHES = {  # what is replaced: what a report lacks if PyTorch has no such func
     "torch.nn.Module.load_state_dict": "states that are loaded",
     "torch.optim.Optimizer.load_state_dict": "states that are loaded",
     "torch.optim.Optimizer.add_param_group": "whether gradients are a sum or a mean",
-    "torch.optim.lr_scheduler.LRScheduler.step": "steps of schedulers",
-    "torch.optim.lr_scheduler.ReduceLROnPlateau.step": "steps of schedulers",
+    **{f"{SCHEDULERS}.{name}.step": "steps of schedulers" for name in SCHEDULED},
     # files
     "torch.save": "files that are saved",
     "torch.load": "files that are loaded",
@@ -120,9 +127,9 @@ def intercept(owner, name, function):
 
 
 def patch(*names):
-    """Let calls of these functions go through the decorated one, which gets the original first.
+    """Let calls of these functions, each in `PATCHES`, go through the decorated one.
 
-    Raises a KeyError if a name is not in `PATCHES`.
+    It gets the original as its first argument.
     """
 
     def decorate(function):

@@ -22,7 +22,7 @@ from ddp_check.observer.base import (
 )
 from ddp_check.observer.group import after_gather
 from ddp_check.observer.models import buffer_checksums, buffers_at_start, of_model, watched
-from ddp_check.observer.patches import CLIP, SCALER, patch
+from ddp_check.observer.patches import CLIP, SCALER, SCHEDULED, SCHEDULERS, patch
 from ddp_check.observer.randomness import attribute_draws, attribute_to_script
 from ddp_check.observer.values import checksums, is_finite, mesh_dimensions, quick_checksums
 from ddp_check.protocol import STEPS
@@ -31,6 +31,7 @@ STATISTICS = r"(^|\.)(running_|num_batches_)\w+( of model \d+)?$"  # of normaliz
 BATCH_COUNT = "num_batches_tracked"  # of BatchNorm, which uses it only without a momentum
 FEW = 1 << 10  # elements of a gradient that are looked at first
 MAX_PROJECTED = 1 << 16  # elements of a parameter that enter a projection
+STEP_WRAPPER = (optimizers.__file__, "wrapper")  # in which PyTorch calls the step of an optimizer
 
 projecting = {}  # identity of a parameter -> the handle of its hook, in the first steps
 
@@ -38,10 +39,13 @@ projecting = {}  # identity of a parameter -> the handle of its hook, in the fir
 @optimizers.register_optimizer_step_pre_hook
 def enter_step(optimizer, args, kwargs):
     """Report a step before it is taken, while the gradients are there."""
-    state.in_step += 1
-    callers = {frame.f_code.co_name for frame, _ in traceback.walk_stack(None)}
-    if state.in_step > 1 or "_init_optim_state" in callers:
+    callers = [frame.f_code for frame, _ in traceback.walk_stack(None)]
+    wrappers = [code for code in callers if (code.co_filename, code.co_name) == STEP_WRAPPER]
+    state.in_step = len(wrappers)  # counted each time: after an exception, no step is left
+    if state.in_step > 1 or "_init_optim_state" in {code.co_name for code in callers}:
         return  # the latter makes the state that a sharded checkpoint is loaded into
+    if ask(float, getattr(optimizer, "found_inf", None), default=0):
+        return  # a fused optimizer skips the step itself when a GradScaler tells it to
     state.steps += 1
     time.sleep(TASK.pause)
     with harmless:
@@ -63,10 +67,14 @@ def leave_step(optimizer, args, kwargs):
 def save_gradients():
     """Keep the gradients of the first steps for the drill world-size."""
     gradients = [
-        [(name, value.grad) for name, value in module.named_parameters()]
+        [(name, dense(value.grad)) for name, value in module.named_parameters()]
         for module in state.wrapped
     ]
     save_for_checker(f"step{state.steps}", gradients)
+
+
+def dense(gradient):
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
 class Optimized:
@@ -188,9 +196,9 @@ def describe_buffers():
 
 
 @patch("torch.optim.Optimizer.add_param_group")
-def add_param_group(original, self, group):
+def add_param_group(original, self, *args, **kwargs):
     """Watch the gradients that this rank computes, before anything reduces them."""
-    result = original(self, group)
+    result = original(self, *args, **kwargs)
     with harmless:
         attribute_draws()  # what was drawn before made a model
         for value in self.param_groups[-1]["params"]:
@@ -202,7 +210,8 @@ def add_param_group(original, self, group):
 
 def project_own(gradient):
     with harmless:
-        state.since_step.projection += projection(gradient)
+        if not gradient.is_sparse:
+            state.since_step.projection += projection(gradient)
 
 
 def projection(gradient):
@@ -213,10 +222,11 @@ def projection(gradient):
 
 def describe_projections(optimized):
     """Return the projections of this rank's gradients, and of those that the optimizer takes."""
-    since = state.since_step
-    if not projecting or since.loss_scaled or optimized.sharded:
+    since, gradients = state.since_step, optimized.gradients.values()
+    sparse = any(gradient.is_sparse for gradient in gradients)  # other elements on each rank
+    if not projecting or since.loss_scaled or optimized.sharded or sparse:
         return {"own_gradient": None, "taken_gradient": None}
-    taken = sum(projection(gradient) for gradient in optimized.gradients.values())
+    taken = sum(map(projection, gradients))
     if state.steps >= STEPS:
         for handle in projecting.values():
             handle.remove()
@@ -260,13 +270,15 @@ def load_state_dict(original, self, *args, **kwargs):
     return original(self, *args, **kwargs)
 
 
-SCHEDULERS = "torch.optim.lr_scheduler"
-
-
-@patch(f"{SCHEDULERS}.LRScheduler.step", f"{SCHEDULERS}.ReduceLROnPlateau.step")
+@patch(*(f"{SCHEDULERS}.{name}.step" for name in SCHEDULED))
 def step_scheduler(original, self, *args, **kwargs):
-    if state.steps:
+    """Report the step of a scheduler, not those that it lets others take."""
+    if state.steps and not state.in_scheduler:
         is_plateau = isinstance(self, lr_scheduler.ReduceLROnPlateau)
         metric = (args[0] if args else kwargs.get("metrics")) if is_plateau else None
-        report(events.Scheduled, metric=ask(lambda: float(metric)))
-    return original(self, *args, **kwargs)
+        report(events.Scheduled, scheduler=id(self), metric=ask(lambda: float(metric)))
+    state.in_scheduler += 1
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        state.in_scheduler -= 1

@@ -46,7 +46,7 @@ RULES = {  # rule: what it needs to look at
     output.plain_names: [events.Save],
     output.safe_loads: [events.Load],
     evaluation.each_sample_is_evaluated_once: [events.PassBegun],
-    evaluation.result_is_of_all: [events.PassBegun],
+    evaluation.result_is_of_all: [],
     launch.same_collectives: [events.Collective],
     launch.port_is_free: [events.Join],
     launch.group_is_destroyed: [events.Join],

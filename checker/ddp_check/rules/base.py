@@ -23,7 +23,8 @@ a right script. It returns a verdict, or None if it found no fault:
    None, it passes, with the number of events of the first kind. A rule that needs no kind has to
    return a verdict in any case.
 3. A verdict is `wrong(text, where, page)`: what was seen, the line of the script, and the page that
-   explains it. The words wrong, fragile, slow and unsure are explained beside `WRONG` below. A rule
+   explains it. The words wrong, fragile, slow and unsure are explained beside `WRONG` below; what a
+   longer run might still put right is `unsure`. A rule
    passes only for what it has looked at; what a run did not show is `unseen`. If no page of
    pitfalls/, recipes/ or lookup/ names the fault, leave the page out.
 4. Its test is a row of `KINDS` in tests/test_ddp_check_kinds.py. `Kind(told, wrong, say, right)`

@@ -9,11 +9,11 @@ from ddp_check import events
 from ddp_check.ranks import counted, of_lowest_rank
 from ddp_check.rules.base import passed, unseen, unsure, wrong
 from ddp_check.rules.data import repeated
-from ddp_check.rules.output import sum_is_printed
+from ddp_check.rules.output import FRACTION, sum_is_printed
 
-ACCURACY = r"(?i)(?<!train )\bacc[a-z]*\W*(\d+\.(\d+)) ?(%?)"
+ACCURACY = r"(?i)(?<!train )(?<!training )\bacc[a-z]*\W*(\d+\.(\d+)) ?(%?)"
 ACCURATE = r"(?i)(\bacc|\bf1|\biou|\bauc|precision|recall)[^\n\d]*$"  # before a number
-RESULT = r"(?i)acc|val|test|eval|score|correct|right|top|best|hit|f1"  # in a line
+RESULT = r"(?i)(?<![a-z])(acc|val|test|eval|score|correct|right|top|best|hit|f1)"  # in a line
 NEXT = events.Step | events.Batch | events.PassBegun  # what begins after an evaluation
 
 
@@ -160,12 +160,12 @@ def result_is_of_all(run):
         if len(row) == run.world_size > 1 and disjoint(row)
     ]
     if not parts:
-        return unseen("no evaluation is divided among the ranks")
+        return own_data_printed(run) or unseen("no evaluation is divided among the ranks")
     for row in parts:
         if verdict := own_part_printed(run, row):
             return verdict
-    alone = [row for row in parts if not result_is_shared(run, row)]
-    saves = [save for row in alone for save in following(run, row, events.Save)[:1]]
+    alone = [row for row in parts if not result_is_shared(run, last_of(row))]
+    saves = [save for row in alone for save in following(run, last_of(row), events.Save)[:1]]
     if 0 < len(saves) < len(alone):  # it chooses when to save
         text = f"{part_of(alone[0])} before it saves: does it choose by its own part?"
         return unsure(text, saves[0].where, "rank_0_loss")
@@ -182,18 +182,21 @@ def disjoint(row):
     return repeated(chain(*map(set, samples))) < len(row)
 
 
-def following(run, row, *kinds):
-    """Return what rank 0 does between its evaluation and its next batch or step."""
-    after_last = dropwhile(
-        lambda event: event is not row[0].batches[-1], of_lowest_rank(run.events_by_rank)
-    )
+def last_of(row):
+    """Return the last batch that rank 0 has evaluated."""
+    return row[0].batches[-1]
+
+
+def following(run, last, *kinds):
+    """Return what rank 0 does between this event and its next batch or step."""
+    after_last = dropwhile(lambda event: event is not last, of_lowest_rank(run.events_by_rank))
     until_next = takewhile(lambda event: not isinstance(event, NEXT), [*after_last][1:])
     return [event for event in until_next if isinstance(event, kinds)]
 
 
-def result_is_shared(run, row):
+def result_is_shared(run, last):
     """Return whether a collective follows that can bring the results together."""
-    calls = following(run, row, events.Collective)
+    calls = following(run, last, events.Collective)
     names = [call.name for call in calls if not call.in_model]
     return any(re.search("reduce|gather|all_to_all", name) for name in names)
 
@@ -207,16 +210,35 @@ def part_of(row):
 
 def own_part_printed(run, row):
     """Return the verdict if rank 0 prints the result of its own part, without the others'."""
-    if result_is_shared(run, row):
-        return None
-    _, *other_ranks = run.by_rank(events.Print).values()
-    others = {event.where for printed in other_ranks for event in printed}
     count = len(row[0].values("indices"))
-    for event in following(run, row, events.Print):
-        alone = event.where not in others  # else each rank may print its own part
-        if alone and re.search(RESULT, event.text) and has_share(event.text, count):
+    for event in results_of_rank_0(run, last_of(row)):
+        if has_share(event.text, count):
             text = f'{part_of(row)} when it prints "{event.text.strip()[:60]}"'
             return wrong(text, event.where, "rank_0_loss")
+
+
+def own_data_printed(run):
+    """Return the verdict if the ranks evaluate other data, without a DataLoader, and one prints."""
+    passes = of_lowest_rank(run.passes_by_rank)
+    evaluating = {entry.pass_number for entry in passes if not entry.is_training}
+    for row in zip(*run.by_rank(events.Evaluated).values()):
+        if row[0].pass_number in evaluating or len({event.inputs for event in row}) == 1:
+            continue
+        for event in results_of_rank_0(run, row[0]):
+            if re.search(FRACTION, event.text) and "rank" not in event.text:
+                text = "each rank evaluates other data, and no collective brings the results "
+                text += f'together when rank 0 prints "{event.text.strip()[:60]}": is it its own?'
+                return unsure(text, event.where, "rank_0_loss")
+
+
+def results_of_rank_0(run, last):
+    """Return the lines with a result of its own that rank 0 alone prints after an evaluation."""
+    if result_is_shared(run, last):
+        return []
+    _, *other_ranks = run.by_rank(events.Print).values()
+    others = {event.where for printed in other_ranks for event in printed}  # each its own part
+    lines = following(run, last, events.Print)
+    return [line for line in lines if line.where not in others and re.search(RESULT, line.text)]
 
 
 class Share(NamedTuple):

@@ -27,6 +27,9 @@ NETWORK = (
 OF_A_LIBRARY = r"ModuleNotFoundError|ImportError: .+/site-packages/"  # missing, or another version
 DROP_THE_MODEL = "drop every reference to the DDP model (del model) before destroy_process_group"
 PASSED_ON = "in __torch_function__"
+OF_OTHERS = (
+    r"(?i)gloo|nccl|connection|timed ?out|reduction|unpickl|\brank|\bpeer|\bstore"  # in an error
+)
 BUFFERS = "Buffers wait for all ranks to call the DDP model: evaluate model.module"
 UNTRANSLATED = rf"{LACKS_GPUS}|Tensor-likes"
 PAGES = {  # part of an error: the pitfall that explains it
@@ -76,12 +79,16 @@ def with_cause(run, text, where, page="", details=()):
         for rank, stack in run.stacks.items()
         if any(function == "_sync_buffers" for _, _, function in stack)
     ]
-    if (stop := early_stop(run)) and stop.rank not in in_sync:
+    # An error may say itself what is wrong, and the other ranks only see its rank go.
+    explained = run.returncode and run.raised and not re.search(OF_OTHERS, run.ending)
+    stop = None if explained else early_stop(run)
+    if stop and stop.rank not in in_sync:
         step = f"{stop.epochs}, in step {len(run.by_rank(events.Step)[stop.rank])}"
         reason = f"rank {stop.rank} left the loop over the epochs after {step}, and rank "
         reason += f"{stop.other_rank} began the next: does each decide by its own loss?"
         return wrong(f"{reason}; {text}", where, "recipes/early_stopping", details)
-    if unwatched := [name for step in run.all(events.Step) for name in step.unwatched]:
+    unwatched = [name for step in run.all(events.Step) for name in step.unwatched]
+    if unwatched and not explained:
         reason = f"{unwatched[0]} came into the model after it was wrapped, and DDP waits for what "
         return wrong(f"{reason}was there before; {text}", where, page, details)
     if in_sync or "_sync_buffers" in str(details):

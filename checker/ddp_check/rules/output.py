@@ -27,12 +27,17 @@ def one_rank_prints(run):
         for event in printed:
             texts_by_line.setdefault(event.where, {}).setdefault(rank, []).append(event.text)
     for where, texts_by_rank in texts_by_line.items():
-        pairs = [(str(rank), text) for rank, texts in texts_by_rank.items() for text in texts]
-        tells_its_rank = all(rank in re.findall(r"\d+", text) for rank, text in pairs)
+        rows = [
+            [number == str(rank) for number in re.findall(r"\d+", text)]
+            for rank, texts in texts_by_rank.items()
+            for text in texts
+        ]
+        tells_its_rank = any(map(all, zip(*rows)))  # at the same place in each line
         # Lines that all ranks print, but for the numbers in them:
         common = set.intersection(*(set(map(pattern, texts)) for texts in texts_by_rank.values()))
         if len(texts_by_rank) > 1 and not tells_its_rank and common:
-            example = next(text for _, text in pairs if pattern(text) in common)
+            texts = chain(*texts_by_rank.values())
+            example = next(text for text in texts if pattern(text) in common)
             ranks = " and ".join(map(str, texts_by_rank))
             text = f'ranks {ranks} print "{example.strip()[:60]}": is that intended?'
             return unsure(text, where, "prints_on_every_rank")
@@ -216,8 +221,10 @@ def printed_numbers(run):
         windows = [until_now[-1:], until_now[progress.steps_before_epoch :], until_now]
         for match in re.finditer(FRACTION, event.text):
             words = event.text[: match.start()]
-            is_own_loss = bool(re.search(LOSS, words)) and progress.is_alone
             meaning = meaning_of(match, windows)
+            of_rank = meaning != RIGHT and "rank" in words  # the line says whose number it is
+            meaning = None if of_rank else meaning
+            is_own_loss = bool(re.search(LOSS, words)) and progress.is_alone and not of_rank
             numbers.append(Number(match[0], pattern(words), event.where, meaning, is_own_loss))
     return numbers
 
