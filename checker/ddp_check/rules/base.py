@@ -24,21 +24,24 @@ a right script. It returns a verdict, or None if it found no fault:
    return a verdict in any case.
 3. A verdict is `wrong(text, where, page)`: what was seen, the line of the script, and the page that
    explains it. The words wrong, fragile, slow and unsure are explained beside `WRONG` below; what a
-   longer run might still put right is `unsure`. A rule
-   passes only for what it has looked at; what a run did not show is `unseen`. If no page of
-   pitfalls/, recipes/ or lookup/ names the fault, leave the page out.
+   longer run might still put right is `unsure`. A rule passes only for what it has looked at; what
+   a run did not show is `unseen`. If no page of pitfalls/, recipes/ or lookup/ names the fault,
+   leave the page out.
 4. Its test is a row of `KINDS` in tests/test_ddp_check_kinds.py. `Kind(told, wrong, say, right)`
    has all that the report shows, the changes that make tests/base.py wrong, an expression that fits
    "text (line of the script)", and the changes that come before if another right script is needed.
-   A script that must only pass is a row of `RIGHT`. To run the row "never zeroed":
+   Begin with a copy of a row of your subject; what its changes are made of stands above the tables.
+   A script that must only pass is a row of `RIGHT`. To run the row "never zeroed", for 10 s:
    `pytest -m "" checker/tests/test_ddp_check_kinds.py -k "never and zeroed"`
-5. If no event shows it: a property of each step is a field of `Step`, filled in `report_step`
+5. An event may leave cases out: look where the observer reports it, and who else reads it. If no
+   event shows the fault: a property of each step is a field of `Step`, filled in `report_step`
    (observer/steps.py). What it needs from between two steps is kept in `SinceStep`, which a step of
    any optimizer resets, or in `State` if it must last (observer/base.py). Anything else is a class
    in events.py, reported by a function under `@patch` in a module of observer/, with its row in the
    table of observer/patches.py. Wrap the observer's own work in `with harmless:`.
 6. It has to pass on 05_gather_eval.py, or to be named in `UNSHOWN` of tests/test_ddp_check.py, and
-   it gets a line in CHANGELOG.md under the next version.
+   it gets a line in CHANGELOG.md under the version at its top. Then run `python diffs/generate.py`,
+   and `.ci/budgets`, in which a rule may raise the rows of the checker.
 
 A rule that raises an exception is reported as an error of the checker, with the traceback.
 
