@@ -73,12 +73,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 EARLY
+threads = len(os.listdir("/proc/self/task"))
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 DDP(torch.nn.Linear(1, 1))
 dist.destroy_process_group()
 time.sleep(1)  # Linux lists a thread for a moment after it has ended
-tasks = [f"/proc/self/task/{task}/comm" for task in os.listdir("/proc/self/task")]
-print(sum("gloo" in open(task).read() for task in tasks) > 0)
+print(len(os.listdir("/proc/self/task")) > threads)
 """
 
 
