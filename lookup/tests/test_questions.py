@@ -202,7 +202,7 @@ def test_data_formats(trained, tmp_path):
         file["labels"] = labels[third : 2 * third]
     rows = [images[2 * third :].flatten(1).tolist(), labels[2 * third :].tolist()]
     parquet.write_table(table(rows, ["image", "label"]), tmp_path / "data.parquet")
-    *code, _, _ = blocks("My data does not fit")
+    code = blocks("My data does not fit")
     (tmp_path / "formats.py").write_text("\n\n".join(code), encoding="utf-8")
     head = "    return TensorDataset(shifted, labels[train].repeat(9)), "
     imports = "from torch.utils.data import ConcatDataset\nfrom formats import *\n"
