@@ -101,7 +101,10 @@ def text_of(plan, verdicts, drills=(), everything=False, coloured=False):
     numbers = ", ".join(f"{counts[status]} {status}" for status in base.LABELS if counts[status])
     first, *_ = verdicts = ranked(verdicts)
     reason = f"all {counts[base.PASS]} rules that saw something pass"
-    reason = f"first: {message(first)}" if first.status in base.LEVELS else reason
+    if first.status in base.LEVELS:
+        reason = f"first: {message(first)}"
+    elif exit_code(plan, verdicts) == 2:
+        reason = "no step of an optimizer was seen, so it says little that rules pass"
     where = "its GPU calls translated for the CPU" if run.translate else "on the CPU"
     ran = f"ran: {plan.nproc} processes under {plan.launcher}, {where}, {run.seconds:.0f} s"
     lines = [wrapped(f"{plan.script}: {summary(plan, verdicts)}: {numbers}"), wrapped(reason)]

@@ -500,6 +500,7 @@ MASKED_MEAN = (  # over those of the inputs that count, whose number differs fro
             loss = cross_entropy(model(inputs)[kept], targets[kept])
 """,
 )
+MASKED_TERM = "            loss = loss + model(inputs)[inputs[:, 0] > 0].square().mean()\n"
 BY_SLICES = [
     before(
         "        right = eval",
@@ -634,6 +635,11 @@ KINDS = {
     "accumulated": Kind({"gradients_are_averaged": SLOW}, [ALWAYS_SYNC], "3 backward", ACCUMULATED),
     "a mean over what a mask leaves": Kind(
         GRADIENTS, [MASKED_MEAN], "a mean over another number of elements, first .+ and "
+    ),
+    "a term that is such a mean": Kind(
+        {"gradients_are_averaged": UNSURE},
+        [(TRAIN, TRAIN + MASKED_TERM)],
+        "a term of the loss of each rank is a mean over another number",
     ),
     "a rank that skips steps": Kind(
         {**GRADIENTS, **WEIGHTS},

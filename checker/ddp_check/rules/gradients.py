@@ -207,9 +207,11 @@ def mean_of_unequal(run):
         return None
     step, counts = uneven[0]
     numbers = " and ".join(f"{count:.0f}" for count in counts[:2])
-    text = f"the loss of each rank is a mean over another number of elements, first {numbers}, and "
+    has_terms = len(step.means_over) > len(step.losses)  # of which some may only regularize
+    what, verdict = ("a term of the loss", unsure) if has_terms else ("the loss", wrong)
+    text = f"{what} of each rank is a mean over another number of elements, first {numbers}, and "
     text += "DDP takes the mean of these means: divide the sum by the number on all ranks, and "
-    return wrong(f"{text}multiply it by that of the ranks", step.where, WRONG_RESULTS)
+    return verdict(f"{text}multiply it by that of the ranks", step.where, WRONG_RESULTS)
 
 
 def elements_of_means(step):
