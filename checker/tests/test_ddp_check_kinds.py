@@ -500,6 +500,10 @@ MASKED_MEAN = (  # over those of the inputs that count, whose number differs fro
             loss = cross_entropy(model(inputs)[kept], targets[kept])
 """,
 )
+FOLD = """        part = Subset(data, range(fold, 64 + fold))
+        sampler = DistributedSampler(part)
+        loader = DataLoader(part, 8, sampler=sampler)
+"""
 MASKED_TERM = "            loss = loss + model(inputs)[inputs[:, 0] > 0].square().mean()\n"
 BY_SLICES = [
     before(
@@ -993,6 +997,13 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
     "a loss that is said to be of one rank": (
         [after(BACKWARD, '            rank or print(f"loss of rank 0: {loss.item():.4f}")\n')],
         {"printed_loss_is_of_all": PASS},
+    ),
+    "folds whose orders have seeds of their own": (
+        [
+            (READY, "    for fold, epoch in [(0, 0), (0, 1), (1, 0), (1, 1)]:\n" + FOLD),
+            ("set_epoch(epoch)", "set_epoch(epoch + fold)"),
+        ],
+        {"order_changes": PASS},
     ),
     "two losses": (
         [(TRAIN, TRAIN + "            loss = (loss + model(inputs).square().mean()) / 2\n")],

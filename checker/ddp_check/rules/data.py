@@ -156,9 +156,10 @@ def checksum_by_index(entry, field_name):
 
 def order_changes(run):
     """the order changes from epoch to epoch"""
-    loops = {}  # line of the loop -> the passes of the lowest rank
+    loops = {}  # line of the loop, and what it reads -> the passes of the lowest rank
     for entry in map(of_lowest_rank, run.epochs):
-        loops.setdefault(entry.where, []).append(entry)
+        data = entry.subset_checksum, entry.tensor_checksum  # each fold has its own
+        loops.setdefault((entry.where, *data), []).append(entry)
     longest = max(loops.values(), key=len, default=[])
     if len(longest) < 2:
         return read_once(longest) or unseen("fewer than two epochs with a DataLoader: run more")
