@@ -104,7 +104,8 @@ def text_of(plan, verdicts, drills=(), everything=False, coloured=False):
     if first.status in base.LEVELS:
         reason = f"first: {message(first)}"
     elif exit_code(plan, verdicts) == 2:
-        reason = "no step of an optimizer was seen, so it says little that rules pass"
+        reason = "no optimizer of torch.optim took a step, so it says little that rules pass: "
+        reason += "does the script change its weights by hand?"
     where = "its GPU calls translated for the CPU" if run.translate else "on the CPU"
     ran = f"ran: {plan.nproc} processes under {plan.launcher}, {where}, {run.seconds:.0f} s"
     lines = [wrapped(f"{plan.script}: {summary(plan, verdicts)}: {numbers}"), wrapped(reason)]

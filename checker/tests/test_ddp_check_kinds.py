@@ -504,6 +504,8 @@ FOLD = """        part = Subset(data, range(fold, 64 + fold))
         sampler = DistributedSampler(part)
         loader = DataLoader(part, 8, sampler=sampler)
 """
+CROSS = "nn.functional.binary_cross_entropy(model(inputs).sigmoid(), inputs.sigmoid())"
+AUTOENCODER = [("cross_entropy(model(inputs), targets)", CROSS)]
 MASKED_TERM = "            loss = loss + model(inputs)[inputs[:, 0] > 0].square().mean()\n"
 BY_SLICES = [
     before(
@@ -562,6 +564,12 @@ KINDS = {
     "random samples": Kind({**SHARED, **RANDOM}, [SAME_SEED], right=RANDOM_SAMPLES),
     "dictionaries": Kind(SHARED, [SAME_ORDER], right=DICTIONARIES),
     "no DataLoader": Kind({**SHARED, "random_numbers_differ": UNSURE}, [SAME_SEED], right=DRAWN),
+    "drawn from one stream, a rank ahead": Kind(
+        SHARED,
+        [SAME_SEED, before(READY, "    rank or torch.randn(6, 8, 4)\n")],
+        "12 of 18 batches are the same on all ranks, in other steps",
+        DRAWN,
+    ),
     "sharded parameters": Kind(SHARED, [SAME_ORDER], right=SHARDED),
     "processes of its own": Kind(SHARED, [SAME_ORDER], right=SPAWNED),
     "split by worker": Kind(
@@ -1241,6 +1249,7 @@ DRILLED = {
         "world-size", LENGTHS, "the script makes its batches itself, and the drill cannot", UNSEEN
     ),
     "SyncBatchNorm": Drilled("world-size", SYNCED, "", PASS),
+    "inputs as targets": Drilled("world-size", AUTOENCODER, "", PASS),
     "BatchNorm": Drilled("world-size", [NORMALIZED], r"1.running_mean changes in trai", UNSEEN),
     "dropout, resized": Drilled("world-size", DROPOUT, "run the drill without dropout", UNSEEN),
     "a constant mask": Drilled("world-size", [*CAUSAL, MASKED_MEAN], "mean over tokens"),

@@ -17,7 +17,13 @@ from ddp_check.observer.base import TASK, ask, harmless, is_first, report, state
 from ddp_check.observer.group import after_gather
 from ddp_check.observer.patches import ITERATOR, patch
 from ddp_check.observer.randomness import ignoring_draws
-from ddp_check.observer.values import checksum, describe_samples, fingerprint, parts_of
+from ddp_check.observer.values import (
+    checksum,
+    describe_samples,
+    fingerprint,
+    in_double_precision,
+    parts_of,
+)
 
 UNKNOWN = ("checksums", "label_checksums", "width", "label_size")  # of a batch without tensors
 MAX_OBJECTS = 1000  # of a data set that are searched for generators
@@ -146,7 +152,7 @@ def next_batch(original, self):
         raise
     with harmless:
         report_batch(self._ddp_check, batch)
-    return batch
+    return in_double_precision(batch) if TASK.scale else batch
 
 
 def end_pass(progress):

@@ -5,6 +5,8 @@ import os
 import shutil
 import sys
 
+import torch
+
 from ddp_check.events import Load, Opened, Print, Read, Renamed, Save, ShardedLoad, ShardedSave
 from ddp_check.imports import after_import
 from ddp_check.observer.base import TASK, ask, harmless, is_first, report, script_line, state
@@ -101,7 +103,8 @@ def save(original, obj, f, *args, **kwargs):
         detach(f)
     steps = state.steps
     result = original(obj, f, *args, **kwargs)
-    if state.in_sharded_save or not script_line():  # a part of another checkpoint
+    part = isinstance(obj, torch.TypedStorage | torch.UntypedStorage)  # of what is pickled
+    if part or state.in_sharded_save or not script_line():  # a part of another checkpoint
         return result
     path = os.path.realpath(path) if isinstance(path, str | os.PathLike) else None
     keys = ask(prefixed_keys, obj, default=[])

@@ -12,7 +12,6 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.nn.modules import module as hooks
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map_only
 
 from ddp_check import events
 from ddp_check.observer import base
@@ -28,9 +27,14 @@ from ddp_check.observer.base import (
 )
 from ddp_check.observer.patches import C10D, DDP, patch
 from ddp_check.observer.randomness import attribute_draws, attribute_to_script
-from ddp_check.observer.values import batch_checksum, checksums, is_finite, mesh_dimensions
+from ddp_check.observer.values import (
+    batch_checksum,
+    checksums,
+    in_double_precision,
+    is_finite,
+    mesh_dimensions,
+)
 
-SHORTER = (torch.FloatTensor, torch.BFloat16Tensor, torch.HalfTensor)  # than float64
 SHARDED = {"FSDPModule", "FullyShardedDataParallel"}  # importing them would take seconds
 model_numbers = {}  # identity of a module in a wrapped model -> the number of that model
 watched = {}  # identity of a parameter whose gradient a DDP model reduces -> the parameter
@@ -122,7 +126,7 @@ def forward(original, self, *args, **kwargs):
         if torch.is_grad_enabled() and self.module.training:
             state.since_step.inputs.append(batch_checksum([args, kwargs]))
     if TASK.scale:
-        args, kwargs = tree_map_only(SHORTER, torch.Tensor.double, (args, kwargs))
+        args, kwargs = in_double_precision((args, kwargs))
     try:
         return original(self, *args, **kwargs)
     finally:

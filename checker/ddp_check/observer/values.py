@@ -10,13 +10,14 @@ import itertools
 import zlib
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddp_check.observer.base import ask
 
 PER_SAMPLE = 1 << 10  # elements that enter the checksum of a sample
 PER_BATCH = 1 << 16  # likewise, of a batch
 MAX_PARTS = 30  # first items of a list or attributes of an object that enter its fingerprint
+SHORTER = (torch.FloatTensor, torch.BFloat16Tensor, torch.HalfTensor)  # than float64
 MAX_BYTES = 1e8  # a larger array does not enter a fingerprint
 
 
@@ -60,6 +61,11 @@ def tensors_in(values):
     """Return the tensors in a structure of lists and dictionaries."""
     leaves = ask(tree_leaves, values, default=[])
     return [leaf for leaf in leaves if ask(isinstance, leaf, torch.Tensor)]
+
+
+def in_double_precision(values):
+    """Return a structure with its tensors of fewer bits in float64, for the drill world-size."""
+    return tree_map_only(SHORTER, torch.Tensor.double, values)
 
 
 def batch_checksum(batch):

@@ -29,8 +29,25 @@ def ranks_share_data(run):
     if verdict := never_used(run):
         return verdict
     if not run.epochs:
+        if verdict := same_stream(run):
+            return verdict
         each = "in each step, the ranks have different batches; " if rows else ""
         return unseen(f"{each}no DataLoader was used to train, so it is not seen which samples")
+
+
+def same_stream(run):
+    """Return the verdict if the ranks train on the same batches, each in steps of its own.
+
+    A rank that draws more than the others, as for an evaluation, is ahead in the same numbers.
+    """
+    inputs = [
+        [*chain(*(step.inputs for step in steps))] for steps in run.by_rank(events.Step).values()
+    ]
+    common = set.intersection(*map(set, inputs))
+    batches = len(inputs[0])
+    if len(inputs) > 1 and len(common) > batches / 2 and not any(map(repeated, inputs)):
+        text = f"{len(common)} of {batches} batches are the same on all ranks, in other steps: add "
+        return wrong(f"{text}the rank to the seed", run.all(events.Step)[0].where, "no_sampler")
 
 
 def indices_are_shared_out(epochs):
