@@ -71,7 +71,7 @@ class Exit(Event):
     """It ends, and Python's atexit functions run."""
 
     group_open: bool  # the process group was not destroyed
-    gloo_threads: int
+    gloo_threads: int | None  # None: this PyTorch gives them no name
     nn_imported: bool  # torch.distributed.nn has been imported, by now
 
 

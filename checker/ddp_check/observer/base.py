@@ -54,7 +54,7 @@ class State:
     unused_batch: bool = False  # no model was called since the last batch
     new_batch: bool = False  # no model was called without gradients since the last batch
     steps: int = 0  # of the optimizers
-    total_backwards: int = 0
+    total_backwards: int = 0  # backward passes, which are no events: tells before from after
     in_forward: bool = False  # of DDP, which calls the unwrapped model
     in_loader: bool = False  # a DataLoader makes its next batch
     in_sharded_save: bool = False  # which calls torch.save for its parts

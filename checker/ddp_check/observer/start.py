@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from ddp_check.events import Exit, SigtermHandler, Start, Unpatched
@@ -15,6 +16,8 @@ from ddp_check.observer import data, files, losses, steps  # noqa: F401  # each 
 from ddp_check.observer.base import TASK, ask, harmless, is_first, report, script_line, state
 from ddp_check.observer.models import describe_models
 from ddp_check.observer.patches import PATCHES, intercept, missing
+
+NAMES_THREADS = torch.__version__ >= "2.11"  # seen: 2.10 does not, 2.13 does
 
 
 def count_gloo_threads():
@@ -36,6 +39,7 @@ def end():
     with harmless:
         describe_models()
     threads = 0 if group_open else threads_that_stay()
+    threads = threads if NAMES_THREADS else None
     nn_imported = "torch.distributed.nn" in sys.modules
     report(Exit, group_open=group_open, gloo_threads=threads, nn_imported=nn_imported)
 

@@ -38,10 +38,13 @@ a right script. It returns a verdict, or None if it found no fault:
    (observer/steps.py). What it needs from between two steps is kept in `SinceStep`, which a step of
    any optimizer resets, or in `State` if it must last (observer/base.py). Anything else is a class
    in events.py, reported by a function under `@patch` in a module of observer/, with its row in the
-   table of observer/patches.py. Wrap the observer's own work in `with harmless:`.
-6. It has to pass on 05_gather_eval.py, or to be named in `UNSHOWN` of tests/test_ddp_check.py, and
-   it gets a line in CHANGELOG.md under the version at its top. Then run `python diffs/generate.py`,
-   and `.ci/budgets`, in which a rule may raise the rows of the checker.
+   table of observer/patches.py. Wrap the observer's own work in `with harmless:`, and pass on what
+   you have read of an iterator. A step that a GradScaler skips is only seen in `step_scaled`.
+6. It has to pass on 05_gather_eval.py, or to be named in `UNSHOWN` of tests/test_ddp_check.py. It
+   gets a line in CHANGELOG.md under the version at its top, and changes the counts in the report
+   that README.md shows. Then run `ruff`, `python diffs/generate.py`, and `.ci/budgets`, in which a
+   rule may raise the rows of the checker. From a clone, `PYTHONPATH=checker python -m ddp_check`
+   runs it.
 
 A rule that raises an exception is reported as an error of the checker, with the traceback.
 
