@@ -16,12 +16,16 @@ const CODE = /\b(exit ?code|status|signal|err(?:or|no)?|code|failure)\b\s*[:=]?\
 const SEVERAL = /\b(?:[2-9]|[1-9]\d+|two|three|four|six|eight|dual|multi(?:ple)?|many|all|both|more)[ -]?GPUs?\b/gi;
 // What is printed after every failure, whatever its cause, or before its cause is named.
 const ANNOUNCED = /ChildFailedError|CalledProcessError|exited unexpectedly|exitcode : [12]\b|Details are lost|ProcessRaisedException|nccl(?:Internal|System|UnhandledCuda)Error|ncclInvalidUsage|watchdog thread terminated|SIGABRT|SIGTERM|Some NCCL operations/;
+// With this the launcher ends the other ranks, once one has failed.
+const ENDED = /Sending process \d+ closing signal SIGTERM|\bexit ?code\s*:\s*-15\b|Signal 15 \(SIGTERM\) received by PID/gi;
+const FAILED = /\bexit ?code\s*:\s*-?(?!15\b)[1-9]/i;
 const CLASS = /^(?:(?:runtime|value|type|key|attribute|assertion|import|os|user|future|module|not)_?(?:notfound|implemented)?(?:error|warn)|error|warn|exception|traceback|rank|assert|python|help|pleas)$/; // says little, alone
 
 // The words of a text, without what is particular, each with its parts: find_unused, TCPStore.
 function words(text) {
   for (const pattern of PARTICULAR) text = text.replace(pattern, " ");
   text = text.replace(PATH, (path) => ` ${(path.match(CACHE) || []).join(" ")} `);
+  if (FAILED.test(text)) text = text.replace(ENDED, " ");
   text = text.replace(CODE, "$1 №$2 "); // the one kind of number that tells something
   text = text.replace(SEVERAL, "several GPU");
   text = text.replace(/\bout[ -]of[ -]memory\b|\bOutOfMemory(?:Error)?\b|\bOOM\b/gi, "OOM");
@@ -29,9 +33,9 @@ function words(text) {
 }
 
 const NAMED = /\w(?:Error|Exception|Warning)\b *(?=:|$)/m; // not in the middle of a question
-const COMMON = new Set(`a an and any are as at be been but by can could do does did for from get gets had has have how however i
-  if in into is it its me my no not of on one or our out so some still than that the their them then there these they this
-  to up use used using was we what when where which while who why will with would you your`.split(/\s+/));
+const COMMON = new Set(`a an and any are as at be been but by can cant could do does doesn doesnt did don dont for from get gets had has have how however i
+  if in into is isn isnt it its me my no not of on one or our out so some still than that the their them then there these they this
+  to up use used using was we what when where which while who why will with wont would you your`.split(/\s+/));
 const ALIKE = { freez: "hang", stuck: "hang", hung: "hang", deadlock: "hang", slower: "slow", faster: "fast", speed: "fast",
   multi: "several", multipl: "several", machin: "node", host: "node", debugger: "debug", gpus: "gpu", card: "gpu",
   each: "every", reshuffl: "shuffl", validat: "evaluat", validation: "evaluat", evaluation: "evaluat", acc: "accuracy", ckpt: "checkpoint" };
@@ -131,7 +135,9 @@ function article(element) {
   const why = row?.[0] ?? (recipe ? note.querySelector("p") : element.closest(".step").querySelector("h2"));
   const typed = row ? [row[1]] : recipe ? added(element) : [];
   const worth = row ? 0.9 : 0.7; // a patch fits step 5 only: an answer for any script is before it
-  return found(`#${element.id}`, heading, why.textContent, titles(element.id, heading, []), note.textContent, { typed, worth });
+  const name = element.id.split("-").slice(1).join(" "); // fsdp2, tensor parallel
+  const messages = [...titles(element.id, heading, []), name];
+  return found(`#${element.id}`, heading, why.textContent, messages, note.textContent, { typed, worth });
 }
 
 // The lines that a recipe adds, and the command that writes them to a file.
@@ -210,9 +216,10 @@ let index = null;
 function find(text) {
   index ||= collect();
   const { entries, rarity, spelt } = index;
-  const known = (term) => rarity.has(term) || term.length < 6 || term.includes(" ");
-  const meant = (term) => slips(term).map((slip) => spelt.get(slip)).find(Boolean) ?? term;
-  const said = [...terms(text)].map((term) => (known(term) ? term : meant(term)));
+  const slipped = (word) => (word.length < 6 ? [word] : slips(word)); // a short word may lack a letter
+  const mend = (word) => (rarity.has(word) ? word : slipped(word).map((slip) => spelt.get(slip)).find(Boolean) ?? word);
+  const meant = (term) => term.split(" ").map(mend).join(" ");
+  const said = [...terms(text)].map((term) => (rarity.has(term) ? term : meant(term)));
   const asked = new Set(said.filter((term) => rarity.has(term)));
   const unknown = said.filter((term) => !rarity.has(term) && !term.includes(" ")).length;
   const all = mass(rarity, asked) + unknown * Math.log(entries.length);
@@ -222,7 +229,8 @@ function find(text) {
     const covered = Math.max(...share.map((part, at) => part * Math.min(1, 0.3 + one.masses[at] / 15)));
     const whole = share.some((part, at) => part > 0.7 && one.masses[at] > 16);
     const named = parts[0] / Math.sqrt(one.masses[0] * all);
-    const score = shared * (30 / all + covered + named) * (log ? one.worth : one.worth ** 0.4);
+    const alike = Math.max(...parts.map((part, at) => part / Math.sqrt(one.masses[at] * all))); // 1: word for word
+    const score = shared * (30 / all + covered + named + 2 * alike ** 16) * (log ? one.worth : one.worth ** 0.4);
     return { ...one, present, covered, whole, score };
   });
   // Only an entry can be an error in place of the warning, or the cause in place of the report.
