@@ -99,7 +99,8 @@ def test_the_checker_passes_the_solution(tmp_path, words):
 
 @SLOW
 def test_the_checker_says_what_is_shown(tmp_path):
-    script = small(tmp_path, "train.py", 8).rename(tmp_path / "my_train.py")
+    afresh = ("if os.path.exists(path):", "if False:")  # a rank that starts late would find a file
+    script = small(tmp_path, "train.py", 8, afresh).rename(tmp_path / "my_train.py")
     said = checked(script, "my_train.py", "2")
     faults = r"^FAIL.*\n(?: .*\n)*"  # with their lines of continuation
     said, shown = ("".join(re.findall(faults, text, re.MULTILINE)) for text in (said, PAGE))

@@ -146,7 +146,7 @@ def test_local_sgd(tmp_path):
     assert said(again, 1)[0] == final  # what it loads
     assert held_out(again) < held_out(job)
     assert held(job) == [[PARAMETERS, PARAMETERS, 2 * PARAMETERS]] * 4
-    on_page("local_sgd", 3 * PARAMETERS, 2 * PARAMETERS)
+    on_page("local_sgd", 3 * PARAMETERS)
 
 
 def test_pipeline(tmp_path):

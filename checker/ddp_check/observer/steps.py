@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 import time
 import traceback
 from collections import Counter
@@ -39,7 +40,7 @@ projecting = {}  # identity of a parameter -> the handle of its hook, in the fir
 @optimizers.register_optimizer_step_pre_hook
 def enter_step(optimizer, args, kwargs):
     """Report a step before it is taken, while the gradients are there."""
-    callers = [frame.f_code for frame, _ in traceback.walk_stack(None)]
+    callers = [frame.f_code for frame, _ in traceback.walk_stack(sys._getframe())]
     wrappers = [code for code in callers if (code.co_filename, code.co_name) == STEP_WRAPPER]
     state.in_step = len(wrappers)  # counted each time: after an exception, no step is left
     if state.in_step > 1 or "_init_optim_state" in {code.co_name for code in callers}:
