@@ -41,9 +41,9 @@ def test_no_gloo_thread_is_left_when_the_group_is_destroyed(tmp_path, exits, ste
     """Freed later, DDP would wait for gloo's threads while it holds the lock that they may need."""
     env, check = exits
     path = edited(tmp_path, step, (DESTROYED, DESTROYED + SHOW))
-    starts = [forked(path, *ONE)] * 2 if step != "02" else [command(path, *ONE)]
+    start = command(path, *ONE) if step == "02" else forked(path, *ONE)
     env |= {"PYTHONPATH": str(ROOT / "tests" / "support" / "exits")} if step == "02" else {}
-    for start, finished_epochs in zip(starts, ([], [1])):
+    for finished_epochs in ([], [1]):
         job = finished(start, tmp_path, env)
         assert resumed(job) == finished_epochs
         assert job.stdout.count("left 0\n") == 2, job
@@ -57,11 +57,19 @@ def test_no_gloo_thread_is_left_after_an_interruption(tmp_path, exits):
     check()
 
 
+AGAIN = [
+    pytest.param(16, marks=pytest.mark.weekly(f"exits 64 processes of a step again ({number})"))
+    for number in range(5)
+]
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("nprocs", [4, *AGAIN])
 @pytest.mark.parametrize("step", ["03", "04", "05"])
-def test_healthy_runs_exit_with_0(trained, tmp_path, exits, step):
+def test_healthy_runs_exit_with_0(trained, tmp_path, exits, step, nprocs):
+    """With the weekly ones, more than 80 processes of each step exit."""
     shutil.copy(trained("03", *ONE).cwd / "checkpoint.pt", tmp_path)
     env, check = exits
-    job = finished(forked(step, *ONE, nprocs=4), tmp_path, env)
+    job = finished(forked(step, *ONE, nprocs=nprocs), tmp_path, env, timeout=300)
     assert resumed(job) == [1]
-    check(4)
+    check(nprocs)

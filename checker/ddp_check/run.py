@@ -217,7 +217,7 @@ class Run:
         rank, code = self.first_failure
         who = f"rank {rank}" if rank is not None else "it"
         if code < 0:
-            names = {one.value: one.name for one in signal.Signals}
+            names = {number.value: number.name for number in signal.Signals}
             return f"{who} is killed by {names.get(-code, f'signal {-code}')}"
         last = self.printed.strip().rpartition("\n")[2] or "nothing is printed"
         return f"{who} exits with code {code}: {last}"

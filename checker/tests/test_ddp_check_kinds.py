@@ -884,6 +884,9 @@ KINDS = {
         r"a mean over batches of unequal size.+ \(print",
         [("DataLoader(data, 8", "DataLoader(data, 10")],
     ),
+    "a ranking loss of rank 0": Kind(
+        PRINTED_LOSS, [(SUM, ""), ("{epoch} loss", "{epoch} ranking loss")], "is the loss of rank 0"
+    ),
     "logged by all ranks": Kind(
         {"one_rank_prints": UNSURE},
         [before(SHOW, '        logging.info(f"epoch {epoch + 1}, loss 0.69")\n')],

@@ -165,6 +165,26 @@ def test_images_in_memory(tmp_path, fork_ranks):
     assert told(verdicts) == {}
 
 
+STEP = "            optimizer.step()\n"
+FAILS_FIRST = """\
+            try:
+                optimizer.step(lambda: 1 / 0)
+            except ZeroDivisionError:
+                pass
+"""
+SENT = "    dist.broadcast_object_list([torch.ones(2)])\n"
+
+
+@pytest.mark.slow
+def test_steps_that_fail_hide_no_others_and_what_is_sent_is_no_save(tmp_path, fork_ranks):
+    changes = [before(STEP, FAILS_FIRST), before("    dist.barrier()\n", SENT)]
+    run, _ = judged(write(tmp_path / "train.py", BASE, changes))
+    assert run.returncode == 0, run.output
+    steps = len(run.of_lowest_rank(events.Step))
+    assert steps == 2 * 18  # three epochs of six
+    assert len(run.all(events.Save)) == 3
+
+
 @pytest.mark.slow
 def test_a_script_that_looks_for_pytorch_before_it_imports_it(tmp_path):
     look = 'import importlib.util\n\nassert importlib.util.find_spec("torch")\n'

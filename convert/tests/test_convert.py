@@ -187,6 +187,44 @@ KINDS = {  # what an entry's title begins with: a diff that makes train_ddp.py a
 +
  def evaluate(model, data, device):
 """,
+    "It prints accuracies": """
+-        loss_sum, seen = 0.0, 0
++        loss_sum, correct, seen = 0.0, 0, 0
+
+-            loss = cross_entropy(model(images), labels)
++            logits = model(images)
++            loss = cross_entropy(logits, labels)
++            correct += (logits.argmax(dim=1) == labels).sum().item()
+             optimizer.zero_grad()
+
+-        sums = torch.tensor([loss_sum, seen], dtype=torch.float64, device=device)
++        sums = torch.tensor([loss_sum, correct, seen], dtype=torch.float64, device=device)
+
+-        loss_sum, seen = sums.tolist()
++        loss_sum, correct, seen = sums.tolist()
+
+-            print(f"epoch {epoch}: loss {loss_sum / seen:.4f}, {valid_loss:.4f}, {accuracy:.2%}")
++            print(f"epoch {epoch}: training {correct / seen:.2%}, validation {accuracy:.2%}")
+""",
+    "It has several models": """
+     start, best = 0, float("inf")
++    head = nn.parallel.DistributedDataParallel(nn.Linear(10, 10))
++    head_optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+
+         model.train()
++        head.train()
+
+-            loss = cross_entropy(model(images), labels)
++            loss = cross_entropy(head(model(images)), labels)
++            head_optimizer.zero_grad()
+
+             loss.backward()
++            head_optimizer.step()
+
+-        found = [evaluate(model.module, valid_set, device) if dist.get_rank() == 0 else None]
++        whole = nn.Sequential(model.module, head.module)
++        found = [evaluate(whole, valid_set, device) if dist.get_rank() == 0 else None]
+""",
     "It has a batch_sampler": """
 +import random
  import os

@@ -34,7 +34,8 @@ def meet_here(address):
     with contextlib.suppress(OSError), socket.create_server((host, 0), family=family):
         return address
     report(events.OtherMachine, host=host)
-    return f"tcp://localhost:{parts.port}{parts.path}" if parts.scheme else "localhost"
+    here = parts._replace(netloc=f"localhost:{parts.port}")
+    return here.geturl() if parts.scheme else "localhost"
 
 
 @patch(f"{C10D}.init_process_group")

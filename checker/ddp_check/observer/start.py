@@ -17,7 +17,7 @@ from ddp_check.observer.base import TASK, ask, harmless, is_first, report, scrip
 from ddp_check.observer.models import describe_models
 from ddp_check.observer.patches import PATCHES, intercept, missing
 
-NAMES_THREADS = torch.__version__ >= "2.11"  # seen: 2.10 does not, 2.13 does
+NAMES_THREADS = torch.__version__ >= "2.13"  # seen; 2.10 gives them none
 
 
 def count_gloo_threads():

@@ -9,7 +9,7 @@ from ddp_check import events
 from ddp_check.ranks import counted, of_lowest_rank
 from ddp_check.rules.base import passed, unseen, unsure, wrong
 from ddp_check.rules.data import repeated
-from ddp_check.rules.output import FRACTION, sum_is_printed
+from ddp_check.rules.output import FRACTION, SAYS_RANK, sum_is_printed
 
 ACCURACY = r"(?i)(?<!train )(?<!training )\bacc[a-z]*\W*(\d+\.(\d+)) ?(%?)"
 ACCURATE = r"(?i)(\bacc|\bf1|\biou|\bauc|precision|recall)[^\n\d]*$"  # before a number
@@ -225,7 +225,7 @@ def own_data_printed(run):
         if row[0].pass_number in evaluating or len({event.inputs for event in row}) == 1:
             continue
         for event in results_of_rank_0(run, row[0]):
-            if re.search(FRACTION, event.text) and "rank" not in event.text:
+            if re.search(FRACTION, event.text) and not re.search(SAYS_RANK, event.text):
                 text = "each rank evaluates other data, and no collective brings the results "
                 text += f'together when rank 0 prints "{event.text.strip()[:60]}": is it its own?'
                 return unsure(text, event.where, "rank_0_loss")

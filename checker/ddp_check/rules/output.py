@@ -16,6 +16,7 @@ RIGHT, THE_SUM = "the mean over all ranks", "the sum over the ranks"  # what a n
 WAITS = events.Step | events.Collective
 WRITES = events.Opened | events.Save | events.Renamed
 NAMED_SUM = r"(?i)sum|total"
+SAYS_RANK = r"(?i)\brank[ _-]?\d"  # so the line says whose number it is
 # In a script that may wait for a file in a way of its own:
 POLLS = r"\bsleep\(|\.wait\(|(?i:file_?lock)|flock\("
 
@@ -222,7 +223,7 @@ def printed_numbers(run):
         for match in re.finditer(FRACTION, event.text):
             words = event.text[: match.start()]
             meaning = meaning_of(match, windows)
-            of_rank = meaning != RIGHT and "rank" in words  # the line says whose number it is
+            of_rank = meaning != RIGHT and bool(re.search(SAYS_RANK, words))
             meaning = None if of_rank else meaning
             is_own_loss = bool(re.search(LOSS, words)) and progress.is_alone and not of_rank
             numbers.append(Number(match[0], pattern(words), event.where, meaning, is_own_loss))

@@ -117,7 +117,7 @@ def evaluated_models_agree(run):
     for (model, where, _, names), values_by_rank in checksums.items():
         apart = []
         for name in names:  # several values of a rank: it changes them without an optimizer
-            values = [{each[name] for each in every} for every in values_by_rank.values()]
+            values = [{found[name] for found in of_rank} for of_rank in values_by_rank.values()]
             if not set.intersection(*values):
                 apart.append(name)
         if apart and trained_apart(run):
