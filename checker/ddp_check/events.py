@@ -6,7 +6,9 @@ if it is not known.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+PARAMETER = "parameter "  # and a number: the name of a parameter that is in no wrapped model
 
 
 @dataclass(kw_only=True)
@@ -38,18 +40,10 @@ class Start(Event):
     rank: int | str | None = None  # as its launcher says
 
 
-class Unpatched(Event):
-    """This PyTorch has no such function, so it is not observed."""
-
-    name: str
-    lacks: str  # what the report lacks
-
-
 class Trouble(Event):
-    """The observer has failed to look at something; the script has not noticed it."""
+    """The observer could not look at something; the script has not noticed it."""
 
     error: str
-    place: str  # the line of the observer, as "file:line"
 
 
 class Join(Event):
@@ -96,7 +90,6 @@ class Gpu(Event):
 
     by_set_device: bool  # not by a tensor or a module that goes there
     index: int
-    count: int  # of the GPUs that a node has
     visible: str  # what the script has set CUDA_VISIBLE_DEVICES to, or ""
 
 
@@ -110,7 +103,8 @@ class Collective(Event):
     sums: bool  # it adds numbers up, or averages them
     in_model: bool  # during a forward pass of DDP, or a backward pass
     elements: int  # of its largest tensor
-    cuts_gradient: bool  # its input requires a gradient, and its result has none
+    requires_gradient: bool  # an input does, so a loss may depend on the result
+    cuts_gradient: bool  # the same while gradients are enabled: the result has none
 
 
 class GradientLost(Event):
@@ -132,9 +126,8 @@ class Cut(Event):
     """After a gather, the end of a tensor was cut off."""
 
     dropped: int  # elements
-    # What it held: "blocks" of one rank each, or "another" order; "" if what the ranks gave lay in
-    # turns, as DistributedSampler deals, or if that is not known.
-    order: str
+    # It held the parts of the ranks one after the other, not in turns as DistributedSampler deals:
+    in_blocks: bool
 
 
 class Counted(Event):
@@ -223,27 +216,39 @@ class CommHook(Event):
     name: str  # of the hook, with its module
 
 
-class Step(Event):
-    """An optimizer is about to take a step. What is counted is counted since the step before.
+@dataclass(kw_only=True)
+class BetweenSteps:
+    """What is counted or collected since an optimizer took its last step.
 
     That may be another optimizer's: of two that step after one backward pass, the second has none.
     """
+
+    losses: list[float] = field(default_factory=list)  # whose backward pass came
+    # What these losses or their terms were divided by; a factor counts as its inverse:
+    divisors: list[float] = field(default_factory=list)
+    # Of how many elements a loss or a term is the mean, where that is seen:
+    means_over: list[float] = field(default_factory=list)
+    loss_reduced: bool = False  # a loss comes out of torch.distributed.nn.all_reduce
+    backwards: int = 0  # backward passes
+    sample_count: int = 0  # of those that a DataLoader returned
+    inputs: list[int] = field(default_factory=list)  # checksums of the batches that entered models
+    # Who has drawn from PyTorch's generator, "model" or "script", and a checksum of its state
+    # before. A DataLoader's seed and a sampler's order do not count, nor what makes samples.
+    random: dict[str, int] = field(default_factory=dict)
+    random_for_samples: bool = False  # the script drew several for each, between loader and model
+
+
+class Step(Event, BetweenSteps):
+    """An optimizer is about to take a step."""
 
     gradients: dict[str, int]  # checksum of each parameter's gradient, 0 without one
     # Checksum of each parameter, in the first step of a pass and some others; without DDP, in each:
     weights: dict[str, int] | None
     rates: list[float]  # learning rate of each group of parameters
-    losses: list[float]  # whose backward pass came
-    divisors: list[float]  # of these losses or their terms; a factor counts as its inverse
-    means_over: list[float]  # of how many elements a loss or a term is the mean, where that is seen
-    loss_reduced: bool  # a loss comes out of torch.distributed.nn.all_reduce
-    backwards: int  # backward passes
     # A projection of all gradients: of those that this rank computed, summed up, and of those that
     # the optimizer takes. None after the first steps, with a GradScaler or sharded parameters.
     own_gradient: float | None
     taken_gradient: float | None
-    sample_count: int  # of those that a DataLoader returned
-    inputs: list[int]  # checksums of the batches that entered the models
     infinite: str  # what is not finite: "loss", "gradient of NAME", or ""
     zero: bool  # all gradients are zero
     unused: int  # parameters that require a gradient and got none from this rank's losses
@@ -261,10 +266,6 @@ class Step(Event):
     training: bool  # the wrapped models with these parameters, if any, are in training mode
     buffers: dict[str, int]  # checksum of each buffer, without BatchNorm's statistics
     buffers_changed: list[str]  # since their model was wrapped, statistics included
-    # Who has drawn from PyTorch's generator, "model" or "script", and a checksum of its state
-    # before. A DataLoader's seed and a sampler's order do not count, nor what makes samples.
-    random: dict[str, int]
-    random_for_samples: bool  # the script drew several for each sample, between loader and model
     joined: bool  # it is taken inside join()
 
 
@@ -319,24 +320,17 @@ class Print(Event):
     text: str
 
 
-class Opened(Event):
-    """A file is about to be opened for writing."""
+class Written(Event):
+    """A file is opened for writing, not only to append to it, or gets its name."""
 
-    path: str
-    append: bool
+    path: str | None  # None: outside of the script's folder
+    old_name: str = ""  # if it is renamed
 
 
 class Read(Event):
-    """A file in the script's folder was opened for reading."""
+    """A file in the script's folder is opened for reading."""
 
     path: str
-
-
-class Renamed(Event):
-    """A file is renamed."""
-
-    path: str | None  # its new name, or None outside of the script's folder
-    source: str
 
 
 class Save(Event):

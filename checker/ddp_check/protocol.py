@@ -32,7 +32,7 @@ class Task:
     """How a run is to be observed."""
 
     events: str  # the folder that the processes report to
-    place: str  # the folder that the script runs in
+    folder: str  # that the script runs in, with a slash at its end
     nproc: int
     scale: int = 0  # unless 0: multiply the batch by this, and use double precision
     translate: bool = False  # GPU calls, for the CPU

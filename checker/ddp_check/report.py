@@ -135,10 +135,7 @@ def changes(plan):
     if calls := translated(plan):
         texts.append(f"Translated for the CPU: {', '.join(calls)}")
     for event in run.all(events.Trouble):
-        text = f"A fault of the checker, which the script has not noticed: {event.error}"
-        texts.append(f"{text} ({event.place})")
-    for event in run.all(events.Unpatched):
-        texts.append(f"This PyTorch has no {event.name}, so this is not seen: {event.lacks}")
+        texts.append(f"A fault of the checker, which the script has not noticed: {event.error}")
     left = run.all(events.Leave)
     if any(event.live_wrappers for event in left) and not run.for_nccl:
         text = "Changed for this run: a pause of 50 ms before the process group is destroyed. "

@@ -8,21 +8,21 @@ import pytest
 from checking import BASE, before, judged, passed, told
 from ddp_check import events
 from ddp_check.imports import AfterImport
-from ddp_check.observer.patches import OLDEST, PATCHES, USED, resolve
-from support.scripts import ROOT, write
+from ddp_check.plan import planned
+from support.scripts import write
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 
-@pytest.mark.parametrize("name", [*PATCHES, *USED])
-def test_this_pytorch_has_what_is_patched(name):
-    """If one fails with a new PyTorch, find out what replaces the function: the tables say why."""
-    resolve(name)
-
-
-def test_the_oldest_pytorch_is_the_one_that_is_promised():
-    page = (ROOT / "checker" / "README.md").read_text(encoding="utf-8")
-    assert f"PyTorch {OLDEST}, or newer" in page
+def test_this_pytorch_has_what_is_patched(tmp_path):
+    """If it fails with a new PyTorch, find out what replaces the function that it names."""
+    script = write(tmp_path / "script.py", "import torch.distributed.checkpoint\n")
+    how = {"launcher": "python", "translate": "yes", "env": {"RANK": "0"}}
+    with planned(script, **how) as plan:
+        run = plan.undisturbed
+    assert run.returncode == 0, run.output
+    assert run.all(events.Start)
+    assert [event.error for event in run.all(events.Trouble)] == []
 
 
 def test_events_are_read_as_they_were_written():

@@ -6,12 +6,13 @@ import multiprocessing
 import os
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
+from torch._C import _current_graph_task_id
 from torch.utils.data import get_worker_info
 
-from ddp_check.events import Drawn, Trouble
+from ddp_check.events import BetweenSteps, Drawn, Start, Trouble
 from ddp_check.protocol import HERE, STACKS, VARIABLE, Task, is_own
 
 TASK = Task(**json.loads(os.environ[VARIABLE]))
@@ -19,24 +20,19 @@ torch_save, torch_load = torch.save, torch.load  # before they are patched
 
 
 @dataclass
-class SinceStep:
-    """What has happened since an optimizer took its last step."""
+class SinceStep(BetweenSteps):
+    """What has happened since an optimizer took its last step: what `Step` tells, and more."""
 
     forwards: list = field(default_factory=list)  # calls of DDP, as `Forward`
     bypasses: dict = field(default_factory=dict)  # number of a model -> a line that calls it itself
-    inputs: list = field(default_factory=list)  # checksums of the batches that entered models
-    losses: list = field(default_factory=list)  # values of the losses whose backward pass came
-    divisors: list = field(default_factory=list)  # of those losses
-    means_over: list = field(default_factory=list)  # as `Step.means_over`
-    loss_reduced: bool = False  # one comes out of torch.distributed.nn.all_reduce
-    backwards: int = 0
     loss_scaled: bool = False  # by a GradScaler
     projection: float = 0.0  # of the gradients that this rank has computed
     used: set = field(default_factory=set)  # identities of parameters that got a gradient here
     reduced: list = field(default_factory=list)  # (checksum, elements) that the script added up
-    sample_count: int = 0  # of those that a DataLoader returned
-    draws: dict = field(default_factory=dict)  # of random numbers, as `Step.random`
-    draws_for_samples: bool = False  # as `Step.random_for_samples`
+
+    def as_reported(self):
+        """Return the fields that `Step` shares."""
+        return {shared.name: getattr(self, shared.name) for shared in fields(BetweenSteps)}
 
 
 @dataclass
@@ -49,20 +45,20 @@ class State:
     reported: set = field(default_factory=set)  # what need not be reported again
     since_step: SinceStep = field(default_factory=SinceStep)
     passes: int = 0  # over a DataLoader
-    new_pass: bool = True  # no step since the last pass began
+    no_step_in_pass: bool = True  # since the last pass began
     watched_for_use: set = field(default_factory=set)  # identities of parameters, for `used`
-    unused_batch: bool = False  # no model was called since the last batch
-    new_batch: bool = False  # no model was called without gradients since the last batch
+    batch_is_unused: bool = False  # no model was called since the last batch
+    batch_is_unevaluated: bool = False  # no model was called without gradients since then
     steps: int = 0  # of the optimizers
     total_backwards: int = 0  # backward passes, which are no events: tells before from after
     in_forward: bool = False  # of DDP, which calls the unwrapped model
     in_loader: bool = False  # a DataLoader makes its next batch
     in_sharded_save: bool = False  # which calls torch.save for its parts
-    in_collective: int = 0  # depth of nested calls
-    in_step: int = 0  # likewise: one optimizer's step may call another's
+    in_collective: bool = False
+    in_step: int = 0  # depth of nested calls: one optimizer's step may call another's
     in_scheduler: int = 0  # likewise
+    in_module: int = 0  # likewise, of nested modules
     generator: torch.Tensor | None = None  # state up to which it is known who drew random numbers
-    depth: int = 0  # of nested modules that are called
     gradients_scaled: bool = False  # a GradScaler's factor is in them
     gpu: int = 0  # that "cuda" means
     # The models inside DDP, kept because the script may have deleted the wrapper by the end:
@@ -74,7 +70,7 @@ class State:
 state = State()
 
 
-def report(kind, where="", **fields):
+def report(kind, where="", **values):
     """Write an event to the file of this process, or, in a DataLoader worker, of its rank.
 
     Without `where`, it has the line of the script that is running. A worker reports its random
@@ -85,13 +81,17 @@ def report(kind, where="", **fields):
         return
     pid = multiprocessing.parent_process().pid if in_worker else os.getpid()
     if state.pid != pid:  # at the start, and after a fork
-        state.pid = pid
-        path = os.path.join(TASK.events, str(pid))
-        mode = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        state.descriptor = os.open(f"{path}.jsonl", mode)
-        faulthandler.register(STACKS, os.open(f"{path}.stack", mode), all_threads=False)
-    event = kind(time=time.monotonic(), where=where or script_line(), **fields)
+        open_files(pid)
+    event = kind(time=time.monotonic(), where=where or script_line(), **values)
     os.write(state.descriptor, f"{event}\n".encode(errors="replace"))
+
+
+def open_files(pid):
+    """Open the file of a process's events, and that of its stack, which the checker may ask for."""
+    state.pid = pid
+    path, mode = os.path.join(TASK.events, str(pid)), os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    state.descriptor = os.open(f"{path}.jsonl", mode)
+    faulthandler.register(STACKS, os.open(f"{path}.stack", mode), all_threads=False)
 
 
 def ask(question, *arguments, default=None):
@@ -120,10 +120,10 @@ class Harmless:
             return False  # there is none, or it is to end the process
         while traceback.tb_next:
             traceback = traceback.tb_next
-        path, line = traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
-        place = f"{os.path.basename(path)}:{line}"
-        if is_first("trouble", place):
-            report(Trouble, error=f"{kind.__name__}: {ask(str, error)}", place=place)
+        file = os.path.basename(traceback.tb_frame.f_code.co_filename)
+        line = f"{file}:{traceback.tb_lineno}"
+        if is_first("trouble", line):
+            report(Trouble, error=f"{kind.__name__}: {ask(str, error)} ({line})")
         return True
 
 
@@ -137,25 +137,31 @@ def is_first(*key):
     return is_new
 
 
-def script_line(skip=(), direct=False):
-    """Return the script's current line as "file:line", or "" if none of its lines is running.
+def script_line(outside=(), direct=False):
+    """Return the line of the script that is running, as "file:line", or "" if none is.
 
-    The file is relative to the folder that the script runs in. A function named `print` does not
-    count, as one may replace Python's, nor do methods of the objects with the identities in `skip`:
-    the line that calls a model is meant, not one inside of it. With `direct`, a line counts only if
-    it calls the patched function itself, not if a library does so on its behalf.
+    The file is relative to the folder that the script runs in.
+
+    outside: identities of objects: the line that calls their methods is meant, not one in these
+    direct: only a line that calls the patched function itself, not by means of a library
     """
     frame = sys._getframe(1)
     while frame:
         path = frame.f_code.co_filename
-        passes_on = frame.f_code.co_name == "print"
-        passes_on |= bool(skip) and id(frame.f_locals.get("self")) in skip
+        passes_on = frame.f_code.co_name == "print"  # which a script may replace by its own
+        if outside and id(frame.f_locals.get("self")) in outside:
+            passes_on = True
         if is_own(path) and not passes_on:
-            return f"{os.path.abspath(path).removeprefix(TASK.place)}:{frame.f_lineno}"
+            return f"{os.path.abspath(path).removeprefix(TASK.folder)}:{frame.f_lineno}"
         if direct and not path.startswith(f"{HERE}{os.sep}"):
             return ""
         frame = frame.f_back
     return ""
+
+
+def in_backward():
+    """Return whether a backward pass is running."""
+    return _current_graph_task_id() >= 0
 
 
 def save_for_checker(name, values):
@@ -165,3 +171,6 @@ def save_for_checker(name, values):
     path = os.path.join(TASK.events, name)
     torch_save(values, f"{path}.new")
     os.replace(f"{path}.new", path)
+
+
+report(Start, rank=state.rank)  # before any other event

@@ -15,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 from ddp_check import events
 from ddp_check.observer.base import TASK, ask, harmless, is_first, report, state
 from ddp_check.observer.group import after_gather
-from ddp_check.observer.patches import ITERATOR, patch
+from ddp_check.observer.patches import patch
 from ddp_check.observer.randomness import ignoring_draws
 from ddp_check.observer.values import (
     checksum,
@@ -25,9 +25,13 @@ from ddp_check.observer.values import (
     parts_of,
 )
 
+ITERATOR = "torch.utils.data.dataloader._BaseDataLoaderIter"
 UNKNOWN = ("checksums", "label_checksums", "width", "label_size")  # of a batch without tensors
 MAX_OBJECTS = 1000  # of a data set that are searched for generators
-MAX_WRAPPERS = 3  # around a batch sampler
+MAX_WRAPPERS = 3  # around a batch sampler, such as Accelerate's
+
+
+# ---------------------------------------------------------------- passes
 
 
 @dataclass
@@ -40,22 +44,13 @@ class Progress:
     requested: deque = field(default_factory=deque)  # indices of batches, not returned yet
 
 
-def without_subsets(dataset):
-    """Return the data set below all Subsets, and the indices that they keep, or None for all."""
-    subset = None
-    while isinstance(dataset, data.Subset):
-        indices = dataset.indices
-        subset = indices if subset is None else [indices[index] for index in subset]
-        dataset = dataset.dataset
-    return dataset, subset if subset is None else [*map(int, subset)]
-
-
 @patch(f"{ITERATOR}.__init__")
 def make_iterator(original, self, loader):
     """Report the first pass of an iterator over a DataLoader."""
     with ignoring_draws():  # it draws a seed for its workers
         original(self, loader)
-    begin_pass(self, loader)
+    with harmless:
+        begin_pass(self, loader)
 
 
 @patch(f"{ITERATOR}._reset")
@@ -64,18 +59,15 @@ def reset_iterator(original, self, loader, first_iter=False):
     with ignoring_draws():
         original(self, loader, first_iter)
     if not first_iter:
-        begin_pass(self, loader)
+        with harmless:
+            begin_pass(self, loader)
 
 
 def begin_pass(iterator, loader):
-    with harmless:
-        after_gather.stop()
-        report_pass(iterator, loader)
-
-
-def report_pass(iterator, loader):
+    """Report a pass, with what is known of its data set and its sampler."""
+    after_gather.stop()
     state.passes += 1
-    state.new_pass = True
+    state.no_step_in_pass = True
     dataset, subset = ask(without_subsets, loader.dataset, default=(loader.dataset, None))
     iterator._ddp_check = Progress(state.passes, subset, state.since_step.sample_count)
     sampler = sampler_of(loader)
@@ -91,19 +83,32 @@ def report_pass(iterator, loader):
         shuffle=shuffles(sampler),
         drop_last=bool(loader.drop_last or ask(getattr, sampler, "drop_last", default=False)),
         tensor_checksum=checksum(ask(getattr, dataset, "tensors", default=())),
-        dataset_checksum=fingerprint(dataset),
+        dataset_checksum=ask(fingerprint, dataset, default=0),
         persistent=loader.persistent_workers,
     )
 
 
+def without_subsets(dataset):
+    """Return the data set below all Subsets, and the indices that they keep, or None for all."""
+    subset = None
+    while isinstance(dataset, data.Subset):
+        indices = dataset.indices
+        subset = indices if subset is None else [indices[index] for index in subset]
+        dataset = dataset.dataset
+    return dataset, subset if subset is None else [*map(int, subset)]
+
+
 def sampler_of(loader):
-    """Return what gives the order: a sampler, a list or range in its place, or a batch sampler."""
-    batches = loader.batch_sampler
-    for _ in range(MAX_WRAPPERS):  # such as Accelerate's
-        batches = ask(getattr, batches, "batch_sampler") or batches
-    if batches is None:
+    """Return what gives the order of the samples.
+
+    It is a sampler, a list or range in its place, or a batch sampler of the script's own.
+    """
+    batch_sampler = loader.batch_sampler
+    for _ in range(MAX_WRAPPERS):
+        batch_sampler = ask(getattr, batch_sampler, "batch_sampler") or batch_sampler
+    if batch_sampler is None:
         return loader.sampler
-    return batches.sampler if type(batches) is data.BatchSampler else batches
+    return batch_sampler.sampler if type(batch_sampler) is data.BatchSampler else batch_sampler
 
 
 def shuffles(sampler):
@@ -111,13 +116,16 @@ def shuffles(sampler):
     if isinstance(sampler, data.SequentialSampler | range | list):
         return False
     if type(sampler).__module__.startswith("torch.utils.data"):
-        return bool(getattr(sampler, "shuffle", True))
-    own = ask(getattr, sampler, "shuffle")
-    return own if isinstance(own, bool) else ask(hasattr, sampler, "set_epoch") or None
+        return bool(getattr(sampler, "shuffle", True))  # RandomSampler has no such attribute
+    says = ask(getattr, sampler, "shuffle")
+    if isinstance(says, bool):
+        return says
+    return True if ask(hasattr, sampler, "set_epoch") else None
 
 
 @patch("torch.utils.data.distributed.DistributedSampler.set_epoch")
 def set_epoch(original, self, epoch):
+    """Report a call of set_epoch."""
     report(events.EpochSet, value=epoch)
     original(self, epoch)
 
@@ -125,9 +133,13 @@ def set_epoch(original, self, epoch):
 @patch("torch.utils.data.DataLoader.__init__")
 def make_loader(original, self, dataset, batch_size=1, *args, **kwargs):
     """Multiply the batch for the drill world-size."""
-    scalable = TASK.scale and batch_size and kwargs.get("batch_sampler") is None
-    batch_size = batch_size * TASK.scale if scalable else batch_size
+    # With a batch sampler, which is hardly ever given without its name, there is no batch size.
+    if TASK.scale and batch_size and kwargs.get("batch_sampler") is None:
+        batch_size *= TASK.scale
     original(self, dataset, batch_size, *args, **kwargs)
+
+
+# ---------------------------------------------------------------- batches
 
 
 @patch(f"{ITERATOR}._next_index")
@@ -156,9 +168,9 @@ def next_batch(original, self):
 
 
 def end_pass(progress):
-    """Report that a pass is over."""
+    """Report that a pass is over. Without a step, its samples are not those of the next step."""
     report(events.PassEnded, pass_number=progress.pass_number)
-    if state.new_pass:  # no step: it was an evaluation
+    if state.no_step_in_pass:
         state.since_step.sample_count = progress.samples_before
     after_gather.resume()
 
@@ -172,7 +184,7 @@ def report_batch(progress, batch):
         base_indices = ask(lambda: [progress.subset[index] for index in indices])
     samples = ask(describe_samples, batch) or dict.fromkeys(UNKNOWN)
     state.since_step.sample_count += len(samples["checksums"] or ())
-    state.new_batch = state.unused_batch = True
+    state.batch_is_unevaluated = state.batch_is_unused = True
     report(
         events.Batch,
         pass_number=progress.pass_number,
@@ -209,8 +221,19 @@ def objects_in(dataset):
 
 def is_generator(value):
     """Return whether a value is a generator of random numbers, of any library."""
-    known = ask(isinstance, value, torch.Generator | random.Random)
-    return known or ask(hasattr, value, "bit_generator")  # NumPy's
+    if ask(isinstance, value, torch.Generator | random.Random):
+        return True
+    return ask(hasattr, value, "bit_generator")  # NumPy's
+
+
+def states_by_source(fetcher):
+    """Return a checksum of each source of random numbers that may make the samples."""
+    if not hasattr(fetcher, "_ddp_check"):
+        fetcher._ddp_check = generators_of(fetcher.dataset)
+    return {
+        source: ask(checksum_of_states, generators, default=0)
+        for source, generators in fetcher._ddp_check.items()
+    }
 
 
 def checksum_of_states(generators):
@@ -225,29 +248,23 @@ def checksum_of_states(generators):
     return total
 
 
-def states_by_source(fetcher):
-    """Return a checksum for each source of random numbers that makes the samples."""
-    if not hasattr(fetcher, "_ddp_check"):
-        fetcher._ddp_check = generators_of(fetcher.dataset)
-    return {
-        source: ask(checksum_of_states, generators, default=0)
-        for source, generators in fetcher._ddp_check.items()
-    }
-
-
 @patch("torch.utils.data._utils.fetch._MapDatasetFetcher.fetch")
 def fetch(original, self, indices):
     """Report the state from which each generator makes this process's first random sample."""
-    before = {}
+    before, after = {}, {}
     with harmless:
         before = states_by_source(self)
     batch = original(self, indices)
     with harmless:
-        worker = data.get_worker_info()
-        number = worker and worker.id
         after = states_by_source(self) if before else {}
-        for source in after:
-            if after[source] != before[source] and is_first("drawn", source):
-                states = {"before": before[source], "after": after[source]}
-                report(events.Drawn, source=source, worker=number, **states)
+        worker = data.get_worker_info()
+        for source, checksum_after in after.items():
+            if checksum_after != before[source] and is_first("drawn", source):
+                report(
+                    events.Drawn,
+                    source=source,
+                    before=before[source],
+                    after=checksum_after,
+                    worker=worker and worker.id,
+                )
     return batch

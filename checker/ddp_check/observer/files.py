@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from ddp_check.events import Load, Opened, Print, Read, Renamed, Save, ShardedLoad, ShardedSave
+from ddp_check.events import Load, Print, Read, Save, ShardedLoad, ShardedSave, Written
 from ddp_check.imports import after_import
 from ddp_check.observer.base import TASK, ask, harmless, is_first, report, script_line, state
 from ddp_check.observer.patches import intercept, patch
@@ -60,8 +60,9 @@ def audit(event, args):
         elif event == "sqlite3.connect" and isinstance(args[0], str):
             detach(args[0], truncates=False)
         elif event == "os.rename" and script_line():
-            source, path = (os.path.realpath(os.fsdecode(name)) for name in args[:2])
-            report(Renamed, path=path if path.startswith(TASK.place) else None, source=source)
+            old_name, path = (os.path.realpath(os.fsdecode(name)) for name in args[:2])
+            path = path if path.startswith(TASK.folder) else None
+            report(Written, path=path, old_name=old_name)
 
 
 def look_at_open(path, mode, flags):
@@ -72,17 +73,17 @@ def look_at_open(path, mode, flags):
     if writes:
         detach(path, truncates=bool(flags & os.O_TRUNC))
     real = os.path.realpath(path)
-    if not mode or not real.startswith(TASK.place) or real.endswith(CODE) or not script_line():
+    if not mode or not real.startswith(TASK.folder) or real.endswith(CODE) or not script_line():
         return
-    if writes:
-        report(Opened, path=real, append="a" in mode)
-    elif is_first("read", real, state.steps):
+    if writes and "a" not in mode:
+        report(Written, path=real)
+    elif not writes and is_first("read", real, state.steps):
         report(Read, path=real)
 
 
 def detach(path, truncates=True):
     """Replace a link by a file before it is written to, so the user's own file stays unchanged."""
-    if os.path.islink(path) and os.path.abspath(path).startswith(TASK.place):
+    if os.path.islink(path) and os.path.abspath(path).startswith(TASK.folder):
         original = os.path.realpath(path)
         os.unlink(path)
         if not truncates and os.path.isfile(original):
@@ -103,8 +104,8 @@ def save(original, obj, f, *args, **kwargs):
         detach(f)
     steps = state.steps
     result = original(obj, f, *args, **kwargs)
-    part = isinstance(obj, torch.TypedStorage | torch.UntypedStorage)  # of what is pickled
-    if part or state.in_sharded_save or not script_line():  # a part of another checkpoint
+    is_storage = isinstance(obj, torch.TypedStorage | torch.UntypedStorage)  # of what is pickled
+    if is_storage or state.in_sharded_save or not script_line():
         return result
     path = os.path.realpath(path) if isinstance(path, str | os.PathLike) else None
     keys = ask(prefixed_keys, obj, default=[])
@@ -130,11 +131,12 @@ def load(original, *args, **kwargs):
     return original(*args, **kwargs)
 
 
-def watch_sharded():
-    """Observe torch.distributed.checkpoint, which takes seconds to import."""
+def watch_sharded_checkpoints():
+    """Observe torch.distributed.checkpoint, once the script has imported it: it takes seconds."""
 
     @patch("torch.distributed.checkpoint.save")
     def save_sharded(original, *args, **kwargs):
+        """Report a sharded checkpoint once it is saved."""
         steps = state.steps
         state.in_sharded_save = True
         try:
@@ -146,21 +148,23 @@ def watch_sharded():
 
     @patch("torch.distributed.checkpoint.async_save")
     def save_later(original, *args, **kwargs):
+        """Report a sharded checkpoint once it is saved by another thread."""
         line, steps = script_line(), state.steps
 
-        def saved(future):
+        def report_saved(future):
             if not future.exception():
                 report(ShardedSave, line, steps=steps)
 
         result = original(*args, **kwargs)
         future = ask(lambda: result.upload_completion, default=result)
-        ask(lambda: future.add_done_callback(saved))
+        ask(lambda: future.add_done_callback(report_saved))
         return result
 
     @patch("torch.distributed.checkpoint.load")
     def load_sharded(original, *args, **kwargs):
+        """Report a sharded checkpoint before it is loaded."""
         report(ShardedLoad)
         return original(*args, **kwargs)
 
 
-after_import("torch.distributed.checkpoint", watch_sharded)
+after_import("torch.distributed.checkpoint", watch_sharded_checkpoints)

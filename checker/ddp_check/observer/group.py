@@ -3,20 +3,32 @@
 import contextlib
 import inspect
 import os
+import re
 import socket
 import sys
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ddp_check import events
-from ddp_check.observer.base import TASK, ask, harmless, is_first, report, script_line, state
-from ddp_check.observer.patches import C10D, COLLECTIVES, patch
+from ddp_check.observer.base import (
+    TASK,
+    ask,
+    harmless,
+    in_backward,
+    is_first,
+    report,
+    script_line,
+    state,
+)
+from ddp_check.observer.patches import C10D, patch
 from ddp_check.observer.values import checksum, tensors_in
 
+COLLECTIVE = "all_|reduce(?!_op)|broadcast|gather|scatter|barrier|monitored_barrier"
 REDUCTIONS = ("all_reduce", "reduce")
 SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 MAX_COUNTS = 64  # numbers that are added up at once, among which may be that of the samples
@@ -27,20 +39,20 @@ READ_OUT = ("__eq__", "eq", "__ne__", "ne", "numpy", "tolist", *TO_ONE_NUMBER)
 
 
 def meet_here(address):
-    """Replace the host in `tcp://HOST:PORT` or `HOST` if it is another machine's."""
-    parts = urlsplit(address if "//" in address else f"//{address}")
-    host = parts.hostname or ""
+    """Return `tcp://HOST:PORT` or `HOST` with `localhost` for the host of another machine."""
+    url = urlsplit(address if "//" in address else f"//{address}")
+    host = url.hostname or ""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with contextlib.suppress(OSError), socket.create_server((host, 0), family=family):
-        return address
+        return address  # a server can be created there, so it is this machine
     report(events.OtherMachine, host=host)
-    here = parts._replace(netloc=f"localhost:{parts.port}")
-    return here.geturl() if parts.scheme else "localhost"
+    here = url._replace(netloc=f"localhost:{url.port}")
+    return here.geturl() if url.scheme else "localhost"
 
 
 @patch(f"{C10D}.init_process_group")
 def init_process_group(original, *args, **kwargs):
-    """Report that the process joins the group, on this machine wherever it is told to meet."""
+    """Report that the process joins the group, and let it meet the others on this machine."""
     nn_imported_before = "torch.distributed.nn" in sys.modules
     call = inspect.signature(original).bind(*args, **kwargs)
     method = call.arguments.get("init_method") or ""
@@ -72,30 +84,29 @@ class Call:
 
     def __init__(self, name, args, kwargs):
         arguments = [*args, *kwargs.values()]
-        self.name = name
-        self.line = script_line()
-        # The list that a gather fills, which is its first argument:
-        self.parts = args[0] if args and isinstance(args[0], list) else []
-        self.tensors = tensors_in(arguments)
         operations = [value for value in arguments if isinstance(value, dist.ReduceOp)]
+        self.name, self.line = name, script_line()
+        self.tensors = tensors_in(arguments)
         self.sums = name in REDUCTIONS and all(operation in SUMS for operation in operations)
-        self.elements = max((tensor.numel() for tensor in self.tensors), default=0)
-        requires_grad = any(tensor.requires_grad for tensor in self.tensors)
-        self.cuts_gradient = torch.is_grad_enabled() and requires_grad
-        self.in_model = state.in_forward or torch._C._current_graph_task_id() >= 0
-        self.own = number_in(self.tensors) if self.sums else None
+        # A gather fills the list that is its first argument with what each rank gave:
+        self.parts = args[0] if args and isinstance(args[0], list) else []
+        self.own_number = number_in(self.tensors) if self.sums else None  # it will be overwritten
+        self.requires_gradient = any(tensor.requires_grad for tensor in self.tensors)
+        self.cuts_gradient = self.requires_gradient and torch.is_grad_enabled()
 
     def announce(self):
         """Report the call before it is made."""
-        if self.sums and self.elements > 1 and not (state.in_forward or state.in_step):
-            state.since_step.reduced.append((checksum(self.tensors), self.elements))
+        elements = max((tensor.numel() for tensor in self.tensors), default=0)
+        if self.sums and elements > 1 and not (state.in_forward or state.in_step):
+            state.since_step.reduced.append((checksum(self.tensors), elements))
         report(
             events.Collective,
             where=self.line,
             name=self.name,
             sums=self.sums,
-            in_model=self.in_model,
-            elements=self.elements,
+            in_model=state.in_forward or in_backward(),
+            elements=elements,
+            requires_gradient=self.requires_gradient,
             cuts_gradient=self.cuts_gradient,
         )
 
@@ -103,17 +114,23 @@ class Call:
         """Look at what the call has changed."""
         if self.sums and self.cuts_gradient:
             for tensor in self.tensors:
-                notice_gradient_through(tensor, self)
+                elements = tensor.numel()
+                report_in_backward(tensor, events.ReducedInPlace, self.line, elements=elements)
         if self.name in REDUCTIONS and not isinstance(result, dist.Work):
-            report_totals(self)
+            self.report_total()
         if "gather" in self.name:
             loses_gradient = self.cuts_gradient and self.name == "all_gather"
             after_gather.start(tensors_in(self.parts), self.line if loses_gradient else "")
 
-
-def is_on_all_ranks(args, kwargs):
-    groups = [value for value in (*args, *kwargs.values()) if isinstance(value, dist.ProcessGroup)]
-    return all(group.size() == dist.get_world_size() for group in groups)
+    def report_total(self):
+        """Report the whole numbers that were added up, and their sum: they may count samples."""
+        tensor = self.tensors[0]
+        if tensor.numel() > MAX_COUNTS and tensor.is_floating_point():
+            return
+        numbers = ask(lambda: [*tensor.flatten()[:MAX_COUNTS].tolist(), tensor.sum().item()]) or []
+        whole = [int(value) for value in numbers if ask(lambda value: value % 1 == 0, value)]
+        total = number_in(self.tensors)
+        report(events.Totalled, values=whole, own=self.own_number, total=total)
 
 
 def number_in(tensors):
@@ -122,12 +139,30 @@ def number_in(tensors):
     return ask(lambda: float(tensors[0].detach())) if single else None
 
 
-@patch(*COLLECTIVES)
+def is_on_all_ranks(args, kwargs):
+    """Return whether the group of a collective, if it is given one, has all ranks."""
+    groups = [value for value in (*args, *kwargs.values()) if isinstance(value, dist.ProcessGroup)]
+    return all(group.size() == dist.get_world_size() for group in groups)
+
+
+def report_in_backward(tensor, kind, line, **values):
+    """Report an event if a backward pass goes through this tensor; a leaf is where it ends."""
+
+    def report_once(_):
+        with harmless:
+            if is_first(kind, line, *values.values()):
+                report(kind, line, **values)
+
+    if tensor.requires_grad and not tensor.is_leaf:
+        tensor.register_hook(report_once)
+
+
+@patch(*(f"{C10D}.{name}" for name in distributed_c10d.__all__ if re.match(COLLECTIVE, name)))
 def collective(original, *args, **kwargs):
     """Report a collective before it is called, as it may hang, and what it gave afterwards."""
     if state.in_collective:  # all_gather_object calls all_gather
         return original(*args, **kwargs)
-    state.in_collective += 1
+    state.in_collective = True
     call = None
     try:
         with harmless:
@@ -139,71 +174,54 @@ def collective(original, *args, **kwargs):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not drop_gradient):
             result = original(*args, **kwargs)
     finally:
-        state.in_collective -= 1
+        state.in_collective = False
     if call:
         with harmless:
             call.look_at(result)
     return result
 
 
-def report_totals(call):
-    """Report the whole numbers that were added up, and their sum: a number of samples is one."""
-    for tensor in call.tensors:
-        if tensor.numel() > MAX_COUNTS and tensor.is_floating_point():
-            continue
-        numbers = ask(lambda t: [*t.flatten()[:MAX_COUNTS].tolist(), t.sum().item()], tensor) or []
-        whole = [int(value) for value in numbers if ask(lambda value: value % 1 == 0, value)]
-        report(events.Totalled, values=whole, own=call.own, total=number_in(call.tensors))
-
-
-def notice_gradient_through(tensor, call):
-    """Report it if a backward pass goes through a tensor that was summed up in place."""
-
-    def through(_):
-        with harmless:
-            report(events.ReducedInPlace, call.line, elements=tensor.numel())
-
-    if tensor.requires_grad and not tensor.is_leaf:
-        tensor.register_hook(through)
-
-
 # ---------------------------------------------------------------- after a gather
 
 
 class AfterGather(TorchFunctionMode):
-    """Watches what becomes of what was gathered, from one gather to the next step.
+    """Watches what becomes of what was gathered. It does not touch the script's tensors.
 
     It reports how long tensors are, for a script cuts off what a sampler has padded, and a backward
-    pass that would have to go on in what other ranks gave. It does not touch the script's tensors.
+    pass that would have to go on in what other ranks gave. While batches are loaded and used, it is
+    not entered, which would cost time:
+
+        gather     batch                     end of the pass     step, or the next pass
+        start() -> pause() ----------------> resume() ---------> stop()
     """
 
-    parts = None  # what the ranks gave, while it is of interest
+    parts = None  # what the ranks gave; None: nothing is of interest
     line = ""  # of a gather that has lost a gradient
-    ranks = WeakTensorKeyDictionary()  # a tensor made of those parts alone -> whose parts
+    ranks_of = WeakTensorKeyDictionary()  # a tensor made of those parts alone -> whose parts
 
-    def start(self, parts, line=""):
-        """Watch from now on, unless the script has entered a mode of its own."""
+    def start(self, parts, line):
+        """Watch what becomes of these parts."""
         self.pause()
         self.parts, self.line = parts, line
-        self.ranks.clear()
+        self.ranks_of.clear()
         if line:
-            self.ranks.update({part: {rank} for rank, part in enumerate(parts)})
+            self.ranks_of.update({part: {rank} for rank, part in enumerate(parts)})
         self.resume()
 
     def pause(self):
-        """Watch nothing while a batch is loaded and used, which costs time."""
+        """Leave the mode."""
         while _get_current_function_mode() is self:
             self.__exit__(None, None, None)
 
     def resume(self):
-        """Go on watching."""
+        """Enter the mode, unless the script has entered one of its own."""
         current = _get_current_function_mode()
         others = current is not None and not type(current).__module__.startswith("ddp_check.")
         if self.parts is not None and current is not self and not others:
             self.__enter__()
 
     def stop(self):
-        """Watch nothing until the next gather: a step has been taken."""
+        """Watch nothing until the next gather."""
         self.parts = None
         self.pause()
 
@@ -213,7 +231,7 @@ class AfterGather(TorchFunctionMode):
             with harmless:
                 name = getattr(func, "__name__", "")
                 self.look_at_length(name, args, result)
-                if len(self.ranks) and torch.is_grad_enabled() and name != "detach":
+                if len(self.ranks_of) and torch.is_grad_enabled() and name != "detach":
                     self.look_at_gradient([args, kwargs], result)
         return result
 
@@ -224,50 +242,36 @@ class AfterGather(TorchFunctionMode):
             return
         length = len(tensor)
         if name == "__getitem__" and isinstance(args[1], slice) and len(result) < length:
-            dropped = length - len(result)
-            report(events.Cut, dropped=dropped, order=order_of(tensor, self.parts))
+            in_blocks = is_in_blocks(tensor, self.parts)
+            report(events.Cut, dropped=length - len(result), in_blocks=in_blocks)
         elif name in READ_OUT and length > 1:
             report(events.Counted, length=length, reduced=name in TO_ONE_NUMBER)
 
     def look_at_gradient(self, arguments, result):
-        """Follow what is made of the parts, until it meets a tensor that has a gradient."""
+        """Follow what is made of the parts alone, until it meets a tensor that has a gradient.
+
+        A backward pass through the result then ends at the parts. This rank's own part is excepted
+        if the script has written its tensor with the gradient in that place.
+        """
         ranks = set()
         for tensor in tensors_in(arguments):
-            own = {dist.get_rank()} if tensor.requires_grad else set()  # written into it since
-            ranks |= self.ranks.get(tensor, set()) - own
+            own = {dist.get_rank()} if tensor.requires_grad else set()
+            ranks |= self.ranks_of.get(tensor, set()) - own
         for tensor in tensors_in(result) if ranks else ():
             if tensor.requires_grad:
-                report_gradient_lost(tensor, self.line, dist.get_rank() in ranks)
+                own_part = dist.get_rank() in ranks
+                report_in_backward(tensor, events.GradientLost, self.line, own_part=own_part)
             else:
-                self.ranks[tensor] = ranks
+                self.ranks_of[tensor] = ranks
 
 
 after_gather = AfterGather()
 
 
-def report_gradient_lost(tensor, line, own_part):
-    """Report it if a backward pass goes through a tensor, and not on to what was gathered."""
-
-    def through(_):
-        with harmless:
-            if is_first("gradient lost", line, own_part):
-                report(events.GradientLost, line, own_part=own_part)
-
-    if not tensor.is_leaf:
-        tensor.register_hook(through)
-
-
-def order_of(tensor, parts):
-    """Return how a tensor holds the parts that the ranks gave: in "blocks" or "another" order.
-
-    It is "" if it holds them in turns, as DistributedSampler deals, or if that is not known.
-    """
+def is_in_blocks(tensor, parts):
+    """Return whether a tensor holds the parts of the ranks one after the other, not in turns."""
     if len({part.shape for part in parts}) != 1 or not parts[0].dim():
-        return ""
+        return False
     blocks = torch.cat(parts)
-    turns = torch.stack(parts, dim=1).flatten(0, 1)
-    if tensor.shape != blocks.shape or tensor.equal(turns):
-        return ""
-    if not tensor.flatten().sort().values.equal(blocks.flatten().sort().values):
-        return ""
-    return "blocks" if tensor.equal(blocks) else "another"
+    turns = torch.stack(parts, dim=1).flatten(0, 1)  # as DistributedSampler deals
+    return tensor.equal(blocks) and not tensor.equal(turns)

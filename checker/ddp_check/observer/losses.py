@@ -10,31 +10,37 @@ SCALAR_NODES = ("Div", "Mul", "Neg", "Add", "Sub", "ToCopy", "Clone", "Squeeze",
 
 
 def note_losses(tensors):
-    """Remember the values of these losses, if they are single numbers, and their divisors."""
+    """Note the values of these losses, if they are single numbers, and how they were computed."""
     losses = [tensor for tensor in tensors_in(tensors) if tensor.numel() == 1]
     state.since_step.losses += [loss.detach().float().item() for loss in losses]
     for loss in losses:
         note_graph(loss.grad_fn)
 
 
-def note_graph(last):
-    """Note the numbers that a loss or its terms were divided by; a factor counts as its inverse."""
-    divisors, nodes = [], [last]
+def note_graph(root):
+    """Note what the graph of a loss divides by or takes a mean over, as `BetweenSteps` says."""
+    since, nodes = state.since_step, [root]
     for node in nodes:  # the list grows by the inputs of each
         name = type(node).__name__
-        state.since_step.loss_reduced |= name == "_AllReduceBackward"
+        since.loss_reduced |= name == "_AllReduceBackward"
         if elements := ask(elements_of, node, name):
-            state.since_step.means_over.append(elements)
-        if len(nodes) > MAX_NODES or not name.startswith(SCALAR_NODES):
-            continue
-        if name.startswith("Div"):
-            divisors.append(saved_number(node, "other"))
-        elif name.startswith("Mul"):
-            # The factor is the operand that has no graph.
-            factor = saved_number(node, "other" if node.next_functions[0][0] else "self")
-            divisors.append(factor and 1 / factor)
-        nodes += [inner for inner, _ in node.next_functions if inner]
-    state.since_step.divisors += [number for number in divisors if number and number != 1]
+            since.means_over.append(elements)
+        if name.startswith(SCALAR_NODES) and len(nodes) <= MAX_NODES:
+            divisor = divisor_of(node, name)
+            if divisor and divisor != 1:
+                since.divisors.append(divisor)
+            nodes += [inner for inner, _ in node.next_functions if inner]
+
+
+def divisor_of(node, name):
+    """Return what a node divides by: the inverse of a factor; None if that is not known."""
+    if name.startswith("Div"):
+        return saved_number(node, "other")
+    if name.startswith("Mul"):
+        factor_comes_last = node.next_functions[0][0] is not None  # the other operand has a graph
+        factor = saved_number(node, "other" if factor_comes_last else "self")
+        return 1 / factor if factor else None
+    return None
 
 
 def elements_of(node, name):

@@ -19,6 +19,7 @@ from ddp_check.observer.base import (
     TASK,
     ask,
     harmless,
+    in_backward,
     is_first,
     report,
     save_for_checker,
@@ -26,18 +27,19 @@ from ddp_check.observer.base import (
     state,
 )
 from ddp_check.observer.patches import C10D, DDP, patch
-from ddp_check.observer.randomness import attribute_draws, attribute_to_script
+from ddp_check.observer.randomness import credit_draws, credit_script, forget_draws
 from ddp_check.observer.values import (
-    batch_checksum,
+    checksum,
     checksums,
     in_double_precision,
     is_finite,
     mesh_dimensions,
+    tensors_in,
 )
 
 SHARDED = {"FSDPModule", "FullyShardedDataParallel"}  # importing them would take seconds
 model_numbers = {}  # identity of a module in a wrapped model -> the number of that model
-watched = {}  # identity of a parameter whose gradient a DDP model reduces -> the parameter
+reduced_by_ddp = {}  # identity of a parameter whose gradient a DDP model reduces -> itself
 buffers_at_start = {}  # name of a buffer -> its checksum when its model was wrapped
 
 
@@ -65,27 +67,26 @@ def wrap(original, self, module, *args, **kwargs):
     if TASK.scale:
         save_for_checker(f"start{number}", module.state_dict())
     with harmless:
-        attribute_draws()  # what was drawn before made the model
+        forget_draws()  # what was drawn before made the model
         model_numbers.update((id(part), number) for part in module.modules())
-        watched.update((id(value), value) for value in module.parameters() if value.requires_grad)
+        trainable = [value for value in module.parameters() if value.requires_grad]
+        reduced_by_ddp.update((id(value), value) for value in trainable)
         state.wrapped.append(module)
         state.wrappers.append(weakref.ref(self))
         buffers_at_start.update(buffer_checksums(module, number))
-        if self.find_unused_parameters:
-            watch_use(module)
+        for value in trainable if self.find_unused_parameters else ():
+            watch_use(value)
         report(events.Wrap, names=[name for name, _ in module.named_parameters()])
 
 
-def watch_use(module):
-    """Note which parameters this rank uses: DDP gives the rest a gradient if another rank does."""
+def watch_use(parameter):
+    """Note whether this rank uses a parameter: DDP gives it a gradient if another rank does."""
 
-    def watch(value):
-        state.watched_for_use.add(id(value))
-        value.register_hook(lambda gradient: state.since_step.used.add(id(value)))
+    def note_use(_):
+        state.since_step.used.add(id(parameter))
 
-    for value in module.parameters():
-        if value.requires_grad:
-            watch(value)
+    state.watched_for_use.add(id(parameter))
+    parameter.register_hook(note_use)
 
 
 def of_model(number):
@@ -94,12 +95,9 @@ def of_model(number):
 
 
 def buffer_checksums(module, number):
-    """Return checksums of some elements of each buffer, by name.
-
-    Without those of SyncBatchNorm, which all ranks update together.
-    """
+    """Return checksums of the buffers, by name, but for those that all ranks update together."""
     return {
-        f"{path}.{name}{of_model(number)}".removeprefix("."): batch_checksum(value)
+        f"{path}.{name}{of_model(number)}".removeprefix("."): checksum([value], quick=True)
         for path, part in module.named_modules()
         if not isinstance(part, nn.SyncBatchNorm)
         for name, value in part.named_buffers(recurse=False)
@@ -108,6 +106,7 @@ def buffer_checksums(module, number):
 
 @patch(f"{DDP}.register_comm_hook")
 def register_comm_hook(original, *args, **kwargs):
+    """Report a hook that replaces the mean of the gradients."""
     hook = inspect.signature(original).bind(*args, **kwargs).arguments["hook"]
     name = ask(lambda: f"{hook.__module__}.{hook.__qualname__}", default="")
     report(events.CommHook, name=name)
@@ -123,14 +122,22 @@ def forward(original, self, *args, **kwargs):
             number = model_numbers.get(id(self.module), -1)
             call = Forward(number, state.total_backwards, self.require_backward_grad_sync)
             state.since_step.forwards.append(call)
-        if torch.is_grad_enabled() and self.module.training:
-            state.since_step.inputs.append(batch_checksum([args, kwargs]))
+            if self.module.training:
+                note_inputs(self, args, kwargs)
     if TASK.scale:
         args, kwargs = in_double_precision((args, kwargs))
     try:
         return original(self, *args, **kwargs)
     finally:
         state.in_forward = False
+
+
+def note_inputs(module, args, kwargs):
+    """Note a checksum of what a model is trained on. It is also called by hooks of modules."""
+    with harmless:
+        if torch.is_grad_enabled():
+            total = checksum(tensors_in([args, kwargs]), quick=True)
+            state.since_step.inputs.append(total)
 
 
 # ---------------------------------------------------------------- calls of modules
@@ -141,51 +148,47 @@ def enter(module, args):
     """Look at a call of any module."""
     if is_compiling():
         return  # the hooks would become a part of the graph
-    state.depth += 1
+    state.in_module += 1
     with harmless:
-        if state.depth == 1:
-            attribute_to_script()
-            state.unused_batch = False
+        if state.in_module == 1:
+            credit_script()
+            state.batch_is_unused = False
         if torch.is_grad_enabled():
             enter_training(module)
-        elif module in state.wrapped or state.depth == 1:
+        elif module in state.wrapped or state.in_module == 1:
             enter_evaluation(module, args)
 
 
 @functools.partial(hooks.register_module_forward_hook, always_call=True)
 def leave(module, _, __):
+    """Credit the model with what was drawn during the outermost call."""
     if is_compiling():
         return
-    state.depth -= 1
-    if state.depth == 0:
+    state.in_module -= 1
+    if state.in_module == 0:
         with harmless:
-            attribute_draws("model")
+            credit_draws("model")
 
 
 def enter_training(module):
-    """Note a training call that bypasses DDP, and what enters a sharded model."""
-    in_backward = torch._C._current_graph_task_id() >= 0  # where checkpoints call modules again
+    """Note a training call that bypasses DDP, and from now on what enters a sharded model."""
     number, bypasses = model_numbers.get(id(module)), state.since_step.bypasses
-    beside = number not in (None, *bypasses) and not (state.in_forward or in_backward)
-    if beside and any(value.requires_grad for value in module.parameters()):
-        bypasses[number] = script_line(skip=model_numbers)
+    # In a backward pass, checkpointing calls modules again.
+    bypassed = number is not None and not (state.in_forward or in_backward())
+    trains = bypassed and any(value.requires_grad for value in module.parameters())
+    if trains and number not in bypasses:
+        bypasses[number] = script_line(outside=model_numbers)
     if SHARDED & {kind.__name__ for kind in type(module).__mro__} and is_first("sharded"):
         module.register_forward_pre_hook(note_inputs, with_kwargs=True)
 
 
-def note_inputs(module, args, kwargs):
-    with harmless:
-        if torch.is_grad_enabled():
-            state.since_step.inputs.append(batch_checksum([args, kwargs]))
-
-
 def enter_evaluation(module, args):
-    """Report the first call of an evaluation after a batch, and in a pass."""
+    """Report that a batch is evaluated, and, once in a pass, the model that does it."""
     if isinstance(module, DistributedDataParallel):
         return  # it calls the wrapped model
-    if state.new_batch:
+    if state.batch_is_unevaluated:
         report(events.BatchEvaluated)
-    state.new_batch = False
+    state.batch_is_unevaluated = False
     values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     if not values or mesh_dimensions(values.values()):
         return
@@ -198,7 +201,7 @@ def enter_evaluation(module, args):
             noisy=next((type(part).__name__ for part in module.modules() if is_noisy(part)), ""),
             wrapped=module in state.wrapped,
             pass_number=state.passes,
-            inputs=batch_checksum(args),
+            inputs=checksum(tensors_in(args), quick=True),
         )
 
 
@@ -214,14 +217,14 @@ def is_noisy(module):
 
 def describe_models():
     """Report checksums of the final weights, and save those of rank 0."""
-    if mesh_dimensions(state.parameters.values()):
+    if mesh_dimensions(state.parameters.values()) or not is_first("final"):
         return
-    if not is_first("final"):
-        return
-    unwrapped = {f"parameter {at}": value for at, value in enumerate(state.parameters.values())}
-    models = [dict(module.named_parameters()) for module in state.wrapped] or [unwrapped]
+    models = [dict(module.named_parameters()) for module in state.wrapped]
+    if not models:
+        values = enumerate(state.parameters.values())
+        models = [{f"{events.PARAMETER}{at}": value for at, value in values}]
     for weights in models:
-        finite = all(map(is_finite, weights.values()))
+        finite = all(ask(is_finite, value, default=True) for value in weights.values())
         report(events.Final, weights=checksums(weights), finite=finite)
     if any(models):
         save_for_checker("final", [module.state_dict() for module in state.wrapped] or models)
@@ -229,6 +232,7 @@ def describe_models():
 
 @patch(f"{C10D}.destroy_process_group")
 def destroy_process_group(original, *args, **kwargs):
+    """Report the weights before a rank leaves the process group, and how it leaves it."""
     with harmless:
         describe_models()
         live = sum(wrapper() is not None for wrapper in state.wrappers)

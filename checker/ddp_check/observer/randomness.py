@@ -12,23 +12,37 @@ from ddp_check.observer.base import state
 from ddp_check.observer.patches import patch
 from ddp_check.observer.values import checksum
 
-SEVERAL = 2  # numbers for each sample: a choice for a whole batch takes fewer
+DRAWS_PER_SAMPLE = 2  # or more, if samples are augmented: a choice for a whole batch takes fewer
 WINDOW = 8  # numbers by which two states of a generator are compared
 
 
-def attribute_draws(owner=None):
-    """Note that this owner has drawn what was drawn since the last call; None: nobody's matter."""
+def credit_draws(owner):
+    """Note that this owner has drawn what was drawn since the last look at the generator."""
     if state.in_loader:
         return
-    current = torch.get_rng_state()
-    known = state.generator
-    if owner and known is not None and not current.equal(known):
-        since = state.since_step
-        since.draws.setdefault(owner, checksum([known]))
-        if owner == "script" and state.unused_batch:
-            most = SEVERAL * since.sample_count
-            since.draws_for_samples |= not are_within(most, known, current)
-    state.generator = current
+    before, after = state.generator, torch.get_rng_state()
+    state.generator = after
+    if before is None or after.equal(before):
+        return
+    since = state.since_step
+    since.random.setdefault(owner, checksum([before]))
+    if owner == "script" and state.batch_is_unused:
+        most = DRAWS_PER_SAMPLE * since.sample_count
+        since.random_for_samples |= not are_within(most, before, after)
+
+
+def credit_script():
+    """Note that the script itself has drawn, unless it has only prepared for its first step."""
+    if state.steps:
+        credit_draws("script")
+    else:
+        forget_draws()
+
+
+def forget_draws():
+    """Credit nobody with what was drawn since the last look at the generator."""
+    if not state.in_loader:
+        state.generator = torch.get_rng_state()
 
 
 def are_within(count, before, after):
@@ -41,31 +55,31 @@ def are_within(count, before, after):
     return bool((numbers.unfold(0, WINDOW, 1) == following).all(dim=1).any())
 
 
-def attribute_to_script():
-    """Note that the script itself has drawn, unless it has only prepared for its first step."""
-    attribute_draws("script" if state.steps else None)
-
-
 @contextlib.contextmanager
 def ignoring_draws():
     """Leave out what a DataLoader draws; it reports random samples by itself."""
-    outermost = not state.in_loader
-    if outermost:
-        attribute_to_script()
+    if state.in_loader:  # of a loader inside of a loader
+        yield
+        return
+    credit_script()
     state.in_loader = True
     try:
         yield
     finally:
-        if outermost:
-            state.in_loader = False
-            attribute_draws()
+        state.in_loader = False
+        forget_draws()
 
 
-@patch("torch.manual_seed")
-@patch("torch.random.manual_seed", "torch.random.seed", "torch.random.set_rng_state")
+# Once dynamo is imported, `torch.manual_seed` is another function than `torch.random.manual_seed`.
+@patch(
+    "torch.random.manual_seed",
+    "torch.manual_seed",
+    "torch.random.seed",
+    "torch.random.set_rng_state",
+)
 def set_generator(original, *args, **kwargs):
-    """Set the generator to another state, which is no draw."""
-    attribute_to_script()
+    """Tell a new state of the generator from a draw."""
+    credit_script()
     result = original(*args, **kwargs)
-    attribute_draws()
+    forget_draws()
     return result

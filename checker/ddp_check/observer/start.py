@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ddp_check.events import Exit, SigtermHandler, Start, Unpatched
+from ddp_check.events import Exit, SigtermHandler
 from ddp_check.observer import data, files, losses, steps  # noqa: F401  # each observes a subject
 from ddp_check.observer.base import TASK, ask, harmless, is_first, report, script_line, state
 from ddp_check.observer.models import describe_models
-from ddp_check.observer.patches import PATCHES, intercept, missing
+from ddp_check.observer.patches import intercept
 
 NAMES_THREADS = torch.__version__ >= "2.13"  # seen; 2.10 gives them none
 
@@ -71,6 +71,3 @@ intercept(signal, "signal", set_handler)
 multiprocessing.util.register_after_fork(state, end_in_fork)
 if TASK.translate:
     from ddp_check.observer import translate  # noqa: F401
-report(Start, rank=state.rank)
-for name in missing:
-    report(Unpatched, name=name, lacks=PATCHES[name])

@@ -22,19 +22,32 @@ from ddp_check.observer.base import (
     state,
 )
 from ddp_check.observer.group import after_gather
-from ddp_check.observer.models import buffer_checksums, buffers_at_start, of_model, watched
-from ddp_check.observer.patches import CLIP, SCALER, SCHEDULED, SCHEDULERS, patch
-from ddp_check.observer.randomness import attribute_draws, attribute_to_script
-from ddp_check.observer.values import checksums, is_finite, mesh_dimensions, quick_checksums
+from ddp_check.observer.models import (
+    buffer_checksums,
+    buffers_at_start,
+    of_model,
+    reduced_by_ddp,
+)
+from ddp_check.observer.patches import SCALER, patch
+from ddp_check.observer.randomness import credit_script, forget_draws
+from ddp_check.observer.values import checksums, is_finite, mesh_dimensions
 from ddp_check.protocol import STEPS
 
 STATISTICS = r"(^|\.)(running_|num_batches_)\w+( of model \d+)?$"  # of normalization layers
 BATCH_COUNT = "num_batches_tracked"  # of BatchNorm, which uses it only without a momentum
-FEW = 1 << 10  # elements of a gradient that are looked at first
 MAX_PROJECTED = 1 << 16  # elements of a parameter that enter a projection
 STEP_WRAPPER = (optimizers.__file__, "wrapper")  # in which PyTorch calls the step of an optimizer
+SCHEDULERS = [  # the others do not call the step of the first one
+    "LRScheduler",
+    "ReduceLROnPlateau",
+    "ChainedScheduler",
+    "SequentialLR",
+    "CosineAnnealingWarmRestarts",
+]
 
 projecting = {}  # identity of a parameter -> the handle of its hook, in the first steps
+
+# ---------------------------------------------------------------- steps
 
 
 @optimizers.register_optimizer_step_pre_hook
@@ -43,25 +56,28 @@ def enter_step(optimizer, args, kwargs):
     callers = [frame.f_code for frame, _ in traceback.walk_stack(sys._getframe())]
     wrappers = [code for code in callers if (code.co_filename, code.co_name) == STEP_WRAPPER]
     state.in_step = len(wrappers)  # counted each time: after an exception, no step is left
-    if state.in_step > 1 or "_init_optim_state" in {code.co_name for code in callers}:
-        return  # the latter makes the state that a sharded checkpoint is loaded into
+    if state.in_step > 1:
+        return
+    if "_init_optim_state" in {code.co_name for code in callers}:
+        return  # it makes the state that a sharded checkpoint is loaded into
     if ask(float, getattr(optimizer, "found_inf", None), default=0):
         return  # a fused optimizer skips the step itself when a GradScaler tells it to
     state.steps += 1
     time.sleep(TASK.pause)
     with harmless:
         after_gather.stop()
-        attribute_to_script()
+        credit_script()
         if TASK.scale and state.steps <= STEPS and state.wrapped:
             save_gradients()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         report_step(optimizer, closure is not None)
     state.since_step = SinceStep()
-    state.new_pass = False
+    state.no_step_in_pass = False
 
 
 @optimizers.register_optimizer_step_post_hook
 def leave_step(optimizer, args, kwargs):
+    """Note that a step is over, which PyTorch tells only of one that has not failed."""
     state.in_step -= 1
 
 
@@ -79,45 +95,58 @@ def dense(gradient):
 
 
 class Optimized:
-    """The parameters of an optimizer, by name."""
+    """The parameters of an optimizer by name, and which of them have gradients."""
 
     def __init__(self, optimizer):
-        owners = {  # identity of a parameter of a wrapped model -> its name, number of the model
+        owners = {  # identity of a parameter in a wrapped model -> its name, number of the model
             id(value): (f"{name}{of_model(number)}", number)
             for number, module in enumerate(state.wrapped)
             for name, value in module.named_parameters()
         }
         values = [value for group in optimizer.param_groups for value in group["params"]]
         state.parameters.update((id(value), value) for value in values)
-        self.parameters = {}
+        self.parameters, self.gradients = {}, {}
         self.models = {}  # name of a parameter -> number of its model, if it is wrapped
         for at, value in enumerate(values):
-            name, number = owners.get(id(value), (f"parameter {at}", None))
+            name, number = owners.get(id(value), (f"{events.PARAMETER}{at}", None))
             self.parameters[name] = value
+            if value.grad is not None:
+                self.gradients[name] = value.grad
             if number is not None:
                 self.models[name] = number
-        self.gradients = {
-            name: value.grad for name, value in self.parameters.items() if value.grad is not None
-        }
-        self.unwatched = [
-            name
-            for name in self.models
-            if name in self.gradients and id(self.parameters[name]) not in watched
-        ]
-        self.sharded = mesh_dimensions(values)
+        self.mesh_dimensions = mesh_dimensions(values)
+
+    @property
+    def unwatched(self):
+        """The names of parameters in a wrapped model whose gradients DDP does not reduce."""
+        names = [name for name in self.models if name in self.gradients]
+        return [name for name in names if id(self.parameters[name]) not in reduced_by_ddp]
+
+    @property
+    def unused(self):
+        """How many parameters the losses of this rank have given no gradient."""
+        unused_here = state.watched_for_use - state.since_step.used
+        return sum(
+            value.requires_grad and (value.grad is None or id(value) in unused_here)
+            for value in self.parameters.values()
+        )
+
+    @property
+    def bypassed(self):
+        """The lines that call a model with gradients itself, while its wrapper is not called."""
+        since = state.since_step
+        models = {self.models[name] for name in self.gradients if name in self.models}
+        models -= {call.model for call in since.forwards}
+        return [since.bypasses[number] for number in sorted(models & since.bypasses.keys())]
 
     def not_finite(self, losses):
         """Return what is not finite: "loss", "gradient of NAME", or ""."""
         if not all(map(math.isfinite, losses)):
             return "loss"
-        bad = (name for name, value in self.gradients.items() if not is_finite(value))
-        return next((f"gradient of {name}" for name in bad), "")
-
-
-def is_unused(value):
-    """Return whether the losses of this rank have given this parameter no gradient."""
-    skipped = id(value) in state.watched_for_use and id(value) not in state.since_step.used
-    return value.grad is None or skipped
+        for name, gradient in self.gradients.items():
+            if not ask(is_finite, gradient, default=True):
+                return f"gradient of {name}"
+        return ""
 
 
 def report_step(optimizer, closure):
@@ -125,29 +154,21 @@ def report_step(optimizer, closure):
     wrappers = [reference() for reference in state.wrappers]
     since, optimized = state.since_step, Optimized(optimizer)
     parameters, gradients = optimized.parameters, optimized.gradients
-    elements = sum(value.numel() for value in gradients.values())
-    trained = {number for name, number in optimized.models.items() if name in gradients}
-    bypassed = sorted(trained & since.bypasses.keys() - {call.model for call in since.forwards})
+    elements = sum(gradient.numel() for gradient in gradients.values())
     report(
         events.Step,
-        gradients=quick_checksums({name: value.grad for name, value in parameters.items()}),
+        **since.as_reported(),
+        gradients=checksums({**dict.fromkeys(parameters), **gradients}, quick=True),
         weights=checksums(parameters) if wants_weights() else None,
         rates=[float(group.get("lr", 0)) for group in optimizer.param_groups],
-        losses=since.losses,
-        divisors=since.divisors,
-        means_over=since.means_over,
-        loss_reduced=since.loss_reduced,
-        backwards=since.backwards,
         **describe_projections(optimized),
-        sample_count=since.sample_count,
-        inputs=since.inputs,
         infinite=optimized.not_finite(since.losses),
-        zero=not any(is_nonzero(value) for value in gradients.values()),
-        unused=sum(value.requires_grad and is_unused(value) for value in parameters.values()),
-        foreign=0 if optimized.sharded else len(parameters) - len(optimized.models),
+        zero=not any(bool(gradient.any()) for gradient in gradients.values()),
+        unused=optimized.unused,
+        foreign=0 if optimized.mesh_dimensions else len(parameters) - len(optimized.models),
         unwatched=optimized.unwatched,
-        bypassed=[since.bypasses[number] for number in bypassed],
-        sharded=optimized.sharded,
+        bypassed=optimized.bypassed,
+        sharded=optimized.mesh_dimensions,
         has_state=bool(optimizer.state),
         closure=closure,
         synced=all(call.synced for call in since.forwards[-1:]),
@@ -156,23 +177,18 @@ def report_step(optimizer, closure):
         reduced_all=sum(count for _, count in since.reduced) >= elements,
         training=all(state.wrapped[number].training for number in optimized.models.values()),
         **describe_buffers(),
-        random=since.draws,
-        random_for_samples=since.draws_for_samples,
         joined=any(wrapper._join_config.enable for wrapper in wrappers if wrapper),
     )
 
 
 def wants_weights():
-    """Return whether this step reports its weights: seldom, as that takes time."""
-    # Two steps in turn, as two optimizers may take turns: 1, 2, 3, 4, 5, 8, 9, 16, 17, ...
-    number = state.steps
-    is_power = not number & (number - 1) or not (number - 1) & (number - 2)
-    return state.new_pass or not state.wrapped or is_power
+    """Return whether this step reports its weights, which takes time: seldom, if DDP is used.
 
-
-def is_nonzero(gradient):
-    some = gradient if gradient.is_sparse else gradient.flatten()[:FEW]
-    return bool(some.any()) or bool(gradient.any())
+    Two steps in turn do, as two optimizers may take turns: 1, 2, 3, 4, 5, 8, 9, 16, 17, …
+    """
+    numbers = state.steps, state.steps - 1
+    is_power_of_2 = any(number.bit_count() <= 1 for number in numbers)
+    return state.no_step_in_pass or not state.wrapped or is_power_of_2
 
 
 def most_reductions(forwards):
@@ -198,18 +214,20 @@ def describe_buffers():
 
 @patch("torch.optim.Optimizer.add_param_group")
 def add_param_group(original, self, *args, **kwargs):
-    """Watch the gradients that this rank computes, before anything reduces them."""
+    """Project the gradients that this rank computes, before anything reduces them."""
     result = original(self, *args, **kwargs)
     with harmless:
-        attribute_draws()  # what was drawn before made a model
+        forget_draws()  # what was drawn before made a model
         for value in self.param_groups[-1]["params"]:
-            whole = not mesh_dimensions([value])  # the slice of a sharded one would communicate
-            if whole and value.requires_grad and value.is_leaf and id(value) not in projecting:
+            if mesh_dimensions([value]):
+                continue  # the slice of a sharded gradient would communicate
+            if value.requires_grad and value.is_leaf and id(value) not in projecting:
                 projecting[id(value)] = value.register_hook(project_own)
     return result
 
 
 def project_own(gradient):
+    """Add the projection of a gradient that a backward pass gives to a parameter."""
     with harmless:
         if not gradient.is_sparse:
             state.since_step.projection += projection(gradient)
@@ -225,14 +243,19 @@ def describe_projections(optimized):
     """Return the projections of this rank's gradients, and of those that the optimizer takes."""
     since, gradients = state.since_step, optimized.gradients.values()
     sparse = any(gradient.is_sparse for gradient in gradients)  # other elements on each rank
-    if not projecting or since.loss_scaled or optimized.sharded or sparse:
+    if not projecting or since.loss_scaled or optimized.mesh_dimensions or sparse:
         return {"own_gradient": None, "taken_gradient": None}
     taken = sum(map(projection, gradients))
     if state.steps >= STEPS:
-        for handle in projecting.values():
-            handle.remove()
-        projecting.clear()
+        project_no_longer()
     return {"own_gradient": since.projection, "taken_gradient": taken}
+
+
+def project_no_longer():
+    """Remove the hooks, which cost time."""
+    for handle in projecting.values():
+        handle.remove()
+    projecting.clear()
 
 
 # ---------------------------------------------------------------- GradScaler
@@ -240,12 +263,14 @@ def describe_projections(optimized):
 
 @patch(f"{SCALER}.unscale_")
 def unscale(original, self, *args, **kwargs):
+    """Note that a GradScaler's factor is no longer in the gradients."""
     state.gradients_scaled = False
     return original(self, *args, **kwargs)
 
 
 @patch(f"{SCALER}.step")
 def step_scaled(original, self, *args, **kwargs):
+    """Report a step that a GradScaler skips. In any case, what follows belongs to the next one."""
     state.gradients_scaled = False
     steps = state.steps
     result = original(self, *args, **kwargs)
@@ -259,21 +284,23 @@ def step_scaled(original, self, *args, **kwargs):
 # ---------------------------------------------------------------- clipping, schedulers, states
 
 
-@patch(f"{CLIP}.clip_grad_norm_", f"{CLIP}.clip_grad_value_")
+@patch("torch.nn.utils.clip_grad.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_value_")
 def clip(original, *args, **kwargs):
+    """Report that gradients are clipped."""
     report(events.Clipped, scaled=state.gradients_scaled)
     return original(*args, **kwargs)
 
 
 @patch("torch.nn.Module.load_state_dict", "torch.optim.Optimizer.load_state_dict")
 def load_state_dict(original, self, *args, **kwargs):
+    """Report that a state is loaded."""
     report(events.StateLoaded, wraps=len(state.wrapped))
     return original(self, *args, **kwargs)
 
 
-@patch(*(f"{SCHEDULERS}.{name}.step" for name in SCHEDULED))
+@patch(*(f"torch.optim.lr_scheduler.{name}.step" for name in SCHEDULERS))
 def step_scheduler(original, self, *args, **kwargs):
-    """Report the step of a scheduler, not those that it lets others take."""
+    """Report the step of a scheduler, but none that it lets another one take."""
     if state.steps and not state.in_scheduler:
         is_plateau = isinstance(self, lr_scheduler.ReduceLROnPlateau)
         metric = (args[0] if args else kwargs.get("metrics")) if is_plateau else None

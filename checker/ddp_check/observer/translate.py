@@ -23,38 +23,43 @@ ATTRIBUTES = {Tensor.get_device: ".get_device()", Tensor.is_cuda.__get__: ".is_c
 DEVICE_AT = {Tensor.to: 1, torch._C._nn._parse_to: 0}  # the argument that may be a GPU's number
 
 
-def translated(call):
+def report_translated(call):
     """Report a translated call, once per line of the script."""
     line = script_line()
     if line and is_first(call, line):
         report(Translated, line, call=call)
 
 
-def is_gpu(value):
-    """Return whether a value names a GPU."""
+def names_gpu(value):
+    """Return whether a value is a GPU, or the name of one."""
     return isinstance(value, str | torch.device) and str(value).partition(":")[0] == "cuda"
 
 
-def number_of(device, by_set_device=False):
-    """Report the GPU that the script names, and return its number, or -1 for a CPU.
+def gpu_index(device):
+    """Return the number of a GPU that is given as a device, a number, or None for the current one.
 
-    It is a device, a number, or None for the current one.
+    It is -1 for a CPU.
     """
     if str(device).startswith("cpu"):
         return -1
-    line = script_line()
     index = device if isinstance(device, int | None) else torch.device(device).index
-    index = state.gpu if index is None else index
-    if line and is_first("GPU", by_set_device, index):
+    return state.gpu if index is None else index
+
+
+def report_gpu(device, by_set_device=False):
+    """Report the GPU that the script names, if it is the first time."""
+    line, index = script_line(), gpu_index(device)
+    if line and index != -1 and is_first("GPU", by_set_device, index):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # which the checker sets to ""
-        fields = {"index": index, "count": COUNT, "visible": visible}
-        report(Gpu, line, by_set_device=by_set_device, **fields)
-    return index
+        report(Gpu, line, by_set_device=by_set_device, index=index, visible=visible)
 
 
 def set_device(device, *_):
-    index = number_of(0 if device is None else device, by_set_device=True)
-    state.gpu = index if index >= 0 else state.gpu  # PyTorch ignores others
+    """Take the place of torch.cuda.set_device, which ignores a negative number."""
+    device = 0 if device is None else device
+    report_gpu(device, by_set_device=True)
+    if gpu_index(device) >= 0:
+        state.gpu = gpu_index(device)
 
 
 class OnTheCPU(TorchFunctionMode):
@@ -62,36 +67,43 @@ class OnTheCPU(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.device:
+        if func is torch.device:  # it may name a GPU: what uses it is translated
             return func(*args, **kwargs)
         if func in (Tensor.pin_memory, Tensor.record_stream):
             return args[0]
         if func in ATTRIBUTES and script_line(direct=True):
-            translated(ATTRIBUTES[func])
-            return number_of(None) if func is Tensor.get_device else True
+            report_translated(ATTRIBUTES[func])
+            return state.gpu if func is Tensor.get_device else True
         if func is Tensor.cuda:
-            translated(".cuda()")
-            number_of(args[1] if len(args) > 1 else kwargs.get("device"))
+            report_translated(".cuda()")
+            report_gpu(args[1] if len(args) > 1 else kwargs.get("device"))
             return args[0]
-        place = DEVICE_AT.get(func)
-        if place is not None and len(args) > place and type(args[place]) is int:
-            args = (*args[:place], torch.device("cuda", args[place]), *args[place + 1 :])
-        if type(kwargs.get("device")) is int:
-            kwargs = {**kwargs, "device": torch.device("cuda", kwargs["device"])}
-        for gpu in [value for value in (*args, *kwargs.values()) if is_gpu(value)][:1]:
-            translated(f'"{gpu}"')
-            number_of(gpu)
-            args = tuple(CPU if is_gpu(value) else value for value in args)
-            kwargs = {name: CPU if is_gpu(value) else value for name, value in kwargs.items()}
+        args, kwargs = numbers_as_devices(func, args, kwargs)
+        gpus = [value for value in (*args, *kwargs.values()) if names_gpu(value)]
+        if gpus:
+            report_translated(f'"{gpus[0]}"')
+            report_gpu(gpus[0])
+            args = tuple(CPU if names_gpu(value) else value for value in args)
+            kwargs = {name: CPU if names_gpu(value) else value for name, value in kwargs.items()}
         return func(*args, **kwargs)
+
+
+def numbers_as_devices(func, args, kwargs):
+    """Return the arguments of a call with a device for the bare number of a GPU."""
+    at = DEVICE_AT.get(func)
+    if at is not None and len(args) > at and type(args[at]) is int:
+        args = (*args[:at], torch.device("cuda", args[at]), *args[at + 1 :])
+    if type(kwargs.get("device")) is int:
+        kwargs = {**kwargs, "device": torch.device("cuda", kwargs["device"])}
+    return args, kwargs
 
 
 class Idle(contextlib.nullcontext):
     """A stream, an event or a context of one: on the CPU, everything has happened already."""
 
     def __init__(self, *_, **__):
-        super().__init__(self)
-        translated("a stream or an event")
+        super().__init__(self)  # what `with` gives
+        report_translated("a stream or an event")
 
     def elapsed_time(self, _):
         return 1.0
@@ -104,8 +116,8 @@ class Generator(torch.Generator):
     """Generates numbers on the CPU."""
 
     def __new__(cls, device=CPU):
-        if isinstance(device, int) or is_gpu(device):
-            translated("torch.Generator(device)")
+        if isinstance(device, int) or names_gpu(device):
+            report_translated("torch.Generator(device)")
         return super().__new__(cls, CPU)
 
 
@@ -137,7 +149,7 @@ def answer(original, *args, **kwargs):
     """Answer the script's question about GPUs as if there were some."""
     name = original.__name__
     if script_line(direct=True):
-        translated(f"{original.__module__}.{name}()")
+        report_translated(f"{original.__module__}.{name}()")
     elif not re.match(QUIET, name):
         return original(*args, **kwargs)
     value = ANSWERS.get(name, 0)
@@ -150,21 +162,22 @@ for owner in (torch.cuda, torch.accelerator):
             intercept(owner, name, answer)
 
 
-def replace_arguments(function, **changes):
-    """Call a function with these arguments, and report those that they replace."""
+def replace_arguments(name, **replacements):
+    """Let calls of a function have these arguments, and report those that they replace."""
 
-    @patch(function)
+    @patch(name)
     def on_the_cpu(original, *args, **kwargs):
+        """Replace arguments that name GPUs."""
         signature = inspect.signature(original)
         call = signature.bind(*args, **kwargs)
-        for name, value in changes.items():
-            given = call.arguments.get(name, signature.parameters[name].default)
-            call.arguments[name] = value
-            if given and given not in (value, "cpu", CPU):
-                translated(f'"{given}"' if isinstance(given, str) else name)
-                if value is None:  # it names the GPUs that it is to use
+        for argument, replacement in replacements.items():
+            given = call.arguments.get(argument, signature.parameters[argument].default)
+            call.arguments[argument] = replacement
+            if given and given not in (replacement, "cpu", CPU):
+                report_translated(f'"{given}"' if isinstance(given, str) else argument)
+                if argument in ("device_ids", "output_device", "device_id"):
                     for device in given if isinstance(given, list | tuple) else [given]:
-                        number_of(device)
+                        report_gpu(device)
         return original(*call.args, **call.kwargs)
 
 
@@ -174,7 +187,6 @@ replace_arguments("torch.load", map_location="cpu")
 replace_arguments("torch.amp.GradScaler.__init__", device="cpu")
 replace_arguments("torch.autocast.__init__", device_type="cpu")
 replace_arguments(f"{C10D}.init_process_group", backend="gloo", device_id=None)
-
 
 # DDP refuses SyncBatchNorm, which `normalize` computes, and communication in bfloat16.
 for name in ("_passing_sync_batchnorm_handle", "_check_comm_hook"):
@@ -191,7 +203,7 @@ def sum_over_ranks(tensor, group):
 @patch("torch.nn.SyncBatchNorm.forward")
 def normalize(original, self, tensor):
     """Normalize this rank's samples together with those of the others, as one batch."""
-    translated("SyncBatchNorm")
+    report_translated("SyncBatchNorm")
     if not (self.training and dist.is_initialized()):
         return _BatchNorm.forward(self, tensor)
     group = self.process_group or dist.group.WORLD

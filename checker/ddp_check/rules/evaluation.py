@@ -117,7 +117,7 @@ def counted_twice(row, twice, total):
     text = f"{loaded} samples, {loaded - twice} of them distinct, of {total}"
     collectives = [sums_and_gathers(entry) for entry in row]
     gathers = max(sum("gather" in call.name for call in calls) for calls in collectives)
-    cuts = {cut.order for cut in events_after(row, events.Cut) if cut.dropped == twice}
+    cuts = [cut for cut in events_after(row, events.Cut) if cut.dropped == twice]
     if cuts:
         return cut_in_order(cuts, gathers) if row[0].distributed else None
     lengths = events_after(row, events.Counted)
@@ -140,14 +140,12 @@ def sums_and_gathers(entry):
     return [call for call in calls if not call.in_model and (call.sums or "gather" in call.name)]
 
 
-def cut_in_order(orders, gathers):
-    """Return the verdict on the orders in which gathered results lie when their end is cut off."""
-    if "blocks" in orders:
+def cut_in_order(cuts, gathers):
+    """Return the verdict on gathered results whose end is cut off."""
+    if any(cut.in_blocks for cut in cuts):
         text = "what is gathered is in blocks, not in the data set's order, when its end is cut "
         text += "off: some are lost"
         return wrong(text) if gathers == 1 else unsure(text)  # of several, each may hold one batch
-    if "another" in orders:
-        return unsure("what is gathered is sorted when its end is cut off: is that the padding?")
     return None
 
 

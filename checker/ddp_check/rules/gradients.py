@@ -109,7 +109,7 @@ def reduced_apart(run):
         return wrong(f"{text}was wrapped", run.of_lowest_rank(events.Wrap)[-1].where)
     by_hand = step.reduced and line_of_reduction(run)
     # A parameter of no wrapped model, or no wrapped model at all, is the cause: another rule's.
-    unwrapped = step.foreign and str(first.name).startswith("parameter ")
+    unwrapped = step.foreign and str(first.name).startswith(events.PARAMETER)
     follows = bool(unwrapped or not (run.all(events.Wrap) or by_hand))
     return wrong(text, by_hand or step.where, follows=follows)
 

@@ -228,8 +228,8 @@ def own_gpu(run):
     for rank, named in run.by_rank(events.Gpu).items():
         uses = [event for event in named if not event.by_set_device]
         for event in uses or named:
-            visible = event.visible.split(",") if event.visible else range(event.count)
-            sees = f"a node has {event.count}"
+            visible = event.visible.split(",") if event.visible else range(run.nproc)
+            sees = f"a node has {run.nproc}"
             if event.visible:
                 sees = f"the script sets CUDA_VISIBLE_DEVICES={event.visible}"
             if not 0 <= event.index < len(visible):

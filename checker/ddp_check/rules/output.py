@@ -14,7 +14,7 @@ FRACTION = r"-?\d+\.(\d+)(?!\.?\d)(?:e[+-]?\d+)?"  # but not a version, such as 
 LOSS = r"(?i)(loss|nll|perplexity|\bppl)\w*[^\w\n]{0,12}$"  # before a number
 RIGHT, THE_SUM = "the mean over all ranks", "the sum over the ranks"  # what a number may be
 WAITS = events.Step | events.Collective
-WRITES = events.Opened | events.Save | events.Renamed
+WRITES = events.Written | events.Save
 NAMED_SUM = r"(?i)sum|total"
 SAYS_RANK = r"(?i)\brank[ _-]?\d"  # so the line says whose number it is
 # In a script that may wait for a file in a way of its own:
@@ -55,7 +55,7 @@ def one_rank_writes(run):
     if verdict := written_by_several(run, writes) or read_too_early(run, writes):
         return verdict
     saves = {event.path: event.where for event in run.all(events.Save) if event.path}
-    renamed = {event.source for event in run.all(events.Renamed)}
+    renamed = {event.old_name for event in run.all(events.Written)}
     for path, where in saves.items():
         if path not in renamed:
             text = f"{Path(path).name} is written in place: a crash then leaves half a file"
@@ -82,7 +82,7 @@ def file_uses(run, kinds):
         for event in found:
             steps += isinstance(event, events.Step)
             waits += isinstance(event, WAITS)
-            if isinstance(event, kinds) and event.path and not getattr(event, "append", False):
+            if isinstance(event, kinds) and event.path:
                 uses.setdefault(event.path, []).append(Use(rank, waits, steps, event.where))
     return uses
 
