@@ -6,39 +6,42 @@ import re
 WORLD_SIZE = re.compile(
     r"(?i)get_world_size|world|num_?(gpus|procs?|processes|replicas|ranks)|^n_?(gpus|procs|ranks)$"
 )
-ROUNDS = r"^int$|\b(ceil|floor|round)$"  # a function
-DIVIDES = ("div", "div_", "divide", "divide_", "true_divide", "true_divide_")
+MAKES_WHOLE = r"^int$|\b(ceil|floor|round)$"  # the name of a function
 
 
 def divisions_by_world_size(run):
-    """Return the lines that divide, by the world size, what backward() is then called on."""
+    """Return the lines that divide, by the world size, what backward() is then called on.
+
+    They are in the call itself, in an assignment to one of its names before, or in a function of
+    the script that such an assignment calls.
+    """
     tree = parsed(run)
     sizes = world_size_names(tree)
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     lines = []
     for scope in [tree, *functions.values()]:
         for call in backward_calls(scope):
-            names = {node.id for node in ast.walk(call) if isinstance(node, ast.Name)}
             lines += divisions(call, sizes)
-            for statement in ast.walk(scope):
-                if isinstance(statement, ast.stmt) and changes(statement, names, call.lineno):
-                    lines += divisions(statement, sizes)
-                    for inner in called(statement, functions):
-                        lines += divisions(inner, sizes)
+            for assignment in assignments(scope, names_in(call)):
+                if assignment.lineno <= call.lineno:
+                    called = [functions[name] for name in names_in(assignment) & functions.keys()]
+                    for node in [assignment, *called]:
+                        lines += divisions(node, sizes)
     return [f"{run.script}:{number}" for number in dict.fromkeys(lines)]
 
 
 def shares_of_ranks(run):
     """Return the lines that divide a whole number by the world size, such as that of the steps."""
     tree = parsed(run)
-    sizes, whole = world_size_names(tree), []
+    nodes = []
     for node in ast.walk(tree):
         if isinstance(getattr(node, "op", None), ast.FloorDiv):
-            whole.append(node)
-        elif isinstance(node, ast.Call) and re.search(ROUNDS, ast.unparse(node.func)):
-            whole += node.args
-    lines = [line for node in whole for line in divisions(node, sizes)]
-    return [f"{run.script}:{number}" for number in sorted({*lines})]
+            nodes.append(node)
+        elif isinstance(node, ast.Call) and re.search(MAKES_WHOLE, ast.unparse(node.func)):
+            nodes += node.args
+    sizes = world_size_names(tree)
+    lines = {line for node in nodes for line in divisions(node, sizes)}
+    return [f"{run.script}:{number}" for number in sorted(lines)]
 
 
 def parsed(run):
@@ -50,7 +53,7 @@ def parsed(run):
 
 
 def world_size_names(tree):
-    """Return the names that stand for the number of ranks."""
+    """Return the names to which the number of ranks is assigned."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
@@ -65,45 +68,35 @@ def world_size_names(tree):
 
 def backward_calls(scope):
     """Return the calls `loss.backward()` and `anything.backward(loss)`."""
-    return [
-        node
-        for node in ast.walk(scope)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "backward"
-    ]
+    calls = [node for node in ast.walk(scope) if isinstance(node, ast.Call)]
+    return [call for call in calls if getattr(call.func, "attr", "") == "backward"]
 
 
-def changes(statement, names, before):
-    """Return whether a statement before this line assigns one of these names, or divides it."""
-    if statement.lineno > before:
-        return False
-    if isinstance(statement, ast.Assign):
-        return bool(names & {ast.unparse(target) for target in statement.targets})
-    if isinstance(statement, ast.AugAssign):
-        return ast.unparse(statement.target) in names
-    call = getattr(statement, "value", None) if isinstance(statement, ast.Expr) else None
-    owner = getattr(getattr(call, "func", None), "value", None)
-    return isinstance(owner, ast.Name) and owner.id in names
+def names_in(node):
+    """Return the names that are used in a part of the tree."""
+    return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
 
 
-def called(statement, functions):
-    """Return the script's own functions that a statement calls."""
-    names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
-    return [function for name, function in functions.items() if name in names]
+def assignments(scope, names):
+    """Return the statements that assign to one of these names: `loss = …`, `loss /= …`."""
+    statements = []
+    for node in ast.walk(scope):
+        if isinstance(node, ast.Assign | ast.AugAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if names & {ast.unparse(target) for target in targets}:
+                statements.append(node)
+    return statements
 
 
 def divisions(node, sizes):
-    """Return the numbers of the lines inside a node that divide by the number of ranks."""
+    """Return the numbers of the lines in a part of the tree that divide by the number of ranks.
+
+    sizes: names that stand for it
+    """
     lines = []
-    for part in ast.walk(node):
-        divisor = None
-        division = isinstance(getattr(part, "op", None), ast.Div | ast.FloorDiv)
-        if division:
-            divisor = part.right if isinstance(part, ast.BinOp) else part.value
-        elif isinstance(part, ast.Call) and getattr(part.func, "attr", "") in DIVIDES and part.args:
-            divisor = part.args[-1]
-        text = ast.unparse(divisor) if divisor else ""
-        if text and (text in sizes or WORLD_SIZE.search(text)):
-            lines.append(part.lineno)
+    for inner in ast.walk(node):
+        if isinstance(getattr(inner, "op", None), ast.Div | ast.FloorDiv):
+            divisor = ast.unparse(inner.right if isinstance(inner, ast.BinOp) else inner.value)
+            if divisor in sizes or WORLD_SIZE.search(divisor):
+                lines.append(inner.lineno)
     return lines

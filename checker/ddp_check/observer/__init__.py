@@ -4,7 +4,7 @@ Each process writes to its own file in the folder of the events, named after its
 Importing `start` begins the observation.
 
 base        the state of the observers; `report`, `ask`, `harmless`
-patches     what is replaced in PyTorch, and what a report lacks without it; `patch`
+patches     how functions of PyTorch are replaced; `patch`
 values      checksums of tensors, batches and data sets
 randomness  who draws random numbers
 group       the process group, collectives, and what they gather
