@@ -8,6 +8,7 @@ exit code: 0: nothing is wrong; 1: something is; 2: the script could not be run 
 """
 
 import argparse
+import json
 import os
 import shlex
 import signal
@@ -15,10 +16,9 @@ import sys
 from pathlib import Path
 
 try:
-    from ddp_check import __version__
+    from ddp_check import __version__, report
     from ddp_check.drills import DRILLS, perform
     from ddp_check.plan import LAUNCHERS, module_path, planned
-    from ddp_check.report import annotations, exit_code, json_of, list_of_rules, text_of
     from ddp_check.rules import judge
 except ModuleNotFoundError as error:
     print(f"ddp-check: {error.name} is missing here: pip install {error.name}", file=sys.stderr)
@@ -48,7 +48,7 @@ def option_parser():
     add("--output", action="store_true", help="then show all that the script printed")
     add("--format", choices=["text", "json", "github"], default="text", help="(text)")
     add("--json", dest="format", action="store_const", const="json", help="as --format json")
-    lists = {"action": "version", "version": list_of_rules()}
+    lists = {"action": "version", "version": report.list_of_rules()}
     add("--rules", help="print what is looked at, a line each, and exit", **lists)
     add("--version", action="version", version=f"ddp-check {__version__}")
     add("-m", dest="module", action="store_true", help="the script is a module, as for python -m")
@@ -85,18 +85,19 @@ def main():
         for name in args.drill:
             verdicts += perform(name, plan)
         show(plan, verdicts, args)
-    sys.exit(exit_code(plan, verdicts))
+    sys.exit(report.exit_code(plan, verdicts))
 
 
 def show(plan, verdicts, args):
     """Print the report, in the format that was asked for."""
     if args.format == "json":
-        print(json_of(plan, verdicts))
+        print(json.dumps(report.as_data(plan, verdicts), indent=2))
     else:
-        coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        print(text_of(plan, verdicts, args.drill, args.all, coloured))
+        text = report.text_of(plan, verdicts, args.drill, args.all)
+        in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        print(report.coloured(text) if in_colour else text)
     if args.format == "github":
-        print(annotations(plan, verdicts))
+        print(report.annotations(plan, verdicts))
     if args.output:
         text = f"\nThe script printed:\n{plan.undisturbed.output}"
         print(text, file=sys.stderr if args.format == "json" else sys.stdout)

@@ -11,10 +11,10 @@ class Pass(events.PassBegun):
 
     batches: list = field(default_factory=list)
     steps: list = field(default_factory=list)
-    steps_beside: int = 0  # credited to another pass, which gave a later batch
+    steps_of_others: int = 0  # that may have used its batch, and another pass's, which came later
     ended: bool = False
     evaluates: bool = False  # a model was called without gradients
-    after: list = field(default_factory=list)  # events that follow one of its batches
+    events_after: list = field(default_factory=list)  # that follow one of its batches
 
     @property
     def dataset(self):
@@ -24,11 +24,11 @@ class Pass(events.PassBegun):
     @property
     def is_training(self):
         """Whether its batches were trained on, perhaps together with those of another pass."""
-        return bool(self.steps) or self.steps_beside > 1  # once is a validation in between
+        return bool(self.steps) or self.steps_of_others > 1  # one is that after a validation
 
     def events_of(self, kind):
         """Return the events of a kind that follow one of its batches."""
-        return [event for event in self.after if isinstance(event, kind)]
+        return [event for event in self.events_after if isinstance(event, kind)]
 
     @property
     def sizes(self):
@@ -47,52 +47,53 @@ class Pass(events.PassBegun):
 
 
 def passes_in(events_of_rank):
-    """Return the passes of one rank, whose events these are."""
+    """Return the passes of one rank over its data, with the steps that used their batches."""
     passes = {}  # by number
-    fed = []  # passes with a batch since the last step
+    recent = []  # passes with a batch since the last step, in the order of their last batches
     latest = None  # the pass that gave the last batch
     for event in events_of_rank:
-        entry = passes.get(getattr(event, "pass_number", None))
+        data_pass = passes.get(getattr(event, "pass_number", None))
         match event:
             case events.PassBegun():
                 passes[event.pass_number] = Pass(**vars(event))
-            case events.Batch() if entry:
-                entry.batches.append(event)
-                latest = entry
-                fed = [other for other in fed if other is not entry] + [entry]
-            case events.PassEnded() if entry:
-                entry.ended = True
-            case events.Evaluated() if entry:
-                entry.evaluates = True
+            case events.Batch() if data_pass:
+                data_pass.batches.append(event)
+                recent = [other for other in recent if other is not data_pass] + [data_pass]
+                latest = data_pass
+            case events.PassEnded() if data_pass:
+                data_pass.ended = True
+            case events.Evaluated() if data_pass:
+                data_pass.evaluates = True
             case events.Step():
-                credit(event, fed, list(passes.values()))
-                fed = []
+                credit(event, recent, list(passes.values()))
+                recent = []
             case _ if latest:
-                latest.after.append(event)
-    for entry in passes.values():
-        evaluated = len(entry.events_of(events.BatchEvaluated))
-        if evaluated and not (entry.ended or entry.is_training):  # it was left, perhaps by a break
-            del entry.batches[evaluated:]  # which comes before the model is called
+                latest.events_after.append(event)
+    for data_pass in passes.values():
+        # One that is left by a break, before the model is called, has a batch that nobody used.
+        evaluated = len(data_pass.events_of(events.BatchEvaluated))
+        if evaluated and not (data_pass.ended or data_pass.is_training):
+            del data_pass.batches[evaluated:]
     return list(passes.values())
 
 
-def credit(step, fed, passes):
-    """Credit a step to the last of the passes that gave a batch since the step before (`fed`).
+def credit(step, recent, passes):
+    """Credit a step to the last of the passes that gave a batch since the step before (`recent`).
 
     One that goes on is preferred to one that has ended. If none gave a batch, it was fetched ahead:
     then the step belongs to the pass that took the step before, or to the newest.
     """
-    training = [entry for entry in passes if entry.steps]
-    training_lines = {entry.where for entry in training}
+    training = [data_pass for data_pass in passes if data_pass.steps]
+    training_lines = {data_pass.where for data_pass in training}
 
-    def may_train(entry):  # an evaluation that has ended does not, unless its line trains
-        return entry.where in training_lines or not (entry.ended and entry.evaluates)
+    def may_train(data_pass):  # an evaluation that has ended does not, unless its line trains
+        evaluation = data_pass.ended and data_pass.evaluates
+        return data_pass.where in training_lines or not evaluation
 
-    newest = passes[-1:]
-    candidates = [*filter(may_train, fed)] or training[-1:] or [*filter(may_train, newest)]
-    candidates = [entry for entry in candidates if not entry.ended] or candidates
+    candidates = list(filter(may_train, recent))
+    candidates = candidates or training[-1:] or list(filter(may_train, passes[-1:]))
+    candidates = [data_pass for data_pass in candidates if not data_pass.ended] or candidates
     if candidates:
-        *others, last = candidates
-        last.steps.append(step)
-        for entry in others:
-            entry.steps_beside += 1
+        candidates[-1].steps.append(step)
+        for data_pass in candidates[:-1]:
+            data_pass.steps_of_others += 1

@@ -29,7 +29,6 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 # What bash does in each process before it becomes that of the script:
 AS_TASK = """export MASTER_ADDR=localhost SLURM_PROCID=$RANK SLURM_LOCALID=$LOCAL_RANK
 unset RANK LOCAL_RANK ${!TORCHELASTIC_*}"""
-OTHERS_IN = "[ $RANK = 0 ] || cd {}"
 LAUNCHERS = {  # what precedes the script on the command line
     "python": [sys.executable],  # the script starts its own processes
     "srun": TORCHRUN,
@@ -118,32 +117,32 @@ class Plan:
             return before
         return run
 
-    def folder_of(self, place):
+    def folder_of(self, name):
         """Return the folder of a name, with the script's files in it."""
-        cwd = Path(self.folder, place).resolve()
+        cwd = Path(self.folder, name).resolve()
         if not cwd.exists():
             mirror(Path.cwd(), cwd)
         return cwd
 
     def run(
-        self, place, nproc=None, during=None, arguments=None, others_in="", timeout=None, **options
+        self, name, nproc=None, during=None, arguments=None, others_in="", timeout=None, **options
     ):
-        """Run the script in a folder of this name, and return a Run.
+        """Run the script in the folder of this name, and return a Run.
 
         Meanwhile, `during` is called with the process, the folder of the events, and the time at
         which the script will be killed. All ranks but the first may run in another folder,
         `others_in`. The options are those of a `Task`.
         """
-        cwd, nproc = self.folder_of(place), nproc or self.nproc
-        others = self.folder_of(others_in) if others_in else None
-        folder = cwd.with_name(f"{place}.run{len(list(cwd.parent.glob(f'{place}.run*')))}")
+        cwd, nproc = self.folder_of(name), nproc or self.nproc
+        folder = cwd.with_name(f"{name}.run{len(list(cwd.parent.glob(f'{name}.run*')))}")
         folder.mkdir()
         task = Task(str(folder), f"{cwd}{os.sep}", nproc, translate=self.translated, **options)
-        run = Run(nproc, folder, cwd, str(self.path), self.text)
-        run.translate, run.begun = self.translated, time.monotonic()
+        words = self.command(nproc, cwd, self.folder_of(others_in) if others_in else None)
+        run = Run(nproc, folder, cwd, str(self.path), self.text, self.translated)
+        run.begun = time.monotonic()
         with open(folder / "output", "wb") as output:
             process = subprocess.Popen(
-                [*self.command(nproc, cwd, others), *map(str, arguments or self.arguments)],
+                [*words, *map(str, arguments or self.arguments)],
                 cwd=cwd,
                 env=environment(task, self.env, self.launcher),
                 stdin=subprocess.DEVNULL,
@@ -157,31 +156,32 @@ class Plan:
                     during(process, folder, end)
                 run.returncode = process.wait(max(1, end - time.monotonic()))
             except subprocess.TimeoutExpired:
-                run.stacks, run.idle_ranks = look(folder)
+                run.stacks, run.idle_ranks = stacks_and_idle_ranks(folder)
             finally:
                 kill_all(process, folder)
         run.seconds = time.monotonic() - run.begun
         run.output = (folder / "output").read_text(encoding="utf-8", errors="replace")
-        run.events_by_rank = {rank: found for rank, (_, found) in read_events(folder).items()}
+        processes = read_events(folder)
+        run.events_by_rank = {rank: of_rank for rank, (_, of_rank) in processes.items()}
         run.missed_checkpoints = missed_checkpoints(run)
         return run
 
-    def command(self, nproc, cwd, others=None):
+    def command(self, nproc, cwd, others_in=None):
         """Return the words that start the script: its copy in this folder, if there is one."""
         words = [word.replace("NPROC", str(nproc)) for word in LAUNCHERS[self.launcher]]
         # Else torchrun refuses an option of the script that begins like several of its own.
-        end = ["--"] if LAUNCHERS[self.launcher] is TORCHRUN else []
-        before = [OTHERS_IN.format(shlex.quote(str(others)))] if others else []
-        before += [AS_TASK] if self.launcher == "srun" else []
-        if before:
-            lines = "\n".join([*before, 'exec "$@"'])
-            words += ["--no-python", *end, "bash", "-c", lines, "bash", sys.executable]
-            end = []
+        end_of_options = ["--"] if LAUNCHERS[self.launcher] is TORCHRUN else []
+        in_bash = [f"[ $RANK = 0 ] || cd {shlex.quote(str(others_in))}"] if others_in else []
+        in_bash += [AS_TASK] if self.launcher == "srun" else []
+        if in_bash:
+            lines = "\n".join([*in_bash, 'exec "$@"'])
+            words += ["--no-python", *end_of_options, "bash", "-c", lines, "bash", sys.executable]
+            end_of_options = []
         if self.module:
-            return [*words, "-m", *end, self.script]
+            return [*words, "-m", *end_of_options, self.script]
         path, here = self.path.resolve(), Path.cwd()
         path = cwd / path.relative_to(here) if path.is_relative_to(here) else path
-        return [*words, *end, str(path)]
+        return [*words, *end_of_options, str(path)]
 
 
 @contextlib.contextmanager
@@ -207,6 +207,7 @@ def missed_checkpoints(run):
 
 
 def module_path(name):
+    """Return the file that `python -m` runs for a module."""
     path = Path(*name.split("."))
     main = path / "__main__.py"
     return main if main.is_file() else path.with_suffix(".py")
@@ -214,21 +215,21 @@ def module_path(name):
 
 def environment(task, variables, launcher):
     """Return the environment of an observed script, without GPUs, with these variables."""
-    theirs = variables.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-    path = os.pathsep.join([str(HERE / "startup"), theirs])
-    mine = r"SLURM_|(LOCAL_)?RANK$|WORLD_SIZE$"  # of the job that the checker may run in
-    env = {name: value for name, value in os.environ.items() if not re.match(mine, name)}
+    of_a_job = r"SLURM_|(LOCAL_)?RANK$|WORLD_SIZE$"  # that the checker may run in
+    env = {name: value for name, value in os.environ.items() if not re.match(of_a_job, name)}
     env |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     if launcher == "srun":
-        own = {"NPROC": str(task.nproc), "RANKS": ",".join(map(str, range(task.nproc)))}
+        values = {"NPROC": str(task.nproc), "RANKS": ",".join(map(str, range(task.nproc)))}
         for value, names in SLURM.items():
-            env |= {f"SLURM_{name}": own.get(value, value) for name in names.split()}
+            env |= {f"SLURM_{name}": values.get(value, value) for name in names.split()}
         # Each process joins the group as one that torchrun has not started
         env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "SLURM_SUBMIT_DIR": os.getcwd()}
-    own = Path(task.events).parent / "tmp"  # so that what a killed run leaves there is removed
-    own.mkdir(exist_ok=True)
-    mine = {VARIABLE: str(task), "PYTHONPATH": path.rstrip(os.pathsep), "TMPDIR": str(own)}
-    return {"OMP_NUM_THREADS": "1"} | env | variables | mine
+    temporary = Path(task.events).parent / "tmp"  # which is removed, even after a killed run
+    temporary.mkdir(exist_ok=True)
+    python_path = variables.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    python_path = f"{HERE / 'startup'}{os.pathsep}{python_path}".rstrip(os.pathsep)
+    of_the_observer = {VARIABLE: str(task), "PYTHONPATH": python_path, "TMPDIR": str(temporary)}
+    return {"OMP_NUM_THREADS": "1"} | env | variables | of_the_observer
 
 
 def read_events(folder):
@@ -245,7 +246,7 @@ def read_events(folder):
     return {rank: min(of_rank)[1:] for rank, of_rank in sorted(processes.items())}
 
 
-def look(folder):
+def stacks_and_idle_ranks(folder):
     """Return {rank: its stack, as [(file, line, function)]}, and which ranks use no CPU time."""
     pids = {rank: pid for rank, (pid, _) in read_events(folder).items()}
     before = {rank: cpu_time(pid) for rank, pid in pids.items()}
@@ -253,10 +254,10 @@ def look(folder):
         with contextlib.suppress(ProcessLookupError):  # it may have ended
             os.kill(pid, STACKS)
     time.sleep(1)
-    still = {rank for rank, pid in pids.items() if cpu_time(pid) - before[rank] < 0.05}
+    idle = {rank for rank, pid in pids.items() if cpu_time(pid) - before[rank] < 0.05}
     texts = {rank: (folder / f"{pid}.stack").read_text() for rank, pid in pids.items()}
     frame = r'File "(.+)", line (\d+) in (\S+)'
-    return {rank: re.findall(frame, text) for rank, text in texts.items()}, still
+    return {rank: re.findall(frame, text) for rank, text in texts.items()}, idle
 
 
 def cpu_time(pid):

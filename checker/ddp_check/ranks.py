@@ -13,6 +13,15 @@ def differ(objects_by_rank, name):
     return differing_ranks({rank: getattr(value, name) for rank, value in objects_by_rank.items()})
 
 
+def grouped(values_by_rank, key):
+    """Return {key of a value: {rank: values}} of {rank: values}."""
+    groups = {}
+    for rank, values in values_by_rank.items():
+        for value in values:
+            groups.setdefault(key(value), {}).setdefault(rank, []).append(value)
+    return groups
+
+
 def of_lowest_rank(values_by_rank):
     """Return the value of the lowest rank, or an empty list if there are no ranks."""
     return next(iter(values_by_rank.values()), [])

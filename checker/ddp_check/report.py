@@ -1,7 +1,7 @@
 """The report: what a run and its drills have shown, for people and for programs."""
 
-import json
 import os
+import re
 import textwrap
 from collections import Counter
 from pathlib import Path
@@ -13,13 +13,7 @@ from ddp_check.rules import RULES, base
 
 SUMMARIES = ("nothing wrong", "wrong", "no verdict")  # by exit code
 WIDTH, INDENT = 80, 9  # columns of the report, and of what precedes the text in its lines
-COLOURS = {  # of the labels, on a terminal
-    "FAIL": 31,
-    "ERROR": 35,
-    "WARN": 33,
-    "unsure": 36,
-    "pass": 32,
-}
+COLOURS = {"FAIL": 31, "ERROR": 35, "WARN": 33, "unsure": 36, "pass": 32}
 
 
 def exit_code(plan, verdicts):
@@ -33,13 +27,12 @@ def exit_code(plan, verdicts):
 
 def summary(plan, verdicts):
     """Return the verdict on the script in a few words."""
-    code = exit_code(plan, verdicts)
+    code, run = exit_code(plan, verdicts), plan.undisturbed
     if broken := [verdict.rule for verdict in verdicts if verdict.status == base.BROKEN]:
         return f"{SUMMARIES[code]}, and the checker itself failed in {', '.join(broken)}"
-    if code == 2 and plan.undisturbed.all(events.SkippedStep):
+    if code == 2 and run.all(events.SkippedStep):
         return "no training was seen, for the GradScaler skipped each step"
-    untrained = code == 2 and plan.undisturbed.returncode == 0
-    return "no training was seen" if untrained else SUMMARIES[code]
+    return "no training was seen" if code == 2 and run.returncode == 0 else SUMMARIES[code]
 
 
 def message(verdict):
@@ -69,13 +62,15 @@ def wrapped(text, label=""):
     )
 
 
-def lines_of(verdict, coloured=False):
+def coloured(report):
+    """Return a report with the labels of its lines in colour, for a terminal."""
+    label = rf"^({'|'.join(COLOURS)})(?= )"
+    return re.sub(label, lambda m: f"\033[{COLOURS[m[1]]}m{m[1]}\033[0m", report, flags=re.M)
+
+
+def lines_of(verdict):
     """Return the lines of the report about one verdict."""
-    label = base.LABELS[verdict.status][0]
-    text = wrapped(message(verdict), label)
-    if coloured and label in COLOURS:
-        text = text.replace(label, f"\033[{COLOURS[label]}m{label}\033[0m", 1)
-    lines = [text]
+    lines = [wrapped(message(verdict), base.LABELS[verdict.status][0])]
     if verdict.status in base.LEVELS or verdict.status == base.NOTE:
         page = page_of(verdict)
         lines += [f"{'':{INDENT}}see {page}"] if page else []
@@ -88,43 +83,45 @@ def ranked(verdicts):
     order = [*base.LABELS]
 
     def rank(verdict):
-        later = verdict.follows and verdict.status != base.WRONG
-        unlisted = verdict.status not in base.LEVELS
-        return unlisted, later, order.index(verdict.status), verdict.follows
+        is_fault = verdict.status in base.LEVELS
+        is_late_warning = verdict.follows and verdict.status != base.WRONG
+        return not is_fault, is_late_warning, order.index(verdict.status), verdict.follows
 
     return sorted(verdicts, key=rank)
 
 
-def text_of(plan, verdicts, drills=(), everything=False, coloured=False):
+def text_of(plan, verdicts, drills=(), everything=False):
     """Return the report: first the verdict, its first reason, and what was run."""
-    run, counts = plan.undisturbed, Counter(verdict.status for verdict in verdicts)
+    run, verdicts = plan.undisturbed, ranked(verdicts)
+    counts = Counter(verdict.status for verdict in verdicts)
     numbers = ", ".join(f"{counts[status]} {status}" for status in base.LABELS if counts[status])
-    first, *_ = verdicts = ranked(verdicts)
-    reason = f"all {counts[base.PASS]} rules that saw something pass"
-    if first.status in base.LEVELS:
-        reason = f"first: {message(first)}"
-    elif exit_code(plan, verdicts) == 2:
-        reason = "no optimizer of torch.optim took a step, so it says little that rules pass: "
-        reason += "does the script change its weights by hand?"
     where = "its GPU calls translated for the CPU" if run.translate else "on the CPU"
-    ran = f"ran: {plan.nproc} processes under {plan.launcher}, {where}, {run.seconds:.0f} s"
-    lines = [wrapped(f"{plan.script}: {summary(plan, verdicts)}: {numbers}"), wrapped(reason)]
-    lines += [wrapped(ran), ""]
-    folded = [verdict for verdict in verdicts if verdict.status in base.FOLDED]
-    lines += [
-        lines_of(verdict, coloured)
-        for verdict in verdicts
-        if everything or verdict.status not in base.FOLDED
+    folded = [] if everything else [each for each in verdicts if each.status in base.FOLDED]
+    lines = [
+        wrapped(f"{plan.script}: {summary(plan, verdicts)}: {numbers}"),
+        wrapped(reason_of(plan, verdicts)),
+        wrapped(f"ran: {plan.nproc} processes under {plan.launcher}, {where}, {run.seconds:.0f} s"),
+        "",
+        *(lines_of(verdict) for verdict in verdicts if verdict not in folded),
     ]
-    if folded and not everything:
+    if folded:
         rules = counted(len(folded), "rule")
         lines.append(wrapped(f"{rules} had nothing to look at; --all says why", "not seen"))
     conclusions = [
-        wrapped(conclude(name, [verdict for verdict in verdicts if verdict.rule == name]))
-        for name in drills
+        conclude(name, [verdict for verdict in verdicts if verdict.rule == name]) for name in drills
     ]
-    lines += ["", *conclusions, *map(wrapped, changes(plan))]
-    return "\n".join(lines).rstrip("\n")
+    return "\n".join([*lines, "", *map(wrapped, conclusions + changes(plan))]).rstrip("\n")
+
+
+def reason_of(plan, verdicts):
+    """Return the first of the ranked verdicts, or what else is the reason for the summary."""
+    if verdicts[0].status in base.LEVELS:
+        return f"first: {message(verdicts[0])}"
+    if exit_code(plan, verdicts) == 2:
+        text = "no optimizer of torch.optim took a step, so it says little that rules pass: "
+        return f"{text}does the script change its weights by hand?"
+    passing = sum(verdict.status == base.PASS for verdict in verdicts)
+    return f"all {passing} rules that saw something pass"
 
 
 def changes(plan):
@@ -136,8 +133,7 @@ def changes(plan):
         texts.append(f"Translated for the CPU: {', '.join(calls)}")
     for event in run.all(events.Trouble):
         texts.append(f"A fault of the checker, which the script has not noticed: {event.error}")
-    left = run.all(events.Leave)
-    if any(event.live_wrappers for event in left) and not run.for_nccl:
+    if any(event.live_wrappers for event in run.all(events.Leave)) and not run.for_nccl:
         text = "Changed for this run: a pause of 50 ms before the process group is destroyed. "
         text += "Without it, this script could hang at its end in rare cases, for its DDP model "
         texts.append(f"{text}outlives the group (pitfalls/handler_holds_model.md)")
@@ -180,19 +176,15 @@ def as_data(plan, verdicts):
     }
 
 
-def json_of(plan, verdicts):
-    return json.dumps(as_data(plan, verdicts), indent=2)
-
-
 def annotations(plan, verdicts):
     """Return GitHub's commands that show the verdicts beside the lines of the script."""
     lines, top = [], os.environ.get("GITHUB_WORKSPACE") or Path.cwd()  # of the paths
     for result in as_data(plan, verdicts)["results"]:
         file = os.path.relpath(result["file"] or plan.path, top)
-        place = f"file={escaped(file, ',:')},line={result['line'] or 1}"
-        place += f",title={escaped(result['title'], ',:')}"
+        position = f"file={escaped(file, ',:')},line={result['line'] or 1}"
+        position += f",title={escaped(result['title'], ',:')}"
         if result["level"]:
-            lines.append(f"::{result['level']} {place}::{escaped(result['text'])}")
+            lines.append(f"::{result['level']} {position}::{escaped(result['text'])}")
     return "\n".join(lines)
 
 

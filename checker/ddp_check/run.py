@@ -6,7 +6,7 @@ import signal
 import textwrap
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise, takewhile
+from itertools import chain, dropwhile, pairwise, takewhile
 from pathlib import Path
 
 from ddp_check import events
@@ -59,8 +59,8 @@ class Run:
     def by_rank(self, *kinds):
         """Return the events of these kinds: {rank: [event]}."""
         return {
-            rank: [event for event in found if isinstance(event, kinds)]
-            for rank, found in self.events_by_rank.items()
+            rank: [event for event in events_of_rank if isinstance(event, kinds)]
+            for rank, events_of_rank in self.events_by_rank.items()
         }
 
     def of_lowest_rank(self, *kinds):
@@ -69,25 +69,46 @@ class Run:
 
     def all(self, *kinds):
         """Return the events of these kinds from all ranks, as one list."""
-        return [event for found in self.by_rank(*kinds).values() for event in found]
+        return list(chain(*self.by_rank(*kinds).values()))
+
+    def rows(self, kind):
+        """Return the events of a kind that each rank has, in their order: a tuple for each."""
+        return list(zip(*self.by_rank(kind).values()))
+
+    def following(self, event, kinds, until):
+        """Return the events of these kinds after one of the lowest rank, until another kind."""
+        after = dropwhile(lambda other: other is not event, of_lowest_rank(self.events_by_rank))
+        before_next = takewhile(lambda other: not isinstance(other, until), [*after][1:])
+        return [other for other in before_next if isinstance(other, kinds)]
 
     @cached_property
     def passes_by_rank(self):
         """The passes of each rank over its data: {rank: [pass]}."""
-        return {rank: passes_in(found) for rank, found in self.events_by_rank.items()}
+        return {rank: passes_in(of_rank) for rank, of_rank in self.events_by_rank.items()}
 
     @property
     def epochs(self):
         """The pass of each rank for each training epoch: [{rank: pass}]."""
         columns = [
-            [entry for entry in passes if entry.steps] for passes in self.passes_by_rank.values()
+            [data_pass for data_pass in passes if data_pass.steps]
+            for passes in self.passes_by_rank.values()
         ]
         return [dict(zip(self.events_by_rank, row)) for row in zip(*columns)]
 
     @property
+    def steps(self):
+        """The steps of the lowest rank."""
+        return self.of_lowest_rank(events.Step)
+
+    @property
+    def draws_numbers(self):
+        """Whether random numbers are drawn between steps, as for dropout."""
+        return any(step.random for step in self.all(events.Step))
+
+    @property
     def joins(self):
         """The `Join` event of each rank that has one."""
-        return {rank: found[0] for rank, found in self.by_rank(events.Join).items() if found}
+        return {rank: joins[0] for rank, joins in self.by_rank(events.Join).items() if joins}
 
     @property
     def is_sharded(self):
@@ -101,18 +122,25 @@ class Run:
 
     @property
     def step_rows(self):
-        """The steps that all ranks took before one in join(): a tuple of their events for each."""
-        rows = list(zip(*self.by_rank(events.Step).values()))
+        """The steps that all ranks took: a tuple of their events for each.
+
+        Without those in join(), where a rank may have none, and, in a run that failed, the last,
+        which some ranks report and others do not.
+        """
+        rows = self.rows(events.Step)
         if self.returncode != 0:
-            rows = rows[:-1]  # whether a rank reports it or is killed before, is a matter of chance
+            rows = rows[:-1]
         return list(takewhile(lambda row: not any(step.joined for step in row), rows))
 
     def first_difference(self, field_name):
-        """Return the first step in which a field differs from rank to rank, or None."""
+        """Return the first step in which a field differs from rank to rank, or None.
+
+        A rank may leave out weights that it has reported before; the latest are compared.
+        """
         latest = [{} for _ in self.events_by_rank]  # for each rank, {name or position: value}
         for number, row in enumerate(self.step_rows, 1):
             values = [getattr(step, field_name) for step in row]
-            if None in values:  # a rank may report its weights more often
+            if None in values:
                 continue
             for latest_of_rank, value in zip(latest, values):
                 latest_of_rank.update(value if isinstance(value, dict) else enumerate(value))
@@ -124,8 +152,8 @@ class Run:
     @property
     def first_infinite(self):
         """The first step with a number that is not finite, or None."""
-        steps = self.by_rank(events.Step).values()  # also the last: it may be why the run failed
-        for number, row in enumerate(zip(*steps), 1):
+        rows = self.rows(events.Step)  # also the last: it may be why the run failed
+        for number, row in enumerate(rows, 1):
             if any(step.infinite for step in row):
                 return Difference(number, row, "")
         return None
@@ -155,10 +183,10 @@ class Run:
     @property
     def hangs(self):
         """Whether nothing happened for twice as long as ever before, while a rank stood still."""
-        times = sorted(event.time for found in self.events_by_rank.values() for event in found)
-        gaps = [after - before for before, after in pairwise([self.begun, *times])]
-        idle = self.begun + self.seconds - max(times, default=self.begun)
-        return self.returncode is None and bool(self.idle_ranks) and idle > 2 * max(gaps, default=0)
+        times = [self.begun, *sorted(event.time for event in self.all(events.Event))]
+        longest = max((after - before for before, after in pairwise(times)), default=0)
+        nothing_since = self.begun + self.seconds - times[-1]
+        return self.returncode is None and bool(self.idle_ranks) and nothing_since > 2 * longest
 
     @property
     def for_nccl(self):
@@ -185,10 +213,9 @@ class Run:
         text = first.string[: first.end()].replace(f"{self.cwd}{os.sep}", "")
         prefix = re.match(PREFIX, text.rpartition("\n")[2])[0]
         lines = [line.removeprefix(prefix) for line in text.splitlines() if line.startswith(prefix)]
-        starts = [at for at, line in enumerate(lines) if line.startswith("Traceback")]
-        # A SyntaxError has only the frame.
-        starts = starts or [at for at, line in enumerate(lines) if FRAME.match(line)]
-        return lines[starts[-1] :] if starts else []
+        frames = [at for at, line in enumerate(lines) if FRAME.match(line)]
+        starts = [at for at, line in enumerate(lines) if line.startswith("Traceback")] or frames
+        return lines[starts[-1] :] if starts else []  # a SyntaxError has only a frame
 
     @property
     def error_where(self):

@@ -313,7 +313,6 @@ LOGGED = [
     before("    torch.manual_seed(0)\n", '    logging.basicConfig(filename="log", level="INFO")\n'),
     ("print(f", "logging.info(f"),
 ]
-WRITES = [before(SHOW, '        if rank == 0 <= epoch:\n            open("best", "w").close()\n')]
 USES = "            mine.append(model(inputs).argmax(dim=1))\n"
 LEAVES = "            if len(mine) == 2:\n                break\n"
 BREAKS = [
@@ -554,7 +553,10 @@ KINDS = {
     ),
     # ------------------------------------------------------------ data
     "dealt by the data set": Kind(
-        SHARED, [("index + dist.get_rank()", "index")], "all ranks train on the same batch", DEALT
+        SHARED,
+        [("index + dist.get_rank()", "index")],
+        f"each rank trains on the same 96 samples {LOADS}",
+        DEALT,
     ),
     "more replicas than ranks": Kind(
         SHARED,
@@ -562,7 +564,7 @@ KINDS = {
         f"all ranks together see 48 of 96 samples.+{LOADS}",
     ),
     "random samples": Kind({**SHARED, **RANDOM}, [SAME_SEED], right=RANDOM_SAMPLES),
-    "dictionaries": Kind(SHARED, [SAME_ORDER], right=DICTIONARIES),
+    "dictionaries": Kind(SHARED, [SAME_ORDER], r"\(for batch in loader", DICTIONARIES),
     "no DataLoader": Kind({**SHARED, "random_numbers_differ": UNSURE}, [SAME_SEED], right=DRAWN),
     "drawn from one stream, a rank ahead": Kind(
         SHARED,
@@ -570,15 +572,15 @@ KINDS = {
         "12 of 18 batches are the same on all ranks, in other steps",
         DRAWN,
     ),
-    "sharded parameters": Kind(SHARED, [SAME_ORDER], right=SHARDED),
-    "processes of its own": Kind(SHARED, [SAME_ORDER], right=SPAWNED),
+    "sharded parameters": Kind(SHARED, [SAME_ORDER], LOADS, SHARDED),
+    "processes of its own": Kind(SHARED, [SAME_ORDER], LOADS, SPAWNED),
     "split by worker": Kind(
         SHARED, [("2 * worker.id + rank :: 4", "worker.id :: 2"), OWN_ORDER], LOADS, STREAM
     ),
     "an order of its own": Kind(
         SHARED,
         [("Generator().manual_seed(0)).to", "Generator().manual_seed(rank)).to")],
-        r"each rank takes its part of an order of its own.+ \(for inputs, targets, _ in",
+        r"each has a part of an order of its own.+ \(for inputs, targets, _ in",
         LENGTHS,
     ),
     "the same noise": Kind(RANDOM, [SAME_SEED], "in the training loop, several for each", NOISE),
@@ -707,7 +709,7 @@ KINDS = {
     "the loss added up over the ranks": Kind(
         GRADIENTS,
         [(BACKWARD, BACKWARD.replace("loss", "torch.distributed.nn.all_reduce(loss)"))],
-        "which adds up the gradients, too: each step takes 2 times",
+        "the loss is added up over the ranks: a step takes 2 times",
     ),
     "summed by hand, not divided": Kind(
         GRADIENTS,
@@ -753,9 +755,6 @@ KINDS = {
     ),
     "learning rates": Kind(
         {**RATES, **WEIGHTS}, [("step(total[0].", "step(-epoch * rank * total[0].")], *PLATEAU
-    ),
-    "a schedule too fast": Kind(
-        {"rates_are_equal": UNSURE}, [after(SCHEDULED, SCHEDULED)], r"\(schedule.step", SCHEDULE
     ),
     "loaded after wrapping": Kind(
         WEIGHTS, [("    net.load_state_dict({k", "    rank or net.load_state_dict({k")], *LOADED
@@ -901,9 +900,6 @@ KINDS = {
         [("_seed(dist.get_rank())", "_seed(7)")],
         rf"equal seeds of generator; .+ {LOADS}",
         OWN,
-    ),
-    "at times of its own": Kind(
-        {"one_rank_writes": UNSURE}, [("if rank == 0 <=", "if rank ==")], r"\(open", WRITES
     ),
     "left by break": Kind(
         {"each_sample_is_evaluated_once": UNSURE},
@@ -1255,7 +1251,7 @@ DRILLED = {
     "inputs as targets": Drilled("world-size", AUTOENCODER, "", PASS),
     "BatchNorm": Drilled("world-size", [NORMALIZED], r"1.running_mean changes in trai", UNSEEN),
     "dropout, resized": Drilled("world-size", DROPOUT, "run the drill without dropout", UNSEEN),
-    "a constant mask": Drilled("world-size", [*CAUSAL, MASKED_MEAN], "mean over tokens"),
+    "a constant mask": Drilled("world-size", [*CAUSAL, MASKED_MEAN], "is each a mean over tokens"),
     "a constant mask, right": Drilled("world-size", CAUSAL, "", PASS),
     "no save": Drilled("kill", [(SAVE, "            pass\n")], "no rank saves with", UNSEEN),
     "saved too late": Drilled("kill", LAST, "the first save comes after the last step", UNSEEN),
@@ -1277,18 +1273,12 @@ DRILLED = {
     "reduced again": Drilled(
         "world-size",
         [BY_HAND[1], ("                value.grad /= size\n", "")],
-        "and the script adds up what DDP has averaged",
+        "2.00 times as large; the gradients are the sum over the ranks",
     ),
-    "divided again": Drilled(
-        "world-size",
-        [("loss.backward()", "(loss / size).backward()")],
-        "the script divides it again",
-    ),
-    "constant buffers": Drilled("world-size", MASKED, "", PASS),
     "divided again, beside constant buffers": Drilled(
         "world-size",
         [*MASKED, ("loss.backward()", "(loss / size).backward()")],
-        "the script divides it again",
+        "0.50 times as large; the loss is divided by the number of ranks",
     ),
     "gathered without a gradient": Drilled(
         "world-size", [*TOWERS, *LOST], "both runs lack the gradient of what is gathered", UNSEEN

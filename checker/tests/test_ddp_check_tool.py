@@ -16,9 +16,9 @@ import pytest
 from checking import judged, named, plan_of
 from ddp_check import __version__, events
 from ddp_check.__main__ import parse_args
-from ddp_check.drills.world_size import world_size
+from ddp_check.drills import perform
 from ddp_check.plan import planned
-from ddp_check.report import annotations, exit_code, json_of, lines_of, text_of
+from ddp_check.report import annotations, as_data, coloured, exit_code, lines_of, text_of
 from ddp_check.rules import RULES, judge
 from ddp_check.rules.base import UNSURE, WRONG, Verdict
 from ddp_check.run import Run
@@ -179,16 +179,16 @@ def test_the_verdict_comes_first(script, fork_ranks):
 
 
 def test_labels_have_colours_on_a_terminal_alone():
-    verdict = Verdict(WRONG, "no data", title="the script ends")
-    assert lines_of(verdict) == "FAIL     the script ends: no data"
-    assert lines_of(verdict, coloured=True) == "\033[31mFAIL\033[0m     the script ends: no data"
+    report = lines_of(Verdict(WRONG, "no FAIL", title="the script ends"))
+    assert report == "FAIL     the script ends: no FAIL"
+    assert coloured(report) == "\033[31mFAIL\033[0m     the script ends: no FAIL"
 
 
 def test_a_report_for_programs(tmp_path, monkeypatch):
     """JSON has every verdict with its file and line; GitHub shows what is not right."""
     plan = plan_of("05", tmp_path)
     verdicts = judge(plan.undisturbed)
-    report = json.loads(json_of(plan, verdicts))
+    report = json.loads(json.dumps(as_data(plan, verdicts)))
     assert (report["verdict"], report["exit_code"]) == ("nothing wrong", 0)
     results = {result["rule"]: result for result in report["results"]}
     assert {*results} == {*named(verdicts)}
@@ -257,7 +257,8 @@ def test_a_rule_that_breaks_is_an_error_of_the_checker(tmp_path):
 
 
 def test_a_drill_of_a_script_that_did_not_end():
-    ((_, verdict),) = world_size(SimpleNamespace(undisturbed=Run(2, Path(), returncode=None)))
+    plan = SimpleNamespace(undisturbed=Run(2, Path(), returncode=None))
+    (verdict,) = perform("world-size", plan)
     assert verdict.text.startswith("the script fails without the drill: still busy after 0 s")
 
 

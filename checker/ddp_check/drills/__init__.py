@@ -1,27 +1,32 @@
 """The drills: what is left of a run that is killed, stopped, split or resized.
 
-How to write one stands in rules/base.py. A drill that could not decide says so before it runs the
-script again, from what the undisturbed run has shown.
+How to write one stands in rules/base.py.
 """
 
 from dataclasses import replace
 
-from ddp_check.drills.resume import kill, own_folders, sigterm
-from ddp_check.drills.world_size import world_size
+from ddp_check.drills import resume, world_size
 from ddp_check.rules.base import BROKEN, FRAGILE, PASS, WRONG, Verdict, unseen
 
 DRILLS = {
-    "kill": kill,
-    "sigterm": sigterm,
-    "own-folders": own_folders,
-    "world-size": world_size,
+    "kill": resume.kill,
+    "sigterm": resume.sigterm,
+    "own-folders": resume.own_folders,
+    "world-size": world_size.world_size,
+}
+CANNOT_DECIDE = {  # drill: what says, of the undisturbed run, why it would decide nothing
+    **dict.fromkeys(("kill", "sigterm", "own-folders"), resume.cannot_resume),
+    "world-size": world_size.cannot_compare,
 }
 
 
 def perform(name, plan):
-    """Return the verdicts of a drill."""
+    """Return the verdicts of a drill. It does not run the script again if it could not decide."""
     try:
-        verdicts = list(DRILLS[name](plan)) or [("the drill", unseen("it has shown nothing"))]
+        if reason := CANNOT_DECIDE[name](plan.undisturbed):
+            verdicts = [("the drill", unseen(reason))]
+        else:
+            verdicts = list(DRILLS[name](plan))
     except Exception as error:  # a drill that breaks must not cost the whole report
         verdicts = [("the drill", Verdict(BROKEN, repr(error)))]
     return [replace(verdict, rule=name, title=f"{name}: {title}") for title, verdict in verdicts]

@@ -9,19 +9,11 @@ import signal
 import time
 from dataclasses import replace
 from functools import partial
+from itertools import chain
+
+import torch
 
 from ddp_check import events
-from ddp_check.drills.steps import (
-    LOADS,
-    SAVES,
-    count_steps,
-    differing,
-    draws_numbers,
-    final_weights,
-    saved_steps,
-    steps_of,
-    trains_on,
-)
 from ddp_check.keeper import signal_processes
 from ddp_check.numbers import distance
 from ddp_check.plan import read_events
@@ -30,32 +22,33 @@ from ddp_check.rules import base, judge, launch
 from ddp_check.rules.base import not_applicable, passed, unseen, unsure, wrong
 
 HAS_RESUME = r"\.load\b|load_|resume|from_pretrained"  # in the text of a script that resumes
-RESUMES = "it resumes"  # a title
-FORGOTTEN = "resume_without_optimizer"  # the page about what a resume has to restore
-LEAST = 4.0  # seconds that the steps of an interrupted run take at least
+INCOMPLETE = "resume_without_optimizer"  # the page about what a resume has to restore
+MIN_TRAINING_SECONDS = 4.0  # that the steps of an interrupted run take at least
+# What a rank does when it has gone on after a save:
+GOES_ON = (events.Step, events.Batch, events.PassBegun, events.Collective, events.Final)
+SAVES = (events.Save, events.ShardedSave)
+LOADS = (events.Load, events.ShardedLoad)
 
 
 def kill(plan):
     """a killed rank costs no saved step"""
-    if reason := cannot_resume(plan):
-        yield RESUMES, unseen(reason)
-        return
     killed = plan.run("interrupted", during=kill_a_rank(plan), pause=pause_of(plan))
-    yield from resumes(plan, killed, "no saved step is repeated", True)
+    yield from resumes(plan, killed, "no saved step is repeated", may_lose_steps=True)
 
 
 def sigterm(plan):
     """when the scheduler stops the job, no step is lost"""
-    if reason := cannot_resume(plan):
-        yield RESUMES, unseen(reason)
-        return
-    stop_all = partial(once, trains_on, lambda _, folder: signal_processes(folder, "terminate"))
-    stopped = plan.run("stopped", during=stop_all, pause=pause_of(plan))  # as Slurm does
-    if not stopped.all(events.SigtermHandler):
-        lost = len(steps_of(stopped)) - (saved_steps(stopped) or 0)
-        yield RESUMES, not_applicable(f"nothing handles SIGTERM: {lost} steps are lost")
-        return
-    yield from resumes(plan, stopped, "no step is lost", False)
+
+    def stop_all(_, folder):  # as Slurm does
+        signal_processes(folder, "terminate")
+
+    during = partial(act_when, goes_on_after_a_save, stop_all)
+    stopped = plan.run("stopped", during=during, pause=pause_of(plan))
+    if stopped.all(events.SigtermHandler):
+        yield from resumes(plan, stopped, "no step is lost", may_lose_steps=False)
+    else:
+        lost = len(stopped.steps) - (saved_steps(stopped) or 0)
+        yield "it resumes", not_applicable(f"nothing handles SIGTERM: {lost} steps are lost")
 
 
 def own_folders(plan):
@@ -64,118 +57,138 @@ def own_folders(plan):
     if plan.launcher == "python":
         yield title, not_applicable("it starts its ranks itself, all in one folder")
         return
-    if reason := cannot_resume(plan):
-        yield title, unseen(reason)
-        return
     killed = plan.run("split", during=kill_a_rank(plan), pause=pause_of(plan))
     if reason := not_interrupted(plan, killed):
         yield title, unseen(reason)
         return
-    timeout = min(plan.timeout, 30 + 3 * plan.undisturbed.seconds)
-    resumed = plan.run(
-        "split", arguments=plan.words_of_restart, others_in="elsewhere", timeout=timeout
-    )
+    timeout = min(plan.timeout, 60 + 3 * plan.undisturbed.seconds)
+    words = plan.words_of_restart
+    resumed = plan.run("split", arguments=words, others_in="elsewhere", timeout=timeout)
     yield title, resumed_together(plan, resumed)
 
 
-def cannot_resume(plan):
+def cannot_resume(run):
     """Return why the undisturbed run shows that no interruption can be resumed, or ""."""
-    run = plan.undisturbed
     if run.returncode != 0:
         return "the script fails even when it is not interrupted"
     saves = run.all(*SAVES)
     if not saves:
         return "no rank saves with torch.save or torch.distributed.checkpoint"
-    if min(save.steps for save in saves) >= len(steps_of(run)):
+    if min(save.steps for save in saves) >= len(run.steps):
         return "the first save comes after the last step: save each epoch, or run more epochs"
-    return ""
-
-
-def not_interrupted(plan, struck):
-    """Return why an interrupted run leaves nothing to resume, or ""."""
-    if saved_steps(struck) is None:
-        return "no rank had saved before the interruption"
-    if len(steps_of(struck)) >= len(steps_of(plan.undisturbed)):
-        return "all steps were taken before the interruption: run more epochs"
     return ""
 
 
 def pause_of(plan):
     """Return how long to wait before each step, so that an interruption comes before the end."""
-    steps = steps_of(plan.undisturbed)
-    return max(0.0, (LEAST - (steps[-1].time - steps[0].time)) / len(steps))
+    steps = plan.undisturbed.steps
+    return max(0.0, (MIN_TRAINING_SECONDS - (steps[-1].time - steps[0].time)) / len(steps))
 
 
-def once(ready, act, process, folder, end):
-    """Act soon after this is true of the events of any rank."""
+def act_when(is_ready, act, process, folder, end):
+    """Call `act` soon after the events of a rank satisfy `is_ready`, unless the run has ended."""
     while time.monotonic() < end and process.poll() is None:
-        if any(ready(found) for _, found in read_events(folder).values()):
+        if any(is_ready(events_of_rank) for _, events_of_rank in read_events(folder).values()):
             time.sleep(random.uniform(0, 0.2))
             return act(process, folder)
         time.sleep(0.05)
 
 
 def kill_a_rank(plan):
-    """Return what kills a rank at a random moment after a save."""
-    moment = random.randrange(1 + len(steps_of(plan.undisturbed)) // 2)
+    """Return what kills a rank at a random moment after a save: `during` of a run."""
+    moment = random.randrange(1 + len(plan.undisturbed.steps) // 2)
 
-    def strike(process, folder):
+    def is_late_enough(events_of_rank):
+        return goes_on_after_a_save(events_of_rank) and count_steps(events_of_rank) >= moment
+
+    def kill_any(_, folder):
         pid, _ = random.choice([*read_events(folder).values()])
         with contextlib.suppress(ProcessLookupError):  # it may have ended
             os.kill(pid, signal.SIGKILL)
 
-    return partial(once, lambda found: trains_on(found) and count_steps(found) >= moment, strike)
+    return partial(act_when, is_late_enough, kill_any)
 
 
-def resumes(plan, struck, promise, may_lose):
+def count_steps(events_of_rank):
+    """Return how many steps a rank has taken."""
+    return sum(isinstance(event, events.Step) for event in events_of_rank)
+
+
+def complete_saves(events_of_rank):
+    """Return the steps before each save that is complete, as its rank has gone on since."""
+    going_on = [at for at, event in enumerate(events_of_rank) if isinstance(event, GOES_ON)]
+    before = events_of_rank[: going_on[-1]] if going_on else []
+    return [event.steps for event in before if isinstance(event, SAVES)]
+
+
+def goes_on_after_a_save(events_of_rank):
+    """Return whether steps have followed a complete save."""
+    return count_steps(events_of_rank) > min(complete_saves(events_of_rank), default=math.inf)
+
+
+def saved_steps(run):
+    """Return the number of steps before the last complete save, or None without one."""
+    return max(chain(*map(complete_saves, run.events_by_rank.values())), default=None)
+
+
+def not_interrupted(plan, interrupted):
+    """Return why an interrupted run leaves nothing to resume, or ""."""
+    if saved_steps(interrupted) is None:
+        return "no rank had saved before the interruption"
+    if len(interrupted.steps) >= len(plan.undisturbed.steps):
+        return "all steps were taken before the interruption: run more epochs"
+    return ""
+
+
+def resumes(plan, interrupted, promise, may_lose_steps):
     """Resume a run that was interrupted; yield titles and verdicts."""
-    if reason := not_interrupted(plan, struck):
-        yield RESUMES, unseen(reason)
+    if reason := not_interrupted(plan, interrupted):
+        yield "it resumes", unseen(reason)
         return
-    resumed = plan.run(struck.cwd.name, arguments=plan.words_of_restart)
-    line = "".join(event.where for event in resumed.all(*LOADS)[:1])
-    verdict = begins_again(plan, struck, resumed, line)
-    yield RESUMES, verdict
+    resumed = plan.run(interrupted.cwd.name, arguments=plan.words_of_restart)
+    where = "".join(event.where for event in resumed.all(*LOADS)[:1])
+    verdict = begins_again(plan, interrupted, resumed, where)
+    yield "it resumes", verdict
     if verdict.status != base.PASS:
         return
-    yield promise, steps_kept(plan, struck, resumed, line, may_lose)
+    yield promise, steps_kept(plan, interrupted, resumed, where, may_lose_steps)
     faults = new_faults(plan, resumed)
     yield from ((fault.title, fault) for fault in faults)
-    ended = compare(plan, resumed)
     follows = base.WRONG in {fault.status for fault in faults}
-    yield "the final weights are the same", replace(ended, follows=follows)
+    yield "the final weights are the same", replace(same_weights(plan, resumed), follows=follows)
 
 
-def begins_again(plan, struck, resumed, line):
+def begins_again(plan, interrupted, resumed, where):
     """Return the verdict on where an interrupted run has begun again."""
-    before, after, total = (len(steps_of(run)) for run in (struck, resumed, plan.undisturbed))
+    runs = interrupted, resumed, plan.undisturbed
+    before, after, total = (len(run.steps) for run in runs)
     if resumed.returncode != 0:
         end = launch.script_ends(resumed)
         return wrong(f"when started again, it fails: {end.text}", end.where, "", end.details)
     text = f"when started again, it begins at step 0 of {total}"
-    if after == total and not line and plan.restart_args is None:
+    if after == total and not where and plan.restart_args is None:
         if not re.search(HAS_RESUME, resumed.source):
             return unsure(f"{text}: it has no resume")
         return unsure(f"{text}. If it needs more arguments to resume, add --restart-args '…'")
-    if after == total and saved_steps(struck):
-        return wrong(text, line)
+    if after == total and saved_steps(interrupted):
+        return wrong(text, where)
     text = f"{before} steps, then {after}; uninterrupted, {total}"
     if before + after < total:
-        return wrong(f"{total - before - after} steps are skipped: {text}", line)
+        return wrong(f"{total - before - after} steps are skipped: {text}", where)
     return passed(text)
 
 
-def steps_kept(plan, struck, resumed, line, may_lose):
+def steps_kept(plan, interrupted, resumed, where, may_lose_steps):
     """Return the verdict on the steps that a resumed run has repeated."""
-    before, total = len(steps_of(struck)), len(steps_of(plan.undisturbed))
-    lost, unsaved = before + len(steps_of(resumed)) - total, before - saved_steps(struck)
-    if lost > unsaved:
-        text = f"{lost} steps are repeated, although {lost - unsaved} of them were saved"
-        return wrong(text, line, "epoch_starts_again")
-    if lost and not may_lose:
-        where = struck.all(events.SigtermHandler)[0].where
-        return wrong(f"{lost} steps are lost: they are not saved when it stops", where)
-    return passed(f"{counted(lost, 'step')} repeated, all since the last save")
+    before, total = len(interrupted.steps), len(plan.undisturbed.steps)
+    repeated, unsaved = before + len(resumed.steps) - total, before - saved_steps(interrupted)
+    if repeated > unsaved:
+        text = f"{repeated} steps are repeated, although {repeated - unsaved} of them were saved"
+        return wrong(text, where, "epoch_starts_again")
+    if repeated and not may_lose_steps:
+        handler = interrupted.all(events.SigtermHandler)[0]
+        return wrong(f"{repeated} steps are lost: they are not saved when it stops", handler.where)
+    return passed(f"{counted(repeated, 'step')} repeated, all since the last save")
 
 
 def new_faults(plan, resumed):
@@ -187,7 +200,7 @@ def new_faults(plan, resumed):
     ]
 
 
-def compare(plan, resumed):
+def same_weights(plan, resumed):
     """Return the verdict on the final weights of a resumed run, and what made them differ."""
     whole, again = final_weights(plan.undisturbed), final_weights(resumed)
     if not whole or not again:
@@ -199,75 +212,95 @@ def compare(plan, resumed):
     if not names:
         return passed("bit-for-bit identical to an uninterrupted run")
     common = [name for name in names if name in again and whole[name].shape == again[name].shape]
-    apart = max((distance(whole[name], again[name]) for name in common), default=math.inf)
+    largest = max((distance(whole[name], again[name]) for name in common), default=math.inf)
     text = f"{len(names)} of {len(whole)} tensors differ, first {names[0][1]}, by up to "
-    return why_apart(plan, resumed, f"{text}{apart:.1e} of the largest value")
+    return not_restored(plan, resumed, f"{text}{largest:.1e} of the largest value")
 
 
-def why_apart(plan, resumed, text):
-    """Return the verdict on a resumed run with other weights: what was not restored."""
-    whole, after = steps_of(plan.undisturbed), steps_of(resumed)
-    loads = resumed.of_lowest_rank(*LOADS, events.StateLoaded)
-    line = loads[-1].where if loads else ""
-    without_state = [
-        rank
-        for rank, steps in resumed.by_rank(events.Step).items()
-        if steps and not steps[0].has_state
+def final_weights(run):
+    """Return the final weights of rank 0's models: {(number of the model, name): tensor}."""
+    path = run.folder / "final"
+    models = torch.load(path, weights_only=True) if path.exists() else []
+    return {
+        (number, name): value
+        for number, model in enumerate(models)
+        for name, value in model.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def differing(weights, others):
+    """Return the names under which two runs have ended with other weights."""
+    return [
+        name
+        for name in weights
+        if name not in others or not torch.equal(weights[name], others[name])
     ]
-    if without_state and any(step.has_state for step in whole):
-        text += f"; on rank {without_state[0]}, the optimizer starts again without its state"
-        return wrong(text, line, FORGOTTEN)
+
+
+def not_restored(plan, resumed, text):
+    """Return the verdict on a resumed run with other weights: what it has not restored."""
+    whole, after = plan.undisturbed.steps, resumed.steps
+    loads = resumed.of_lowest_rank(*LOADS, events.StateLoaded)
+    where = loads[-1].where if loads else ""
+    for rank, steps in resumed.by_rank(events.Step).items():
+        if steps and not steps[0].has_state and any(step.has_state for step in whole):
+            text += f"; on rank {rank}, the optimizer starts again without its state"
+            return wrong(text, where, INCOMPLETE)
     pairs = list(zip(whole[-len(after) :], after[-len(whole) :]))
     for old, now in pairs:
         if changed := [pair for pair in zip(now.rates, old.rates) if pair[0] != pair[1]]:
             text += "; the learning rate is {:.3g} instead of {:.3g}".format(*changed[0])
-            return wrong(f"{text}: is the scheduler restored?", line, FORGOTTEN)
-    if numbers := random_numbers(plan, pairs):
+            return wrong(f"{text}: is the scheduler restored?", where, INCOMPLETE)
+    if numbers := random_numbers(plan.undisturbed, pairs):
         text += f"; the optimizer is restored, the random numbers {numbers} are not"
-        return unsure(text, line, "recipes/randomness")
+        return unsure(text, where, "recipes/randomness")
     if differing(final_weights(plan.undisturbed), final_weights(plan.run("again"))):
         return unseen("two uninterrupted runs differ as well: seed the script")
     if any(old.inputs != now.inputs for old, now in pairs):
-        return wrong(f"{text}; it goes on with other batches", line, "epoch_starts_again")
-    return wrong(text, line)
+        return wrong(f"{text}; it goes on with other batches", where, "epoch_starts_again")
+    return wrong(text, where)
 
 
-def random_numbers(plan, pairs):
-    """Return in words which random numbers make a resumed run another one, or ""."""
-    run = plan.undisturbed
+def random_numbers(run, pairs):
+    """Return in words which random numbers make a resumed run another one, or "".
+
+    The pairs are the same steps of the undisturbed run and of the resumed one.
+    """
+    sources = {event.source for event in run.all(events.Drawn)}
+    others = sorted(sources - {"torch"})
     loaders = [of_lowest_rank(epoch) for epoch in run.epochs]
-    shuffles = any(entry.shuffle and not entry.distributed for entry in loaders)
-    others = {event.source for event in run.all(events.Drawn)} - {"torch"}
-    if not (draws_numbers(run) or shuffles or run.all(events.Drawn)):
-        return ""
-    if not others or any(old.random != now.random for old, now in pairs):
+    shuffles = any(loader.shuffle and not loader.distributed for loader in loaders)
+    if any(old.random != now.random for old, now in pairs):
         return "(dropout, batches)"
-    return f"that {' and '.join(sorted(others))} draws"
+    if others:
+        return f"that {' and '.join(others)} draws"
+    return "(dropout, batches)" if sources or shuffles or run.draws_numbers else ""
 
 
 def resumed_together(plan, resumed):
     """Return the verdict on a run that was resumed where only rank 0 finds the checkpoint."""
     loads = resumed.by_rank(*LOADS)
-    where = loads[0][0].where if loads.get(0) else ""
-    if not where:
+    if not loads.get(0):
         return unseen("rank 0 loads nothing when it is started again")
     if any(loads[rank] for rank in loads if rank):
         return unseen("each rank finds the checkpoint: its path is the same from any folder")
+    if resumed.returncode is None and not resumed.hangs:
+        return unseen(launch.script_ends(resumed).text)
     counts = {rank: len(steps) for rank, steps in resumed.by_rank(events.Step).items()}
     if resumed.returncode and not any(counts.values()):
         return passed(f"the run ends before its first step: {resumed.ending}")
-    text = "only rank 0 finds the checkpoint, and nothing says so: "
     if resumed.returncode == 0 and len(set(counts.values())) == 1:
-        first, *_ = [*new_faults(plan, resumed), compare(plan, resumed)]
+        first, *_ = [*new_faults(plan, resumed), same_weights(plan, resumed)]
         if first.status == base.PASS:
             return passed("what rank 0 has loaded reaches the others")
         if first.status not in (base.WRONG, base.FRAGILE):
             return unseen(first.text)
-        return wrong(f"{text}{first.text}", where, "unseen_checkpoint")
-    text += "it resumes, and the others begin anew, with "
-    text += " and ".join(f"{counts[rank]} steps on rank {rank}" for rank in list(counts)[:2])
-    if resumed.returncode != 0:
+        text = first.text
+    else:
+        text = "it resumes, and the others begin anew, with "
+        text += " and ".join(f"{counts[rank]} steps on rank {rank}" for rank in list(counts)[:2])
         ends = "it hangs" if resumed.returncode is None else resumed.ending
-        text += f"; then {ends}"
-    text += ". Compare where the ranks stand before the first step"
-    return wrong(text, where, "unseen_checkpoint")
+        text += f"; then {ends}" if resumed.returncode != 0 else ""
+    text = f"only rank 0 finds the checkpoint, and nothing says so: {text}"
+    return wrong(text, loads[0][0].where, "unseen_checkpoint")

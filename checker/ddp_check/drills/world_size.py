@@ -6,86 +6,87 @@ from itertools import chain
 import torch
 
 from ddp_check import events
-from ddp_check.drills.resume import once
-from ddp_check.drills.steps import count_steps, draws_numbers, steps_of
+from ddp_check.drills.resume import act_when, count_steps
 from ddp_check.numbers import close, distance, ratio
 from ddp_check.plan import kill_all
 from ddp_check.protocol import STEPS
 from ddp_check.ranks import counted, short
 from ddp_check.rules import gradients, launch, verdict_of
-from ddp_check.rules.base import passed, unseen, unsure, wrong
+from ddp_check.rules.base import UNSURE, WRONG, passed, unseen, unsure, wrong
 from ddp_check.source import shares_of_ranks
 
-TOLERANCE, ABOUT = 1e-6, 1e-2  # of equal values, and of a factor
+TOLERANCE = 1e-6  # of values that have to be equal
+COUNT_TOLERANCE = 0.3  # of numbers of samples, as loaders fetch some ahead
 
 
 def world_size(plan):
     """N processes train like one with N times the batch"""
-    yield "the steps agree", cannot_compare(plan) or agree(plan)
+    yield "the steps agree", steps_agree(plan)
 
 
-def cannot_compare(plan):
-    """Return the verdict if the undisturbed run shows that the steps cannot be compared."""
-    run = plan.undisturbed
-    if run.returncode != 0 and len(steps_of(run)) <= STEPS:
-        return unseen(f"the script fails without the drill: {launch.script_ends(run).text}")
+def cannot_compare(run):
+    """Return why the undisturbed run shows that the steps cannot be compared, or ""."""
+    if run.returncode != 0 and len(run.steps) <= STEPS:
+        return f"the script fails without the drill: {launch.script_ends(run).text}"
     if not run.all(events.Wrap):
-        return unseen("no model is wrapped in DistributedDataParallel")
+        return "no model is wrapped in DistributedDataParallel"
     if run.averages_weights:
-        return unseen("the ranks average their weights: one process does something else")
-    changed = [name for step in run.all(events.Step) for name in step.buffers_changed]
-    if changed:
-        text = f"{changed[0]} changes in training, as BatchNorm's statistics do, and each process "
-        return unseen(f"{text}has its own: run the drill with SyncBatchNorm, or another norm")
-    if draws_numbers(run):
-        text = "random numbers are drawn while it trains, and one process draws others: run the "
-        return unseen(f"{text}drill without dropout and noise")
+        return "the ranks average their weights: one process does something else"
+    if changed := [name for step in run.all(events.Step) for name in step.buffers_changed]:
+        return f"{changed[0]} changes in training: run the drill with SyncBatchNorm or GroupNorm"
+    if run.draws_numbers:
+        return "random numbers are drawn while it trains: run the drill without dropout and noise"
+    return ""
 
 
-def agree(plan):
+def steps_agree(plan):
     """Return the verdict on the first steps of many processes and of one."""
-    after_some = partial(once, lambda found: count_steps(found) > STEPS, kill_all)
-    many = plan.run("many", scale=1, during=after_some)
+    after_some_steps = partial(act_when, lambda seen: count_steps(seen) > STEPS, kill_all)
+    many = plan.run("many", scale=1, during=after_some_steps)
     if verdict := nothing_kept(many):
         return verdict
-    start, same_batch = str(many.folder), ""
-    one = plan.run("one", nproc=1, scale=plan.nproc, start=start, during=after_some)
-    if close(ratio(samples_in(one), samples_in(many)), plan.nproc, 0.3):  # some are fetched ahead
-        one = plan.run("alone", nproc=1, scale=1, start=start, during=after_some)
-        same_batch = ": the script itself divides its batch by the number of ranks"
-    if verdict := nothing_kept(one):
+    start, note = str(many.folder), ""
+    one = plan.run("one", nproc=1, scale=plan.nproc, start=start, during=after_some_steps)
+    if close(ratio(samples_in(one), samples_in(many)), plan.nproc, COUNT_TOLERANCE):
+        one = plan.run("alone", nproc=1, scale=1, start=start, during=after_some_steps)
+        note = ": the script itself divides its batch by the number of ranks"
+    if verdict := nothing_kept(one) or other_world_size(plan, many, one):
         return verdict
-    sizes = one.world_size, many.world_size
-    if sizes != (1, plan.nproc):
-        return unseen(f"{sizes[0]} and {sizes[1]} ranks, not 1 and {plan.nproc}")
     rates = other_rates(many, one)
-    if rates and rates.status != "unsure":
+    if rates and rates.status != UNSURE:
         return rates
     if verdict := other_samples(many, one):
         return verdict
     if many.all(events.GradientLost):
         return unseen("both runs lack the gradient of what is gathered")
-    steps = 1 if rates else min(len(steps_of(many)), len(steps_of(one)), STEPS)
-    apart = first_apart(many, one, 1) or first_apart(many, one, steps)
-    if apart:
-        return why_apart(many, one, *apart)
+    steps = 1 if rates else min(len(many.steps), len(one.steps), STEPS)
+    for number in (1, steps):  # other gradients in the first step are the cause of later ones
+        if verdict := other_gradients(many, one, number):
+            return verdict
     text = f"samples, learning rates and gradients of {counted(steps, 'step')}, in float64"
-    return rates or passed(f"{text}, to within {TOLERANCE:.0e}{same_batch}")
+    return rates or passed(f"{text}, to within {TOLERANCE:.0e}{note}")
 
 
 def samples_in(run):
     """Return how many samples the first step of all ranks has."""
-    rows = run.by_rank(events.Step).values()
-    return sum(step.sample_count for of_rank in rows for step in of_rank[:1])
+    steps_by_rank = run.by_rank(events.Step).values()
+    return sum(step.sample_count for steps in steps_by_rank for step in steps[:1])
 
 
 def nothing_kept(run):
     """Return the verdict if the run kept no model to compare."""
     if (run.folder / "step1").exists():
         return None
-    if run.returncode != 0 and len(steps_of(run)) <= STEPS:
+    if run.returncode != 0 and len(run.steps) <= STEPS:
         return unseen(f"{run.nproc} processes, in float64: {launch.script_ends(run).text}")
     return unseen("no model is wrapped in DistributedDataParallel and trained")
+
+
+def other_world_size(plan, many, one):
+    """Return the verdict if the script does not start as many ranks as it is told."""
+    sizes = one.world_size, many.world_size
+    if sizes != (1, plan.nproc):
+        return unseen(f"{sizes[0]} and {sizes[1]} ranks, not 1 and {plan.nproc}")
 
 
 def other_rates(many, one):
@@ -94,90 +95,88 @@ def other_rates(many, one):
     The drill multiplies the batch of a DataLoader. A script that computes its rates from its own
     batch size times the number of processes then sees 1/N of the samples in the one process.
     """
-    for number, pair in enumerate(list(zip(steps_of(many), steps_of(one)))[:STEPS], 1):
-        of_many, of_one = pair
+    for number, (of_many, of_one) in enumerate(list(zip(many.steps, one.steps))[:STEPS], 1):
         for rate, expected in zip(of_many.rates, of_one.rates):
             if close(rate, expected, TOLERANCE):
                 continue
             text = f"in step {number}, the learning rates are {rate:.3g} and {expected:.3g}"
             if rate > expected:
-                text += ": right if they are computed from batch size times number of processes, "
-                return unsure(f"{text}which the drill cannot change in the script", of_many.where)
+                text += ": right if they are computed from batch size times number of processes"
+                return unsure(text, of_many.where)
             if lines := shares_of_ranks(many):
-                text += f": right if {short(lines[0])}, which divides by the number of processes, "
-                return unsure(f"{text}shares out the steps of the schedule", of_many.where)
-            text += ": does a schedule count the samples of one rank?"
-            return wrong(text, of_many.where)
+                text += f": right if {short(lines[0])} shares out the steps of the schedule"
+                return unsure(text, of_many.where)
+            return wrong(f"{text}: does a schedule count the samples of one rank?", of_many.where)
 
 
 def other_samples(many, one):
     """Return the verdict if the steps do not have the same samples, or that is not seen."""
-    pair = [list(run.epochs[0].values()) for run in (many, one) if run.epochs]
-    if len(pair) < 2 or any(entry.values("indices") is None for ranks in pair for entry in ranks):
-        return unseen("no DataLoader was used to train, or its samples have no index")
-    if pair[0][0].dataset_checksum != pair[1][0].dataset_checksum:
+    if not (many.epochs and one.epochs):
+        return unseen("no DataLoader was used to train")
+    passes, (alone,) = many.epochs[0].values(), one.epochs[0].values()
+    if any(data_pass.values("indices") is None for data_pass in (*passes, alone)):
+        return unseen("the samples have no index")
+    if any(data_pass.dataset_checksum != alone.dataset_checksum for data_pass in passes):
         return unseen("the data differs from run to run, or with the number of ranks: seed it")
     counts = [samples_in(run) for run in (many, one)]
-    if not close(ratio(*counts), 1, 0.3):
+    if not close(ratio(*counts), 1, COUNT_TOLERANCE):
         text = f"the first step has {counts[0]} samples, and {counts[1]} in one process: the "
         return unseen(f"{text}script makes its batches itself, and the drill cannot enlarge them")
-    ranks, (alone,) = pair
-    for number in range(1, 1 + min(STEPS, *(len(entry.batches) for entry in ranks))):
-        batches = chain(*(entry.batches[:number] for entry in ranks))
+    for number in range(1, 1 + min(STEPS, *(len(data_pass.batches) for data_pass in passes))):
+        batches = chain(*(data_pass.batches[:number] for data_pass in passes))
         of_many = sorted(chain(*(batch.base_indices for batch in batches)))
         if of_many != sorted(alone.values("base_indices")[: len(of_many)]):
-            text = f"batch {number} of the ranks has other samples than the one process: the ranks "
-            return unseen(f"{text}do not take turns in one order of the data")
+            text = f"batch {number} of the ranks has other samples than that of the one process"
+            return unseen(f"{text}: they do not take turns in one order")
 
 
-def first_apart(many, one, step):
-    """Return the first gradient that differs in a step, or None.
-
-    It is (step, name, how far apart, the gradient of many processes, that of one).
-    """
-    models = (torch.load(run.folder / f"step{step}", weights_only=True) for run in (many, one))
-    rows = [row for both in zip(*models) for row in zip(*both)]
-    pairs = [(name, of_many, of_one) for (name, of_many), (_, of_one) in rows]
-    pairs = [pair for pair in pairs if pair[1] is not None and pair[2] is not None]
-    # Before BatchNorm, a bias has a gradient of about 0.
-    least = 1e-6 * max((of_one.abs().max().item() for *_, of_one in pairs), default=0)
-    for name, of_many, of_one in pairs:
-        largest = max(of_many.abs().max(), of_one.abs().max())
-        apart = distance(of_many, of_one)
-        if apart > TOLERANCE and not largest < least:  # which is false for NaN as well
-            return step, name, apart, of_many, of_one
+def other_gradients(many, one, number):
+    """Return the verdict if a gradient differs in the step of this number, with the cause."""
+    for name, of_many, of_one in gradient_pairs(many, one, number):
+        difference = distance(of_many, of_one)
+        if difference <= TOLERANCE:
+            continue
+        where, page = many.steps[0].where, gradients.WRONG_RESULTS
+        if not of_many.isfinite().all():
+            return wrong(f"step {number}: the gradient of {name} is not finite", where)
+        factor = ratio(of_many.norm().item(), of_one.norm().item())
+        text = f"step {number}: the gradient of {name} is off by {difference:.1e}, and "
+        text += f"{factor:.2f} times as large"
+        in_the_run = verdict_of(gradients.gradients_are_averaged, many)
+        if in_the_run.status == WRONG:
+            text, where, page = f"{text}; {in_the_run.text}", in_the_run.where, in_the_run.page
+        elif reason := weighted_otherwise(many, one, number):
+            text = f"{text}; {reason}"
+        return wrong(text, where, page or gradients.WRONG_RESULTS)
     return None
 
 
-def why_apart(many, one, step, name, apart, of_many, of_one):
-    """Return the verdict on a gradient that differs, with its cause."""
-    if not of_many.isfinite().all():
-        return wrong(f"step {step}: the gradient of {name} is not finite", steps_of(many)[0].where)
-    verdict = verdict_of(gradients.gradients_are_averaged, many)
-    factor, ranks = ratio(of_many.norm().item(), of_one.norm().item()), many.world_size
-    text = f"step {step}: the gradient of {name} is off by {apart:.1e}"
-    for expected, cause in (
-        (ranks, "the script adds up what DDP has averaged"),
-        (1 / ranks, "the script divides it again"),
-    ):
-        if close(factor, expected, ABOUT):
-            text += f"; it is {factor:.2f} times as large: DDP takes the mean over the ranks, and "
-            return wrong(text + cause, verdict.where, verdict.page or gradients.WRONG_RESULTS)
-    if reason := weighted_otherwise(many, one, step):
-        return wrong(f"{text}; {reason}", verdict.where, gradients.WRONG_RESULTS)
-    return wrong(text, verdict.where, verdict.page or gradients.WRONG_RESULTS)
+def gradient_pairs(many, one, number):
+    """Return the gradients of both runs in a step: (name, of many processes, of one).
+
+    Without those that are nearly 0, as that of a bias before BatchNorm.
+    """
+    models = (torch.load(run.folder / f"step{number}", weights_only=True) for run in (many, one))
+    pairs = [
+        (name, of_many, of_one)
+        for model_of_many, model_of_one in zip(*models)
+        for (name, of_many), (_, of_one) in zip(model_of_many, model_of_one)
+        if of_many is not None and of_one is not None
+    ]
+    smallest = 1e-6 * max((of_one.abs().max().item() for *_, of_one in pairs), default=0)
+    # `<` is false for NaN as well, which has to be compared.
+    return [pair for pair in pairs if not max(value.abs().max() for value in pair[1:]) < smallest]
 
 
-def weighted_otherwise(many, one, step):
+def weighted_otherwise(many, one, number):
     """Return why the loss of one process is not the mean of the ranks' losses, or ""."""
-    rows = list(zip(*many.by_rank(events.Step).values()))
-    losses = [taken.losses[-1] for taken in rows[step - 1] if taken.losses]
-    of_one = steps_of(one)[step - 1].losses
+    row = many.rows(events.Step)[number - 1]
+    losses = [step.losses[-1] for step in row if step.losses]
+    of_one = one.steps[number - 1].losses
     if len(losses) < 2 or not of_one:
         return ""
     mean = sum(losses) / len(losses)
     if close(of_one[-1], mean, 1e-5) or not min(losses) < of_one[-1] < max(losses):
         return ""
     text = f"the loss of one process, {of_one[-1]:.4g}, is not the mean of the ranks' losses, "
-    text += f"{mean:.4g}: is it a mean over tokens, or over what a mask leaves, of which each rank "
-    return f"{text}has another number?"
+    return f"{text}{mean:.4g}: is each a mean over tokens, of which it has another number?"

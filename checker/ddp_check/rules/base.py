@@ -10,9 +10,10 @@ a right script. It returns a verdict, or None if it found no fault:
                 return wrong("the scaler's factor is in them", event.where, "recipes/fp16_scaler")
 
 1. What can be seen is listed in events.py. `run.all(kind)` gives the events of all ranks,
-   `run.by_rank(kind)` gives {rank: events}, and `run.of_lowest_rank(kind)` those of one rank.
-   `run.step_rows` has the steps that all ranks took, `run.first_difference("rates")` the first one
-   in which a field of `Step` differs, and `run.epochs` the training passes, {rank: pass} each.
+   `run.by_rank(kind)` gives {rank: events}, `run.of_lowest_rank(kind)` those of one rank, and
+   `run.rows(kind)` a tuple of the ranks' events for each that all have. `run.step_rows` has the
+   steps that all ranks took, `run.first_difference("rates")` the first one in which a field of
+   `Step` differs, and `run.epochs` the training passes, {rank: pass} each.
    To print the events of a script of yours:
 
        with planned("train.py") as plan:  # from plan.py
@@ -57,7 +58,7 @@ yields pairs of a title and a verdict:
         yield "it resumes", passed("12 steps, then 20")
 
 `during` is called while the script runs, with its process, the folder of its events, and the time
-at which it will be killed.
+at which it will be killed. `CANNOT_DECIDE` (drills/__init__.py) asks the undisturbed run first.
 """
 
 from dataclasses import dataclass

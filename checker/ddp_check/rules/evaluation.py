@@ -1,43 +1,48 @@
-"""Rules about which samples are evaluated, and what becomes of the result."""
+"""Rules about which samples are evaluated, and what becomes of the result.
+
+An evaluation is a tuple here, `parts`: the pass over the data of each rank that takes part.
+"""
 
 import re
 from dataclasses import replace
-from itertools import chain, dropwhile, takewhile
-from typing import NamedTuple
+from itertools import chain
 
 from ddp_check import events
-from ddp_check.ranks import counted, of_lowest_rank
+from ddp_check.ranks import counted, grouped, of_lowest_rank
 from ddp_check.rules.base import passed, unseen, unsure, wrong
 from ddp_check.rules.data import repeated
-from ddp_check.rules.output import FRACTION, SAYS_RANK, sum_is_printed
+from ddp_check.rules.output import sum_is_printed
+from ddp_check.rules.printed import SAYS_RANK, numbers_in
 
-ACCURACY = r"(?i)(?<!train )(?<!training )\bacc[a-z]*\W*(\d+\.(\d+)) ?(%?)"
-ACCURATE = r"(?i)(\bacc|\bf1|\biou|\bauc|precision|recall)[^\n\d]*$"  # before a number
+ACCURACY = r"(?i)(?<!train )(?<!training )\bacc[a-z]*\W*$"  # before a number
+SHARE = r"(?i)(\bacc|\bf1|\biou|\bauc|precision|recall)[^\n\d]*$"  # before a number
 RESULT = r"(?i)(?<![a-z])(acc|val|test|eval|score|correct|right|top|best|hit|f1)"  # in a line
-NEXT = events.Step | events.Batch | events.PassBegun  # what begins after an evaluation
+ENDS_AN_EVALUATION = events.Step | events.Batch | events.PassBegun
 
 
 def evaluations(run):
-    """Return the evaluations: {(size of the data set, line): [one pass of each rank]}.
+    """Return the evaluations: {(size of the data set, line): [parts]}.
 
     Passes over a training set do not count, nor, in a run that failed, what a rank did not reach.
     """
     passes = list(chain(*run.passes_by_rank.values()))
-    trained = {entry.dataset for entry in passes if entry.is_training}
-    read_whole = {entry.dataset for entry in passes if entry.is_whole}
-    passes_by_place = {}  # (size, line) -> rank -> its passes
-    for rank, passes in run.passes_by_rank.items():
-        for entry in passes:
-            left_early = entry.dataset not in read_whole and entry.events_of(events.BatchEvaluated)
-            seen = entry.batches and (entry.is_whole or left_early)
-            if seen and entry.sample_count and entry.dataset not in trained:
-                place = entry.sample_count, entry.where
-                passes_by_place.setdefault(place, {}).setdefault(rank, []).append(entry)
-    least = 1 if run.returncode == 0 else run.world_size  # ranks that evaluate
+    trained = {data_pass.dataset for data_pass in passes if data_pass.is_training}
+    read_whole = {data_pass.dataset for data_pass in passes if data_pass.is_whole}
+
+    def evaluates(data_pass):
+        if data_pass.dataset in trained or not (data_pass.batches and data_pass.sample_count):
+            return False
+        is_left_early = data_pass.dataset not in read_whole  # each time, so that is meant
+        return data_pass.is_whole or (is_left_early and data_pass.events_of(events.BatchEvaluated))
+
+    evaluating = {rank: filter(evaluates, of_rank) for rank, of_rank in run.passes_by_rank.items()}
+    ranks_needed = 1 if run.returncode == 0 else run.world_size
     return {
-        place: list(zip(*by_rank.values()))
-        for place, by_rank in passes_by_place.items()
-        if len(by_rank) >= least
+        size_and_line: list(zip(*passes_by_rank.values()))
+        for size_and_line, passes_by_rank in grouped(
+            evaluating, lambda data_pass: (data_pass.sample_count, data_pass.where)
+        ).items()
+        if len(passes_by_rank) >= ranks_needed
     }
 
 
@@ -46,281 +51,228 @@ def each_sample_is_evaluated_once(run):
     evaluated = evaluations(run)
     if not evaluated:
         return unseen("no DataLoader was used without training")
-    ranks = run.world_size
-    for (total, where), rows in evaluated.items():
-        smaller = [row for row in chain(*evaluated.values()) if row[0].sample_count < total]
-        beside = evaluated_by_all(rows[0][0].dataset_checksum, smaller)
-        for row in rows:
-            if verdict := missed(row, beside, total, ranks):
+    for (size, where), evaluations_here in evaluated.items():
+        smaller = [parts for parts in chain(*evaluated.values()) if parts[0].sample_count < size]
+        for parts in evaluations_here:
+            if verdict := not_once(parts, remainder(parts[0].dataset_checksum, smaller), run):
                 return replace(verdict, where=where, page="padded_evaluation")
-    total, where = max(evaluated)
-    return passed(counted(total, "sample"), where)
+    size, where = max(evaluated)
+    return passed(counted(size, "sample"), where)
 
 
-def evaluated_by_all(data, rows):
-    """Return the indices of samples of a data set that every rank evaluates: a remainder."""
-    for row in rows:
-        if row[0].dataset_checksum == data and alike(row, "base_indices"):
-            return set(row[0].values("base_indices"))
+def remainder(dataset_checksum, smaller_evaluations):
+    """Return the indices of the samples of a data set that all ranks evaluate, beside their part.
+
+    A script that drops what cannot be divided among the ranks may evaluate it so.
+    """
+    for parts in smaller_evaluations:
+        if parts[0].dataset_checksum == dataset_checksum and are_equal(parts, "base_indices"):
+            return set(parts[0].values("base_indices"))
     return set()
 
 
-def alike(row, field_name="indices"):
+def are_equal(parts, field_name):
     """Return whether all ranks evaluate the same known samples, perhaps in other orders."""
-    samples = [entry.values(field_name) for entry in row]
+    samples = [part.values(field_name) for part in parts]
     return None not in samples and len({tuple(sorted(of_rank)) for of_rank in samples}) == 1
 
 
-def missed(row, beside, total, ranks):
-    """Return the verdict on samples that an evaluation does not see, or sees twice.
+def not_once(parts, evaluated_elsewhere, run):
+    """Return the verdict on an evaluation that leaves out samples, or sees some twice.
 
-    The samples with the indices `beside` are evaluated elsewhere.
+    It is `unseen` if there is nothing that could be seen twice.
     """
-    samples = [entry.values("indices") for entry in row]
-    if None in samples or len({entry.subset_checksum for entry in row}) > 1:
+    size, samples = parts[0].sample_count, [part.values("indices") for part in parts]
+    if None in samples or len({part.subset_checksum for part in parts}) > 1:
         return unseen("the samples have no index, or each rank evaluates a part of its own")
-    if all(sorted(of_rank) == list(range(total)) for of_rank in samples):
+    if all(sorted(of_rank) == list(range(size)) for of_rank in samples):
         return None  # each of these ranks evaluates the whole set
-    if not alike(row) and (twice := repeated(chain(*samples))):
-        return counted_twice(row, twice, total)
-    distinct = {index for entry in row for index in entry.values("base_indices")}
-    if len(distinct) < total and len(distinct | beside) != total:
-        text = f"it sees {len(distinct)} of {total} samples"
-        return wrong(text) if is_lost(row, total, ranks) else unsure(f"{text}: is that intended?")
-    if row[0].distributed and not beside:
-        return unseen(f"{total} is divisible by {len(row)}; otherwise DistributedSampler would pad")
+    if not are_equal(parts, "indices") and (twice := repeated(chain(*samples))):
+        return padded(parts, twice)
+    distinct = {index for part in parts for index in part.values("base_indices")}
+    if len(distinct) < size and len(distinct | evaluated_elsewhere) != size:
+        text = f"it sees {len(distinct)} of {size} samples"
+        dropped = parts[0].drop_last or (parts[0].distributed and len(parts) < run.world_size)
+        if dropped and size not in totals_after(parts) and all(part.is_whole for part in parts):
+            return wrong(text)
+        return unsure(f"{text}: is that intended?")
+    if parts[0].distributed and not evaluated_elsewhere:
+        return unseen(
+            f"{size} is divisible by {len(parts)}; otherwise DistributedSampler would pad"
+        )
 
 
-def is_lost(row, total, ranks):
-    """Return whether nothing else counts the samples that an evaluation does not see."""
-    dropped = row[0].drop_last or (row[0].distributed and len(row) < ranks)
-    counted_elsewhere = total in totals_after(row)
-    return dropped and not counted_elsewhere and all(entry.is_whole for entry in row)
+def totals_after(parts):
+    """Return the whole numbers that are added up over the ranks: perhaps of samples."""
+    return {
+        value
+        for part in parts
+        for event in part.events_of(events.Totalled)
+        for value in event.values
+    }
 
 
-def totals_after(row):
-    """Return the whole numbers that are added up over the ranks after an evaluation."""
-    return {value for event in events_after(row, events.Totalled) for value in event.values}
+def padded(parts, twice):
+    """Return the verdict on an evaluation that is padded: that loads so many samples again.
 
-
-def events_after(row, kind):
-    """Return the events of a kind that follow a batch of an evaluation, on all ranks."""
-    return [event for entry in row for event in entry.events_of(kind)]
-
-
-def counted_twice(row, twice, total):
-    """Return what is wrong with an evaluation that is padded: that loads `twice` samples again.
-
-    A script may cut the padding off after a gather, or leave it out of what the ranks add up.
+    A script may cut the padding off after a gather, compare only as many as there are, or leave the
+    extra samples out of what the ranks add up. Otherwise they count, if the ranks add up what they
+    have counted, or reduce all that is gathered to one number.
     """
-    loaded = sum(len(entry.values("indices")) for entry in row)
-    text = f"{loaded} samples, {loaded - twice} of them distinct, of {total}"
-    collectives = [sums_and_gathers(entry) for entry in row]
-    gathers = max(sum("gather" in call.name for call in calls) for calls in collectives)
-    cuts = [cut for cut in events_after(row, events.Cut) if cut.dropped == twice]
+    loaded = sum(len(part.values("indices")) for part in parts)
+    distinct = loaded - twice
+    text = f"{loaded} samples, {distinct} of them distinct, of {parts[0].sample_count}"
+    calls_by_rank = [sums_and_gathers(part) for part in parts]
+    gathers = max(sum("gather" in call.name for call in calls) for calls in calls_by_rank)
+    cuts = [cut for part in parts for cut in part.events_of(events.Cut) if cut.dropped == twice]
     if cuts:
-        return cut_in_order(cuts, gathers) if row[0].distributed else None
-    lengths = events_after(row, events.Counted)
-    if any(event.length == loaded - twice for event in lengths):
+        if not parts[0].distributed or not any(cut.in_blocks for cut in cuts):
+            return None
+        text = "what is gathered is in blocks when its end is cut off, so other samples are lost"
+        return wrong(text) if gathers == 1 else unsure(text)  # of several, each may hold one batch
+    used = [event for part in parts for event in part.events_of(events.Counted)]
+    if any(event.length == distinct for event in used):
         return None
-    sums_first = all(calls and calls[0].sums for calls in collectives)
-    if not gathers or sums_first:
-        totals = totals_after(row)
-        if loaded - twice in totals and loaded not in totals:
+    if not gathers or all(calls and calls[0].sums for calls in calls_by_rank):
+        totals = totals_after(parts)
+        if distinct in totals and loaded not in totals:
             return unsure(f"it loads {text}: are the extra ones left out?")
         return wrong(f"it counts {text}")
-    if any(event.reduced and event.length == loaded for event in lengths):
+    if any(event.reduced and event.length == loaded for event in used):
         return wrong(f"it counts {text}: nothing is cut off after the gather")
     return unsure(f"it loads {text}: are the extra ones dropped after the gather?")
 
 
-def sums_and_gathers(entry):
+def sums_and_gathers(part):
     """Return the collectives by which a rank brings what it has evaluated to the others."""
-    calls = entry.events_of(events.Collective)
+    calls = part.events_of(events.Collective)
     return [call for call in calls if not call.in_model and (call.sums or "gather" in call.name)]
-
-
-def cut_in_order(cuts, gathers):
-    """Return the verdict on gathered results whose end is cut off."""
-    if any(cut.in_blocks for cut in cuts):
-        text = "what is gathered is in blocks, not in the data set's order, when its end is cut "
-        text += "off: some are lost"
-        return wrong(text) if gathers == 1 else unsure(text)  # of several, each may hold one batch
-    return None
 
 
 def result_is_of_all(run):
     """what follows from an evaluation depends on the parts of all ranks"""
-    parts = [
-        row
-        for rows in evaluations(run).values()
-        for row in rows
-        if len(row) == run.world_size > 1 and disjoint(row)
+    divided = [
+        parts
+        for parts in chain(*evaluations(run).values())
+        if len(parts) == run.world_size > 1 and is_divided(parts)
     ]
-    if not parts:
+    if not divided:
         return own_data_printed(run) or unseen("no evaluation is divided among the ranks")
-    for row in parts:
-        if verdict := own_part_printed(run, row):
+    for parts in divided:
+        if verdict := own_part_printed(run, parts):
             return verdict
-    alone = [row for row in parts if not result_is_shared(run, last_of(row))]
-    saves = [save for row in alone for save in following(run, last_of(row), events.Save)[:1]]
-    if 0 < len(saves) < len(alone):  # it chooses when to save
-        text = f"{part_of(alone[0])} before it saves: does it choose by its own part?"
-        return unsure(text, saves[0].where, "rank_0_loss")
-    if alone:
-        return unseen("the parts are not brought together, and nothing is printed of them")
-    return passed(counted(len(parts), "evaluation"), parts[0][0].where)
+    kept = [parts for parts in divided if not result_is_shared(run, parts[0].batches[-1])]
+    if not kept:
+        return passed(counted(len(divided), "evaluation"), divided[0][0].where)
+    saves = [
+        run.following(parts[0].batches[-1], events.Save, ENDS_AN_EVALUATION)[:1] for parts in kept
+    ]
+    if any(saves) and not all(saves):  # it chooses when to save
+        text = f"{own_part(kept[0])} before it saves: does it choose by its own part?"
+        return unsure(text, next(filter(None, saves))[0].where, "rank_0_loss")
+    return unseen("the parts are not brought together, and nothing is printed of them")
 
 
-def disjoint(row):
+def is_divided(parts):
     """Return whether each rank evaluates samples that no other does, but for padding."""
-    samples = [entry.values("base_indices") for entry in row]
+    samples = [part.values("base_indices") for part in parts]
     if None in samples or not all(samples):
         return False
-    return repeated(chain(*map(set, samples))) < len(row)
+    return repeated(chain(*map(set, samples))) < len(parts)
 
 
-def last_of(row):
-    """Return the last batch that rank 0 has evaluated."""
-    return row[0].batches[-1]
-
-
-def following(run, last, *kinds):
-    """Return what rank 0 does between this event and its next batch or step."""
-    after_last = dropwhile(lambda event: event is not last, of_lowest_rank(run.events_by_rank))
-    until_next = takewhile(lambda event: not isinstance(event, NEXT), [*after_last][1:])
-    return [event for event in until_next if isinstance(event, kinds)]
+def own_part(parts):
+    """Return in words how much of the data rank 0 has evaluated."""
+    own = len(parts[0].values("indices"))
+    total = len(set(chain(*(part.values("base_indices") for part in parts))))
+    return f"rank 0 has evaluated {own} of {total} samples, and no collective brings it the rest"
 
 
 def result_is_shared(run, last):
-    """Return whether a collective follows that can bring the results together."""
-    calls = following(run, last, events.Collective)
+    """Return whether a collective that can bring results together follows what rank 0 did last."""
+    calls = run.following(last, events.Collective, ENDS_AN_EVALUATION)
     names = [call.name for call in calls if not call.in_model]
     return any(re.search("reduce|gather|all_to_all", name) for name in names)
 
 
-def part_of(row):
-    """Return in words how much of the data rank 0 has evaluated."""
-    own = len(row[0].values("indices"))
-    total = len(set(chain(*(entry.values("base_indices") for entry in row))))
-    return f"rank 0 has evaluated {own} of {total} samples, and no collective brings it the rest"
-
-
-def own_part_printed(run, row):
+def own_part_printed(run, parts):
     """Return the verdict if rank 0 prints the result of its own part, without the others'."""
-    count = len(row[0].values("indices"))
-    for event in results_of_rank_0(run, last_of(row)):
-        if has_share(event.text, count):
-            text = f'{part_of(row)} when it prints "{event.text.strip()[:60]}"'
-            return wrong(text, event.where, "rank_0_loss")
+    own = len(parts[0].values("indices"))
+    for line in results_of_rank_0(run, parts[0].batches[-1]):
+        shares = [number for number in numbers_in(line.text) if number.digits > 1]
+        is_share = any(
+            0 <= number.value <= number.whole and number.is_share_of(own) for number in shares
+        )
+        if is_share or re.search(rf"\d+ ?/ ?{own}\b", line.text):
+            text = f'{own_part(parts)} when it prints "{line.text.strip()[:60]}"'
+            return wrong(text, line.where, "rank_0_loss")
 
 
 def own_data_printed(run):
     """Return the verdict if the ranks evaluate other data, without a DataLoader, and one prints."""
     passes = of_lowest_rank(run.passes_by_rank)
-    evaluating = {entry.pass_number for entry in passes if not entry.is_training}
-    for row in zip(*run.by_rank(events.Evaluated).values()):
+    evaluating = {data_pass.pass_number for data_pass in passes if not data_pass.is_training}
+    for row in run.rows(events.Evaluated):
         if row[0].pass_number in evaluating or len({event.inputs for event in row}) == 1:
             continue
-        for event in results_of_rank_0(run, row[0]):
-            if re.search(FRACTION, event.text) and not re.search(SAYS_RANK, event.text):
+        for line in results_of_rank_0(run, row[0]):
+            if numbers_in(line.text) and not re.search(SAYS_RANK, line.text):
                 text = "each rank evaluates other data, and no collective brings the results "
-                text += f'together when rank 0 prints "{event.text.strip()[:60]}": is it its own?'
-                return unsure(text, event.where, "rank_0_loss")
+                text += f'together when rank 0 prints "{line.text.strip()[:60]}": is it its own?'
+                return unsure(text, line.where, "rank_0_loss")
 
 
 def results_of_rank_0(run, last):
     """Return the lines with a result of its own that rank 0 alone prints after an evaluation."""
     if result_is_shared(run, last):
         return []
-    _, *other_ranks = run.by_rank(events.Print).values()
-    others = {event.where for printed in other_ranks for event in printed}  # each its own part
-    lines = following(run, last, events.Print)
-    return [line for line in lines if line.where not in others and re.search(RESULT, line.text)]
-
-
-class Share(NamedTuple):
-    """A share that is printed, such as 0.9807 or 98.07 %."""
-
-    value: float  # from 0 to 1
-    error: float  # by which it may have been rounded
-    whole: int  # 100 for a percentage, else 1
-
-    def is_of(self, total):
-        """Return whether a whole number of so many samples has this share."""
-        return abs(self.value - round(self.value * total) / total) <= self.error
-
-
-def printed_share(shown, digits, percent):
-    """Return the share that a decimal stands for: a percentage if it is larger than 1."""
-    whole = 100 if percent or float(shown) > 1 else 1
-    return Share(float(shown) / whole, 0.51 * 10 ** -len(digits) / whole, whole)
-
-
-def has_share(text, count):
-    """Return whether a line has a number that is a share of so many samples."""
-    if re.search(rf"\d+ ?/ ?{count}\b", text):
-        return True
-    shares = [printed_share(*match) for match in re.findall(r"(\d*\.(\d\d+)) ?(%?)", text)]
-    return any(share.value <= 1 and share.is_of(count) for share in shares)
+    _, *of_other_ranks = run.by_rank(events.Print).values()
+    elsewhere = {line.where for line in chain(*of_other_ranks)}  # each rank prints its own
+    lines = run.following(last, events.Print, ENDS_AN_EVALUATION)
+    return [line for line in lines if line.where not in elsewhere and re.search(RESULT, line.text)]
 
 
 def accuracy_is_of_samples(run):
     """a printed accuracy counts each sample once"""
-    if verdict := sum_is_printed(run, ACCURATE):
+    if verdict := sum_is_printed(run, SHARE):
         return verdict
-    passes = {
-        rank: [entry for entry in of_rank if not entry.is_training]
-        for rank, of_rank in run.passes_by_rank.items()
+    passes_by_rank = {
+        rank: [data_pass for data_pass in passes if not data_pass.is_training]
+        for rank, passes in run.passes_by_rank.items()
     }
-    evaluated = {entry.pass_number: entry for entry in of_lowest_rank(passes)}
-    if len({size for entry in evaluated.values() for size in entry.sizes}) < 2:
+    evaluated = {each.pass_number: each for each in of_lowest_rank(passes_by_rank)}
+    if len({size for each in evaluated.values() for size in each.sizes}) < 2:
         return unseen("no batches of unequal size are evaluated")
-    if any(batch.label_size != 1 for entry in evaluated.values() for batch in entry.batches):
+    if any(batch.label_size != 1 for each in evaluated.values() for batch in each.batches):
         return unseen("the samples have several labels each, or none: of what it is a share?")
-    totals, trained = possible_totals(passes), totals_of_epochs(run)
-    entry, compared = None, 0  # the evaluation that has just ended, and how many were compared
-    for event in of_lowest_rank(run.events_by_rank):
-        match event:
-            case events.PassEnded():
-                entry = evaluated.get(event.pass_number)
-            case events.Batch() | events.Step():
-                entry = None
-            case events.Print() if entry and entry.sample_count:
-                for match in re.findall(ACCURACY, event.text):
-                    if float(match[0]) in (0, 1, 100):  # a share of any number
-                        continue
-                    compared += 1
-                    share = printed_share(*match)
-                    # Of many more samples than it has digits, any number is a share.
-                    few = {total for total in trained if share.error * total < 0.25}
-                    if not any(map(share.is_of, totals | few)):
-                        return no_share(match[0], share, entry.sample_count, event.where)
-    if not compared:
+    accuracies = [
+        (number, evaluated[ended.pass_number].sample_count, line.where)
+        for ended in run.of_lowest_rank(events.PassEnded)
+        if ended.pass_number in evaluated
+        for line in run.following(ended, events.Print, events.Batch | events.Step)
+        for number in numbers_in(line.text)
+        if re.search(ACCURACY, number.words) and number.value not in (0, 1, 100)
+    ]
+    totals = possible_totals(passes_by_rank)
+    for number, size, where in accuracies:
+        if size and not any(map(number.is_share_of, totals)):
+            share = round(number.value / number.whole * size) / size * number.whole
+            text = f"{number.shown} is no share of {size} samples, {share:.4g} is"
+            text += ": is it a mean over batches of unequal size, or over classes?"
+            return unsure(text, where, "mean_of_means")
+    if not accuracies:
         return unseen("no accuracy is printed right after an evaluation")
-    return passed(counted(compared, "number"))
+    return passed(counted(len(accuracies), "number"))
 
 
 def possible_totals(passes_by_rank):
-    """Return the numbers of samples that an accuracy may be a share of."""
-    sizes = {rank: [entry.sizes for entry in passes] for rank, passes in passes_by_rank.items()}
-    totals = {
-        size for of_rank in sizes.values() for batch in of_rank for size in (*batch, sum(batch))
-    }
-    totals |= {sum(map(sum, row)) for row in zip(*sizes.values())}
-    totals |= {entry.sample_count for passes in passes_by_rank.values() for entry in passes}
-    return {total for total in totals if total}
+    """Return the numbers of samples that an accuracy may be a share of.
 
-
-def totals_of_epochs(run):
-    """Return how many samples all ranks have trained on in an epoch."""
-    totals = {sum(sum(entry.sizes) for entry in epoch.values()) for epoch in run.epochs}
-    return {total for total in totals if total}
-
-
-def no_share(shown, share, count, where):
-    """Return the verdict on a printed accuracy that is no share of any number of samples."""
-    near = round(share.value * count) / count * share.whole
-    text = f"{shown} is no share of {count} samples, {near:.4g} is"
-    text += ": is it a mean over batches of unequal size, or over classes?"
-    return unsure(text, where, "mean_of_means")
+    It may be that of a batch, of a pass, of the passes of all ranks, or of the whole data set.
+    """
+    passes = list(chain(*passes_by_rank.values()))
+    totals = {size for data_pass in passes for size in data_pass.sizes}
+    totals |= {sum(data_pass.sizes) for data_pass in passes}
+    totals |= {sum(sum(part.sizes) for part in parts) for parts in zip(*passes_by_rank.values())}
+    totals |= {data_pass.sample_count for data_pass in passes}
+    return totals - {0, None}

@@ -2,8 +2,7 @@
 
 import re
 import signal
-from itertools import zip_longest
-from typing import NamedTuple
+from itertools import chain, zip_longest
 
 from ddp_check import events
 from ddp_check.protocol import FRAME, is_own, own_frame
@@ -26,17 +25,15 @@ NETWORK = (
 )
 OF_A_LIBRARY = r"ModuleNotFoundError|ImportError: .+/site-packages/"  # missing, or another version
 DROP_THE_MODEL = "drop every reference to the DDP model (del model) before destroy_process_group"
-PASSED_ON = "in __torch_function__"
-OF_OTHERS = (
-    r"(?i)gloo|nccl|connection|timed ?out|reduction|unpickl|\brank|\bpeer|\bstore"  # in an error
-)
+PASSED_ON = "in __torch_function__"  # ends the frame of a call that the observer passes on
+# In an error that may only follow from what another rank did:
+OF_OTHERS = r"(?i)gloo|nccl|connection|timed ?out|reduction|unpickl|\brank|\bpeer|\bstore"
 BUFFERS = "Buffers wait for all ranks to call the DDP model: evaluate model.module"
 UNTRANSLATED = rf"{LACKS_GPUS}|Tensor-likes"
 PAGES = {  # part of an error: the pitfall that explains it
     "Expected to have finished reduction": "unused_parameters",
     'key(s) in state_dict: "module.': "module_prefix_saved",
 }
-FAILS_ON_GPUS_TOO = "must not be negative"  # a GPU's number
 
 
 def script_ends(run):
@@ -56,15 +53,15 @@ def script_ends(run):
 
 
 def hang(run):
-    """Return the verdict on a run that hangs, with the place where each rank waits."""
-    own_lines, places = [], []
+    """Return the verdict on a run that hangs, with the line where each rank waits."""
+    own_lines, waiting = [], []
     for rank, stack in run.stacks.items():
         own = [f"{path}:{line}" for path, line, _ in stack if is_own(path)]
         at = f"is at {short(own[0])}, in {stack[0][2]}" if own else "has ended"
-        places.append(f"rank {rank} {at}")
+        waiting.append(f"rank {rank} {at}")
         own_lines += own[:1]
-    places_text = "; ".join(places) or "no rank has joined a process group"
-    text = f"still running after {run.seconds:.0f} s; {places_text}"
+    text = f"still running after {run.seconds:.0f} s; "
+    text += "; ".join(waiting) or "no rank has joined a process group"
     if run.joins and all(run.by_rank(events.Leave).values()):
         text += f". All ranks have left the process group. To rule out a race: {DROP_THE_MODEL}"
         return wrong(text, "", "handler_holds_model")
@@ -73,25 +70,23 @@ def hang(run):
 
 
 def with_cause(run, text, where, page="", details=()):
-    """Return the verdict on a run that fails or hangs, perhaps as a rank does not take part."""
-    in_sync = [
+    """Return the verdict on a run that fails or hangs, with the cause if a rank is not there.
+
+    An error that is not about the other ranks says itself what is wrong.
+    """
+    syncing_buffers = [
         rank
         for rank, stack in run.stacks.items()
         if any(function == "_sync_buffers" for _, _, function in stack)
     ]
-    # An error may say itself what is wrong, and the other ranks only see its rank go.
-    explained = run.returncode and run.raised and not re.search(OF_OTHERS, run.ending)
-    stop = None if explained else early_stop(run)
-    if stop and stop.rank not in in_sync:
-        step = f"{stop.epochs}, in step {len(run.by_rank(events.Step)[stop.rank])}"
-        reason = f"rank {stop.rank} left the loop over the epochs after {step}, and rank "
-        reason += f"{stop.other_rank} began the next: does each decide by its own loss?"
-        return wrong(f"{reason}; {text}", where, "recipes/early_stopping", details)
-    unwatched = [name for step in run.all(events.Step) for name in step.unwatched]
-    if unwatched and not explained:
-        reason = f"{unwatched[0]} came into the model after it was wrapped, and DDP waits for what "
-        return wrong(f"{reason}was there before; {text}", where, page, details)
-    if in_sync or "_sync_buffers" in str(details):
+    if not (run.returncode and run.raised and not re.search(OF_OTHERS, run.ending)):
+        early_rank, reason = early_stop(run)
+        if reason and early_rank not in syncing_buffers:
+            return wrong(f"{reason}; {text}", where, "recipes/early_stopping", details)
+        if names := [name for step in run.all(events.Step) for name in step.unwatched]:
+            reason = f"{names[0]} came into the model after it was wrapped, and DDP waits for what "
+            return wrong(f"{reason}was there before; {text}", where, page, details)
+    if syncing_buffers or "_sync_buffers" in str(details):
         return wrong(f"{BUFFERS}; {text}", where, "rank_0_evaluates_the_wrapper", details)
     cause = same_collectives(run)
     if cause and cause.status == WRONG:
@@ -99,52 +94,58 @@ def with_cause(run, text, where, page="", details=()):
     return wrong(text, where, page, details)
 
 
-class EarlyStop(NamedTuple):
-    """A rank leaves the training loop, and another one begins a further epoch."""
-
-    rank: int
-    other_rank: int
-    epochs: int  # that both have begun
-
-
 def early_stop(run):
-    """Return the first two ranks that begin another number of epochs, or None."""
-    passes = [entry for of_rank in run.passes_by_rank.values() for entry in of_rank]
-    training_lines = {entry.where for entry in passes if entry.steps}
+    """Return the first rank that begins fewer epochs than another, and that in words, if so."""
+    passes = list(chain(*run.passes_by_rank.values()))
+    training_lines = {data_pass.where for data_pass in passes if data_pass.steps}
     epochs = {
-        rank: sum(bool(entry.batches) and entry.where in training_lines for entry in of_rank)
+        rank: sum(bool(each.batches) and each.where in training_lines for each in of_rank)
         for rank, of_rank in run.passes_by_rank.items()
     }
     pair = differing_ranks(epochs)
     if not pair or not min(epochs.values()):  # a rank that never began evaluates the DDP model
-        return None
+        return None, ""
     early, late = sorted(pair, key=epochs.get)
-    return EarlyStop(early, late, epochs[early])
+    step = len(run.by_rank(events.Step)[early])
+    text = f"rank {early} left the loop over the epochs after {epochs[early]}, in step {step}, and "
+    return early, f"{text}rank {late} began the next: does each decide by its own loss?"
 
 
 def failure(run):
     """Return the verdict on a run that failed: the fault may not be the script's."""
-    text, details, cure = run.ending, tuple(run.traceback), ""
-    # Names of the script's files, and calls that the observer passes on, say nothing about GPUs.
-    lines = [line for line in details[-6:] if not (own_frame(line) or line.endswith(PASSED_ON))]
-    innermost = next((line for line in reversed(details) if FRAME.match(line)), "")
-    raised_by_observer = "ddp_check/observer" in innermost and not innermost.endswith(PASSED_ON)
-    about_gpus = raised_by_observer or re.search(UNTRANSLATED, " ".join([text, *lines]))
-    untranslated = run.translate and about_gpus
-    errors = [match[1] for match in run.raised]
-    if re.search(NETWORK, " ".join([*errors, text, *details])):
-        cure = "it needs the network: download the data first"
-    elif re.match(OF_A_LIBRARY, text) or run.fails_in_an_import:
-        cure = "run the checker in the environment of the script"
-    elif untranslated and FAILS_ON_GPUS_TOO not in text:
-        cure = "the checker cannot translate this for the CPU"
-    if cure:
+    text, details = run.ending, tuple(run.traceback)
+    if cure := cure_of_this_machine(run):
         return unsure(f"{text}; {cure}", run.error_where, "", details)
     if run.missed_checkpoints:
         names = ", ".join(run.missed_checkpoints)
         text += f"; {names} could be a checkpoint and was left out: give its absolute path"
     page = next((page for message, page in PAGES.items() if message in run.output), "")
     return with_cause(run, text, run.error_where, page, details)
+
+
+def cure_of_this_machine(run):
+    """Return what to do if a run failed for what is missing here, or ""."""
+    errors = [match[1] for match in run.raised]
+    if re.search(NETWORK, " ".join([*errors, run.ending, *run.traceback])):
+        return "it needs the network: download the data first"
+    if re.match(OF_A_LIBRARY, run.ending) or run.fails_in_an_import:
+        return "run the checker in the environment of the script"
+    if run.translate and is_about_gpus(run):
+        return "the checker cannot translate this for the CPU"
+    return ""
+
+
+def is_about_gpus(run):
+    """Return whether a translated run failed in the translation, or for the lack of a GPU.
+
+    Names of the script's files, and calls that the observer only passes on, say nothing about GPUs.
+    """
+    innermost = next((line for line in reversed(run.traceback) if FRAME.match(line)), "")
+    if "ddp_check/observer" in innermost and not innermost.endswith(PASSED_ON):
+        return True
+    lines = [run.ending, *run.traceback[-6:]]
+    said = [line for line in lines if not (own_frame(line) or line.endswith(PASSED_ON))]
+    return bool(re.search(UNTRANSLATED, " ".join(said)))
 
 
 def one_group(run):
@@ -200,11 +201,10 @@ def no_thread_left(run):
         return not_applicable("with NCCL, for which the script is written, there are none")
     if joined_by_framework(run) or run.is_sharded:
         return not_applicable("a library joined the group, or keeps it for sharded parameters")
-    for rank, exits in run.by_rank(events.Exit).items():
-        for event in exits:
-            if event.gloo_threads:
-                return thread_left(run, rank, event)
     exits = run.by_rank(events.Exit)
+    for rank, event in ((rank, event) for rank, of_rank in exits.items() for event in of_rank):
+        if event.gloo_threads:
+            return thread_left(run, rank, event)
     if not all(exits.values()) or any(event.group_open for event in run.all(events.Exit)):
         return unseen("a rank did not finish, or did not destroy the process group")
     if any(event.gloo_threads is None for event in run.all(events.Exit)):
@@ -226,11 +226,14 @@ def own_gpu(run):
         return unseen("no step was taken before the run ended")
     first_rank = {}  # name of a GPU -> the first rank that uses it
     for rank, named in run.by_rank(events.Gpu).items():
-        uses = [event for event in named if not event.by_set_device]
-        for event in uses or named:
-            visible = event.visible.split(",") if event.visible else range(run.nproc)
-            sees = f"a node has {run.nproc}"
+        used = [event for event in named if not event.by_set_device]
+        for event in used or named:
+            visible, sees = (
+                [str(index) for index in range(event.count)],
+                f"a node has {event.count}",
+            )
             if event.visible:
+                visible = event.visible.split(",")
                 sees = f"the script sets CUDA_VISIBLE_DEVICES={event.visible}"
             if not 0 <= event.index < len(visible):
                 page = "" if event.visible else "global_rank_as_device"
@@ -266,17 +269,10 @@ def different_calls(number, call_by_rank):
     """Return the verdict on two ranks that do not make the same call, of which one may be None."""
     calls = [call for call in call_by_rank.values() if call]
     sizes_differ = len(calls) > 1 and calls[0].name == calls[1].name
-    texts = [
-        f"rank {rank} calls {call_in_words(call, sizes_differ)}"
-        for rank, call in call_by_rank.items()
-    ]
+    texts = []
+    for rank, call in call_by_rank.items():
+        size = f" of {counted(call.elements, 'element')}" if sizes_differ else ""
+        what = f"{call.name}{size} ({short(call.where)})" if call else "nothing"
+        texts.append(f"rank {rank} calls {what}")
     page = "" if sizes_differ else "collective_on_one_rank"
     return wrong(f"call {number}: {', '.join(texts)}", calls[0].where, page)
-
-
-def call_in_words(call, with_size):
-    """Return a collective with its line, and perhaps its size."""
-    if call is None:
-        return "nothing"
-    size = f" of {counted(call.elements, 'element')}" if with_size else ""
-    return f"{call.name}{size} ({short(call.where)})"

@@ -7,41 +7,38 @@ from typing import NamedTuple
 
 from ddp_check import events
 from ddp_check.numbers import close
-from ddp_check.ranks import counted, differing_ranks, of_lowest_rank
+from ddp_check.ranks import counted, differing_ranks, grouped, of_lowest_rank
 from ddp_check.rules.base import fragile, not_applicable, passed, unseen, unsure, wrong
+from ddp_check.rules.printed import SAYS_RANK, numbers_in
 
-FRACTION = r"-?\d+\.(\d+)(?!\.?\d)(?:e[+-]?\d+)?"  # but not a version, such as 2.8.0
 LOSS = r"(?i)(loss|nll|perplexity|\bppl)\w*[^\w\n]{0,12}$"  # before a number
+NAMED_SUM = r"(?i)sum|total"  # before a number
 RIGHT, THE_SUM = "the mean over all ranks", "the sum over the ranks"  # what a number may be
-WAITS = events.Step | events.Collective
-WRITES = events.Written | events.Save
-NAMED_SUM = r"(?i)sum|total"
-SAYS_RANK = r"(?i)\brank[ _-]?\d"  # so the line says whose number it is
+SYNCHRONIZES = events.Step | events.Collective
+WRITES = events.Opened | events.Save | events.Renamed
 # In a script that may wait for a file in a way of its own:
 POLLS = r"\bsleep\(|\.wait\(|(?i:file_?lock)|flock\("
 
 
 def one_rank_prints(run):
     """one rank prints the progress, or each with its number"""
-    texts_by_line = {}  # line of the script -> rank -> what it prints
-    for rank, printed in run.by_rank(events.Print).items():
-        for event in printed:
-            texts_by_line.setdefault(event.where, {}).setdefault(rank, []).append(event.text)
-    for where, texts_by_rank in texts_by_line.items():
-        rows = [
-            [number == str(rank) for number in re.findall(r"\d+", text)]
-            for rank, texts in texts_by_rank.items()
-            for text in texts
-        ]
-        tells_its_rank = any(map(all, zip(*rows)))  # at the same place in each line
-        # Lines that all ranks print, but for the numbers in them:
-        common = set.intersection(*(set(map(pattern, texts)) for texts in texts_by_rank.values()))
-        if len(texts_by_rank) > 1 and not tells_its_rank and common:
-            texts = chain(*texts_by_rank.values())
-            example = next(text for text in texts if pattern(text) in common)
-            ranks = " and ".join(map(str, texts_by_rank))
-            text = f'ranks {ranks} print "{example.strip()[:60]}": is that intended?'
+    printed = grouped(run.by_rank(events.Print), lambda event: (event.where, pattern(event.text)))
+    for (where, _), lines_by_rank in printed.items():
+        if len(lines_by_rank) > 1 and not tell_their_ranks(lines_by_rank):
+            ranks = " and ".join(map(str, lines_by_rank))
+            example = of_lowest_rank(lines_by_rank)[0].text.strip()[:60]
+            text = f'ranks {ranks} print "{example}": is that intended?'
             return unsure(text, where, "prints_on_every_rank")
+
+
+def tell_their_ranks(lines_by_rank):
+    """Return whether the number of its rank stands at one and the same place in each line."""
+    rows = [
+        [number == str(rank) for number in re.findall(r"\d+", line.text)]
+        for rank, lines in lines_by_rank.items()
+        for line in lines
+    ]
+    return any(map(all, zip(*rows)))
 
 
 def pattern(text):
@@ -55,7 +52,7 @@ def one_rank_writes(run):
     if verdict := written_by_several(run, writes) or read_too_early(run, writes):
         return verdict
     saves = {event.path: event.where for event in run.all(events.Save) if event.path}
-    renamed = {event.old_name for event in run.all(events.Written)}
+    renamed = {event.source for event in run.all(events.Renamed)}
     for path, where in saves.items():
         if path not in renamed:
             text = f"{Path(path).name} is written in place: a crash then leaves half a file"
@@ -77,12 +74,12 @@ class Use(NamedTuple):
 def file_uses(run, kinds):
     """Return the uses of each file: {path: [use]}."""
     uses = {}
-    for rank, found in run.events_by_rank.items():
+    for rank, events_of_rank in run.events_by_rank.items():
         waits = steps = 0
-        for event in found:
+        for event in events_of_rank:
             steps += isinstance(event, events.Step)
-            waits += isinstance(event, WAITS)
-            if isinstance(event, kinds) and event.path:
+            waits += isinstance(event, SYNCHRONIZES)
+            if isinstance(event, kinds) and event.path and not getattr(event, "append", False):
                 uses.setdefault(event.path, []).append(Use(rank, waits, steps, event.where))
     return uses
 
@@ -102,13 +99,13 @@ def written_by_several(run, writes_by_path):
     """Return the verdict if several ranks write the same file: at once, or at other times."""
     at_other_times = None
     for path, writes in writes_by_path.items():
-        steps_by_rank = {}
+        steps_by_rank, ranks_by_wait = {}, {}
         for write in writes:
             steps_by_rank.setdefault(write.rank, set()).add(write.steps)
+            ranks_by_wait.setdefault(write.waits, set()).add(write.rank)
         text = f"ranks {', '.join(map(str, steps_by_rank))} write {Path(path).name}"
         where = next(write.where for write in writes if write.rank == max(steps_by_rank))
-        moments = {(write.rank, write.waits) for write in writes}
-        if len({waits for _, waits in moments}) < len(moments):  # two ranks have one in common
+        if any(len(ranks) > 1 for ranks in ranks_by_wait.values()):
             return wrong(f"{text} at the same time", where, "every_rank_saves")
         if run.returncode == 0 and differing_ranks(steps_by_rank) and not at_other_times:
             text += " after other steps: is that intended?"
@@ -138,117 +135,149 @@ def printed_loss_is_of_all(run):
         return not_applicable("ranks that share a model have the same loss")
     if verdict := sum_is_printed(run, LOSS):
         return verdict
-    numbers_by_place = {}
-    for number in printed_numbers(run):
-        numbers_by_place.setdefault((number.where, number.words), []).append(number)
-    for numbers in numbers_by_place.values():
-        if len(numbers) > 1 and all(number.is_fault for number in numbers):  # once may be chance
-            first = numbers[0]
-            text = f"{first.shown} is {first.meaning}"
-            if THE_SUM in first.meaning and not re.search(NAMED_SUM, first.words):
-                return wrong(text, first.where, "rank_0_loss")
-            return unsure(text, first.where, "rank_0_loss")
-    numbers = list(chain(*numbers_by_place.values()))
-    own = [number.where for number in numbers if number.is_own_loss]
+    printed_by_place = {}  # (line of the script, words before the number) -> what it prints there
+    for printed in printed_after_steps(run):
+        printed_by_place.setdefault((printed.where, pattern(printed.words)), []).append(printed)
+    for (where, words), printed_here in printed_by_place.items():
+        shown, meaning = printed_here[0].shown, printed_here[0].meaning
+        if len(printed_here) < 2 or any(each.meaning in (None, RIGHT) for each in printed_here):
+            continue  # once may be chance
+        verdict = wrong if THE_SUM in meaning and not re.search(NAMED_SUM, words) else unsure
+        return verdict(f"{shown} is {meaning}", where, "rank_0_loss")
+    printed = list(chain(*printed_by_place.values()))
+    own = [each.where for each in printed if each.is_own_loss]
     if own and run.world_size > 1:
         text = "no collective comes before this loss: is it that of rank 0?"
         return unsure(text, own[0], "rank_0_loss")
-    right = list(dict.fromkeys(number.where for number in numbers if number.meaning == RIGHT))
+    right = list(dict.fromkeys(each.where for each in printed if each.meaning == RIGHT))
     if right:
         return passed(counted(len(right), "number"), right[0])
     return unseen("no printed number could be compared with the losses of the steps")
 
 
-class Number(NamedTuple):
+class Printed(NamedTuple):
     """A number that rank 0 has printed after a step."""
 
     shown: str
-    words: str  # before it, without other numbers
+    words: str  # before it
     where: str
     meaning: str | None  # `RIGHT`, or what it is instead, in words; None if that is not known
     is_own_loss: bool  # a loss, before which no collective has brought in the other ranks
 
-    @property
-    def is_fault(self):
-        """Whether it is known to be something else than the loss of all ranks."""
-        return self.meaning not in (None, RIGHT)
 
-
-class Progress:
-    """What rank 0 has done until it prints something."""
-
-    def __init__(self, training_passes):
-        self.training_passes = training_passes  # their numbers
-        self.steps = 0
-        self.steps_before_epoch = 0
-        self.steps_at_reduction = None  # None: nothing was reduced yet
-        self.samples_left = None  # to be seen in this pass; None: it trains
-
-    def update(self, event):
-        """Take notice of an event."""
+def printed_after_steps(run):
+    """Return the numbers that rank 0 prints after a step, in their order."""
+    passes = {each.pass_number: each for each in of_lowest_rank(run.passes_by_rank)}
+    rows = run.rows(events.Step)
+    steps = steps_before_epoch = 0
+    steps_at_reduction = -1  # of the latest reduction
+    evaluated = None  # the latest pass, unless a step came since
+    printed = []
+    for event in of_lowest_rank(run.events_by_rank):
         match event:
             case events.Step():
-                self.steps += 1
-                self.samples_left = None
+                steps, evaluated = steps + 1, None
             case events.Collective(in_model=False) if event.sums or "gather" in event.name:
-                self.steps_at_reduction = self.steps
-            case events.PassBegun():
-                self.samples_left = event.sample_count
-                if event.pass_number in self.training_passes:
-                    self.steps_before_epoch = self.steps
-            case events.Batch() if self.samples_left:
-                self.samples_left -= len(event.indices or event.checksums or ())
-
-    @property
-    def is_alone(self):
-        """Whether what it knows is its own: nothing is reduced, nor has it seen all samples."""
-        if self.samples_left == 0:
-            return False
-        # A loss may be printed one step after it was reduced.
-        return self.steps_at_reduction is None or self.steps > self.steps_at_reduction + 1
+                steps_at_reduction = steps
+            case events.PassBegun() if passes[event.pass_number].is_training:
+                steps_before_epoch = steps
+            case events.Batch():
+                evaluated = passes.get(event.pass_number)
+            case events.Print() if steps:
+                until_now = rows[:steps]
+                windows = [until_now[-1:], until_now[steps_before_epoch:], until_now]
+                # A loss may be printed one step after it was reduced.
+                reduced = steps_at_reduction >= max(steps - 1, 0)
+                all_seen = evaluated and sum(evaluated.sizes) == evaluated.sample_count
+                printed += numbers_of_line(event, windows, not (reduced or all_seen))
+    return printed
 
 
-def printed_numbers(run):
-    """Return the numbers that rank 0 prints after a step, in their order."""
-    passes = of_lowest_rank(run.passes_by_rank)
-    progress = Progress({entry.pass_number for entry in passes if entry.is_training})
-    rows = list(zip(*run.by_rank(events.Step).values()))
-    numbers = []
-    for event in of_lowest_rank(run.events_by_rank):
-        progress.update(event)
-        if not isinstance(event, events.Print) or not progress.steps:
-            continue
-        until_now = rows[: progress.steps]
-        windows = [until_now[-1:], until_now[progress.steps_before_epoch :], until_now]
-        for match in re.finditer(FRACTION, event.text):
-            words = event.text[: match.start()]
-            meaning = meaning_of(match, windows)
-            of_rank = meaning != RIGHT and bool(re.search(SAYS_RANK, words))
-            meaning = None if of_rank else meaning
-            is_own_loss = bool(re.search(LOSS, words)) and progress.is_alone and not of_rank
-            numbers.append(Number(match[0], pattern(words), event.where, meaning, is_own_loss))
-    return numbers
+def numbers_of_line(line, windows, knows_own_alone):
+    """Return the numbers in a line that rank 0 prints, which may know only its own loss."""
+    printed = []
+    for number in numbers_in(line.text):
+        meaning = meaning_of(number, windows)
+        of_rank = meaning != RIGHT and bool(re.search(SAYS_RANK, number.words))
+        is_loss = bool(re.search(LOSS, number.words)) and not of_rank
+        meaning = None if of_rank else meaning
+        is_own_loss = is_loss and knows_own_alone
+        printed.append(Printed(number.shown, number.words, line.where, meaning, is_own_loss))
+    return printed
+
+
+def meaning_of(number, windows):
+    """Return what a printed number is: `RIGHT`, a fault in words, or None if that is not known.
+
+    A window is a list of steps, each a tuple of the ranks' events, of which it may be the mean.
+    """
+    if number.digits < 3 or not number.value or number.percent:
+        return None
+    meanings = [
+        meaning
+        for rows in windows
+        for value, meaning in possible_values(rows).items()
+        if number.is_printed_for(value)
+    ]
+    return RIGHT if RIGHT in meanings else next(iter(meanings), None)
+
+
+def possible_values(rows):
+    """Return what a number that is printed after these steps may be: {value: what that is}."""
+    steps = [step for row in rows for step in row]
+    if not steps or len(rows[0]) < 2 or not all(step.losses for step in steps):
+        return {}
+    ranks, of_rank_0 = len(rows[0]), [row[0] for row in rows]
+    over_samples, over_batches = mean_over_samples(steps), mean_over_batches(steps)
+    values = {over_samples: RIGHT}
+    divisors = [divisor for step in steps for divisor in step.divisors]
+    divided = divisors and all(close(divisor, ranks) for divisor in divisors)
+    if divided or any(step.loss_reduced for step in steps):
+        return values  # these losses are no means, which another rule tells
+    for value in (mean_over_samples(of_rank_0), mean_over_batches(of_rank_0)):
+        values.setdefault(value, f"the loss of rank 0, that of all ranks is {over_batches:.4g}")
+        text = "the loss of rank 0 divided by the number of ranks, without those of the others"
+        values.setdefault(value / ranks, text)
+    text = f"{THE_SUM}, their mean is {over_batches:.4g}"
+    values.setdefault(ranks * over_batches, text)
+    text = f"a mean over batches of unequal size, over samples it is {over_samples:.4g}"
+    values.setdefault(over_batches, text)
+    return values
+
+
+def mean_over_batches(steps):
+    """Return the mean of the losses in these steps, each of which counts once."""
+    return sum(step.losses[-1] for step in steps) / len(steps)
+
+
+def mean_over_samples(steps):
+    """Return the mean of the losses in these steps, weighted by samples if all are known."""
+    samples = sum(step.sample_count for step in steps)
+    if not all(step.sample_count for step in steps):  # some are fetched ahead
+        return mean_over_batches(steps)
+    return sum(step.sample_count * step.losses[-1] for step in steps) / samples
 
 
 def sum_is_printed(run, words):
     """Return the verdict if rank 0 prints, after these words, a sum of what each rank has alone.
 
-    It may be right: if each rank has divided its own part by a number of all.
+    Such a sum is right only if each rank has divided its own part by a number of all. It is surely
+    wrong if shares add up to more than 1.
     """
-    sums = [*zip(*run.by_rank(events.Totalled).values())]
-    row, ranks = (), run.world_size
-    for event in of_lowest_rank(run.events_by_rank):
-        match event:
-            case events.Totalled():
-                row, *sums = sums or [()]
-            case events.Print() if row and ranks > 1 and is_sum_of_fractions(row):
-                for number in re.finditer(FRACTION, event.text):
-                    before, off = event.text[: number.start()], 0.51 * 10 ** -len(number[1])
-                    factor = 100 if event.text[number.end() :].lstrip().startswith("%") else 1
-                    if not re.search(words, before) or re.search(NAMED_SUM, before):
-                        continue
-                    if close(float(number[0]), factor * row[0].total, absolute=off):
-                        return sum_of_each(row, number[0], factor, event.where)
+    for row in run.rows(events.Totalled):
+        if len(row) < 2 or not is_sum_of_fractions(row):
+            continue
+        for line in run.following(row[0], events.Print, events.Totalled):
+            for number in numbers_in(line.text):
+                is_meant = re.search(words, number.words) and not re.search(NAMED_SUM, number.words)
+                if is_meant and number.is_printed_for(row[0].total):
+                    factor = 100 if number.percent else 1
+                    parts = " and ".join(f"{factor * event.own:.4g}" for event in row[:2])
+                    text = f"{number.shown} is {THE_SUM}, of {parts}"
+                    if all(0 <= event.own <= 1 for event in row) and row[0].total > 1:
+                        return wrong(f"{text}: divide it by {len(row)}", line.where, "rank_0_loss")
+                    text += ": is each already divided by what all ranks have?"
+                    return unsure(text, line.where, "rank_0_loss")
 
 
 def is_sum_of_fractions(row):
@@ -257,69 +286,3 @@ def is_sum_of_fractions(row):
     if None in own or row[0].total is None or all(value % 1 == 0 for value in own):
         return False
     return close(row[0].total, sum(own), 1e-4)
-
-
-def sum_of_each(row, shown, factor, where):
-    """Return the verdict on a printed sum, which is certain if shares add up to more than 1."""
-    parts = " and ".join(f"{factor * event.own:.4g}" for event in row[:2])
-    text = f"{shown} is {THE_SUM}, of {parts}"
-    if all(0 <= event.own <= 1 for event in row) and row[0].total > 1:
-        return wrong(f"{text}: divide it by {len(row)}", where, "rank_0_loss")
-    return unsure(f"{text}: is each already divided by what all ranks have?", where, "rank_0_loss")
-
-
-def meaning_of(match, windows):
-    """Return what a printed number is: `RIGHT`, a fault in words, or None if that is not known.
-
-    A window is a list of steps, each a tuple of the ranks' events, of which it may be the mean.
-    """
-    value, digits = float(match[0]), len(match[1])
-    if digits < 3 or not value:
-        return None
-    rounding = 0.51 * 10**-digits
-    meanings = [
-        meaning
-        for rows in windows
-        for possible, meaning in possible_values(rows)
-        if close(value, possible, absolute=rounding)
-    ]
-    return RIGHT if RIGHT in meanings else next(iter(meanings), None)
-
-
-def possible_values(rows):
-    """Yield what a number printed after these steps may be, and what that is in words."""
-    if not all(step.losses for row in rows for step in row) or not rows or len(rows[0]) < 2:
-        return
-    ranks = len(rows[0])
-    over_samples, over_batches = mean_over_samples(rows), mean_over_batches(rows)
-    yield over_samples, RIGHT
-    steps = [step for row in rows for step in row]
-    divisors = [divisor for step in steps for divisor in step.divisors]
-    divided = divisors and all(close(divisor, ranks) for divisor in divisors)
-    if divided or any(step.loss_reduced for step in steps):
-        return  # the losses that entered backward() are no means, which is another rule's subject
-    rows_of_rank_0 = [row[:1] for row in rows]
-    for value in (mean_over_samples(rows_of_rank_0), mean_over_batches(rows_of_rank_0)):
-        yield value, f"the loss of rank 0, that of all ranks is {over_batches:.4g}"
-    yield ranks * over_batches, f"{THE_SUM}, their mean is {over_batches:.4g}"
-    text = f"a mean over batches of unequal size, over samples it is {over_samples:.4g}"
-    yield over_batches, text
-    yield over_samples / ranks, f"the mean over the ranks, {over_samples:.4g}, divided again"
-    text = "the loss of rank 0 divided by the number of ranks, without those of the others"
-    yield mean_over_samples(rows_of_rank_0) / ranks, text
-
-
-def mean_over_batches(rows):
-    """Return the mean of the losses in these steps, each of which counts once."""
-    losses = [step.losses[-1] for row in rows for step in row]
-    return sum(losses) / len(losses)
-
-
-def mean_over_samples(rows):
-    """Return the mean of the losses in these steps, weighted by samples if all are known."""
-    steps = [step for row in rows for step in row]
-    if not all(step.sample_count for step in steps):  # some are fetched ahead
-        return mean_over_batches(rows)
-    return sum(step.sample_count * step.losses[-1] for step in steps) / sum(
-        step.sample_count for step in steps
-    )
