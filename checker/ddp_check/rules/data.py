@@ -128,7 +128,7 @@ def never_used(run):
         droppable = last_batches + len(passes)  # by drop_last of the loaders, and of the sampler
         if len(used) < first.sample_count - droppable:
             text = f"all ranks together see {len(used)} of {first.sample_count} samples in an epoch"
-            text += ": does DistributedSampler get another number of ranks?"
+            text += ": DistributedSampler divides them among more ranks than there are"
             return wrong(text, first.where)
     return None
 

@@ -229,8 +229,8 @@ def own_gpu(run):
         used = [event for event in named if not event.by_set_device]
         for event in used or named:
             visible, sees = (
-                [str(index) for index in range(event.count)],
-                f"a node has {event.count}",
+                [str(index) for index in range(run.nproc)],
+                f"a node has {run.nproc}",
             )
             if event.visible:
                 visible = event.visible.split(",")

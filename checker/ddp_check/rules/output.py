@@ -15,7 +15,7 @@ LOSS = r"(?i)(loss|nll|perplexity|\bppl)\w*[^\w\n]{0,12}$"  # before a number
 NAMED_SUM = r"(?i)sum|total"  # before a number
 RIGHT, THE_SUM = "the mean over all ranks", "the sum over the ranks"  # what a number may be
 SYNCHRONIZES = events.Step | events.Collective
-WRITES = events.Opened | events.Save | events.Renamed
+WRITES = events.Written | events.Save
 # In a script that may wait for a file in a way of its own:
 POLLS = r"\bsleep\(|\.wait\(|(?i:file_?lock)|flock\("
 
@@ -52,7 +52,7 @@ def one_rank_writes(run):
     if verdict := written_by_several(run, writes) or read_too_early(run, writes):
         return verdict
     saves = {event.path: event.where for event in run.all(events.Save) if event.path}
-    renamed = {event.source for event in run.all(events.Renamed)}
+    renamed = {event.old_name for event in run.all(events.Written)}
     for path, where in saves.items():
         if path not in renamed:
             text = f"{Path(path).name} is written in place: a crash then leaves half a file"
@@ -63,7 +63,7 @@ def one_rank_writes(run):
 
 
 class Use(NamedTuple):
-    """A file is written, renamed, opened or read."""
+    """A file is written, gets its name, or is read."""
 
     rank: int
     waits: int  # how often its rank has waited for the others before
@@ -79,7 +79,7 @@ def file_uses(run, kinds):
         for event in events_of_rank:
             steps += isinstance(event, events.Step)
             waits += isinstance(event, SYNCHRONIZES)
-            if isinstance(event, kinds) and event.path and not getattr(event, "append", False):
+            if isinstance(event, kinds) and event.path:
                 uses.setdefault(event.path, []).append(Use(rank, waits, steps, event.where))
     return uses
 
