@@ -222,7 +222,7 @@ def describe_models():
     models = [dict(module.named_parameters()) for module in state.wrapped]
     if not models:
         values = enumerate(state.parameters.values())
-        models = [{f"{events.PARAMETER}{at}": value for at, value in values}]
+        models = [{f"{events.PARAMETER}{number}": value for number, value in values}]
     for weights in models:
         finite = all(ask(is_finite, value, default=True) for value in weights.values())
         report(events.Final, weights=checksums(weights), finite=finite)

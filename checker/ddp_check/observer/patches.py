@@ -3,7 +3,7 @@
 Each of these stands under `@patch` with the names of what it replaces, and its docstring says what
 the checker cannot do where PyTorch has no such function. This prints them all as a table:
 
-    grep -A 4 "^ *@patch" ddp_check/observer/*.py
+    grep -h -A 3 "^ *@patch" ddp_check/observer/*.py
 
 All of the names exist in PyTorch 2.8, the oldest version that is promised, and in 2.14. Those with
 an underscore are private, and the first to go. If one is missing, the rest is still observed, and

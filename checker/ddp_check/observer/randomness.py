@@ -70,13 +70,8 @@ def ignoring_draws():
         forget_draws()
 
 
-# Once dynamo is imported, `torch.manual_seed` is another function than `torch.random.manual_seed`.
-@patch(
-    "torch.random.manual_seed",
-    "torch.manual_seed",
-    "torch.random.seed",
-    "torch.random.set_rng_state",
-)
+@patch("torch.manual_seed")  # once dynamo is imported, another function than torch.random's
+@patch("torch.random.manual_seed", "torch.random.seed", "torch.random.set_rng_state")
 def set_generator(original, *args, **kwargs):
     """Tell a new state of the generator from a draw."""
     credit_script()

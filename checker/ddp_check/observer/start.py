@@ -20,31 +20,27 @@ from ddp_check.observer.patches import intercept
 NAMES_THREADS = torch.__version__ >= "2.13"  # seen; 2.10 gives them none
 
 
-def count_gloo_threads():
-    """Return how many threads of this process bear gloo's name."""
-    threads = Path("/proc/self/task")
-    names = [
-        ask((threads / number / "comm").read_text)
-        for number in ask(os.listdir, threads, default=())
-    ]
-    return sum("gloo" in name for name in names if name)  # None: the thread has just ended
-
-
 @atexit.register  # before the script can register anything, so it is called last
 def end():
     """Report the final weights, and what is left of the process group."""
     if state.pid != os.getpid() or not is_first("end"):
         return
-    group_open = dist.is_initialized()
     with harmless:
         describe_models()
-    threads = 0 if group_open else threads_that_stay()
+    group_open = dist.is_initialized()
+    threads = 0 if group_open else gloo_threads_that_stay()
     threads = threads if NAMES_THREADS else None
     nn_imported = "torch.distributed.nn" in sys.modules
     report(Exit, group_open=group_open, gloo_threads=threads, nn_imported=nn_imported)
 
 
-def threads_that_stay():
+def end_in_fork(_):
+    """Let a forked multiprocessing.Process call `end`: it runs finalizers, but not atexit's."""
+    if state.pid != os.getpid():
+        multiprocessing.util.Finalize(None, end, exitpriority=-1000)  # the last to be called
+
+
+def gloo_threads_that_stay():
     """Return how many threads of gloo are there two seconds after the group was destroyed."""
     threads = count_gloo_threads()
     for _ in range(20):
@@ -54,10 +50,11 @@ def threads_that_stay():
     return threads
 
 
-def end_in_fork(_):
-    """Let a forked multiprocessing.Process call `end`: it runs such finalizers, but not atexit."""
-    if state.pid != os.getpid():
-        multiprocessing.util.Finalize(None, end, exitpriority=-1000)
+def count_gloo_threads():
+    """Return how many threads of this process bear gloo's name."""
+    paths = Path("/proc/self/task").glob("*/comm")
+    names = [ask(path.read_text, default="") for path in ask(list, paths, default=())]
+    return sum("gloo" in name for name in names)
 
 
 def set_handler(original, number, handler):

@@ -107,8 +107,8 @@ class Optimized:
         state.parameters.update((id(value), value) for value in values)
         self.parameters, self.gradients = {}, {}
         self.models = {}  # name of a parameter -> number of its model, if it is wrapped
-        for at, value in enumerate(values):
-            name, number = owners.get(id(value), (f"{events.PARAMETER}{at}", None))
+        for position, value in enumerate(values):
+            name, number = owners.get(id(value), (f"{events.PARAMETER}{position}", None))
             self.parameters[name] = value
             if value.grad is not None:
                 self.gradients[name] = value.grad

@@ -90,9 +90,9 @@ class OnTheCPU(TorchFunctionMode):
 
 def numbers_as_devices(func, args, kwargs):
     """Return the arguments of a call with a device for the bare number of a GPU."""
-    at = DEVICE_AT.get(func)
-    if at is not None and len(args) > at and type(args[at]) is int:
-        args = (*args[:at], torch.device("cuda", args[at]), *args[at + 1 :])
+    index = DEVICE_AT.get(func)
+    if index is not None and len(args) > index and type(args[index]) is int:
+        args = (*args[:index], torch.device("cuda", args[index]), *args[index + 1 :])
     if type(kwargs.get("device")) is int:
         kwargs = {**kwargs, "device": torch.device("cuda", kwargs["device"])}
     return args, kwargs
