@@ -960,6 +960,14 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
         [SAME_SEED, before(SUM, "        torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)\n")],
         {"random_numbers_differ": UNSEEN},
     ),
+    "a file that each rank clears": (
+        [before(READY, '    with open("log.txt", "w"):\n        pass\n')],
+        {"one_rank_writes": PASS},
+    ),
+    "a loss of several batches": (
+        [*ACCUMULATED, (PRINTED, "{3 * total[0] / total[1]:.4f}")],
+        {"printed_loss_is_of_all": PASS},
+    ),
     "a learning rate is printed": ([*RATE, (SUM, ""), (PRINTED, "{0}")], {}),
     "in buckets": (BUCKETS, {"gradients_are_averaged": PASS}),
     "hooked": (HOOKED, {"gradients_are_averaged": PASS, "weights_agree": PASS}),

@@ -37,11 +37,10 @@ def evaluations(run):
 
     evaluating = {rank: filter(evaluates, of_rank) for rank, of_rank in run.passes_by_rank.items()}
     ranks_needed = 1 if run.returncode == 0 else run.world_size
+    passes = grouped(evaluating, lambda data_pass: (data_pass.sample_count, data_pass.where))
     return {
         size_and_line: list(zip(*passes_by_rank.values()))
-        for size_and_line, passes_by_rank in grouped(
-            evaluating, lambda data_pass: (data_pass.sample_count, data_pass.where)
-        ).items()
+        for size_and_line, passes_by_rank in passes.items()
         if len(passes_by_rank) >= ranks_needed
     }
 
@@ -51,23 +50,25 @@ def each_sample_is_evaluated_once(run):
     evaluated = evaluations(run)
     if not evaluated:
         return unseen("no DataLoader was used without training")
-    for (size, where), evaluations_here in evaluated.items():
-        smaller = [parts for parts in chain(*evaluated.values()) if parts[0].sample_count < size]
+    for (_, where), evaluations_here in evaluated.items():
         for parts in evaluations_here:
-            if verdict := not_once(parts, remainder(parts[0].dataset_checksum, smaller), run):
+            elsewhere = remainder(parts, chain(*evaluated.values()))
+            if verdict := not_once(parts, elsewhere, run):
                 return replace(verdict, where=where, page="padded_evaluation")
     size, where = max(evaluated)
     return passed(counted(size, "sample"), where)
 
 
-def remainder(dataset_checksum, smaller_evaluations):
-    """Return the indices of the samples of a data set that all ranks evaluate, beside their part.
+def remainder(parts, evaluations):
+    """Return the indices of what all ranks evaluate in another pass, beside their parts.
 
     A script that drops what cannot be divided among the ranks may evaluate it so.
     """
-    for parts in smaller_evaluations:
-        if parts[0].dataset_checksum == dataset_checksum and are_equal(parts, "base_indices"):
-            return set(parts[0].values("base_indices"))
+    for others in evaluations:
+        is_smaller = others[0].sample_count < parts[0].sample_count
+        same_data = others[0].dataset_checksum == parts[0].dataset_checksum
+        if is_smaller and same_data and are_equal(others, "base_indices"):
+            return set(others[0].values("base_indices"))
     return set()
 
 
@@ -97,19 +98,13 @@ def not_once(parts, evaluated_elsewhere, run):
             return wrong(text)
         return unsure(f"{text}: is that intended?")
     if parts[0].distributed and not evaluated_elsewhere:
-        return unseen(
-            f"{size} is divisible by {len(parts)}; otherwise DistributedSampler would pad"
-        )
+        return unseen(f"{size} is divisible by {len(parts)}; else DistributedSampler would pad")
 
 
 def totals_after(parts):
     """Return the whole numbers that are added up over the ranks: perhaps of samples."""
-    return {
-        value
-        for part in parts
-        for event in part.events_of(events.Totalled)
-        for value in event.values
-    }
+    totals = chain(*(part.events_of(events.Totalled) for part in parts))
+    return {value for event in totals for value in event.values}
 
 
 def padded(parts, twice):

@@ -84,8 +84,8 @@ def with_cause(run, text, where, page="", details=()):
         if reason and early_rank not in syncing_buffers:
             return wrong(f"{reason}; {text}", where, "recipes/early_stopping", details)
         if names := [name for step in run.all(events.Step) for name in step.unwatched]:
-            reason = f"{names[0]} came into the model after it was wrapped, and DDP waits for what "
-            return wrong(f"{reason}was there before; {text}", where, page, details)
+            reason = f"{names[0]} came into the model after it was wrapped"
+            return wrong(f"{reason}; {text}", where, page, details)
     if syncing_buffers or "_sync_buffers" in str(details):
         return wrong(f"{BUFFERS}; {text}", where, "rank_0_evaluates_the_wrapper", details)
     cause = same_collectives(run)
@@ -228,12 +228,9 @@ def own_gpu(run):
     for rank, named in run.by_rank(events.Gpu).items():
         used = [event for event in named if not event.by_set_device]
         for event in used or named:
-            visible, sees = (
-                [str(index) for index in range(run.nproc)],
-                f"a node has {run.nproc}",
-            )
+            visible = event.visible.split(",") if event.visible else range(run.nproc)
+            sees = f"a node has {run.nproc}"
             if event.visible:
-                visible = event.visible.split(",")
                 sees = f"the script sets CUDA_VISIBLE_DEVICES={event.visible}"
             if not 0 <= event.index < len(visible):
                 page = "" if event.visible else "global_rank_as_device"

@@ -79,9 +79,16 @@ def file_uses(run, kinds):
         for event in events_of_rank:
             steps += isinstance(event, events.Step)
             waits += isinstance(event, SYNCHRONIZES)
-            if isinstance(event, kinds) and event.path:
+            if isinstance(event, kinds) and event.path and not only_clears(run, event.where):
                 uses.setdefault(event.path, []).append(Use(rank, waits, steps, event.where))
     return uses
+
+
+def only_clears(run, where):
+    """Return whether a line of the script opens a file, and the next one writes nothing into it."""
+    _, _, number = where.rpartition(":")
+    next_line = run.source.splitlines()[int(number) :][:1] if number else []
+    return [line.strip() for line in next_line] == ["pass"]
 
 
 def read_too_early(run, writes_by_path):
@@ -245,9 +252,15 @@ def possible_values(rows):
     return values
 
 
+def loss_of(step):
+    """Return the loss of a step: the last, or the sum of those that are divided by their number."""
+    accumulated = [divisor for divisor in step.divisors if close(divisor, len(step.losses))]
+    return sum(step.losses) if len(accumulated) > 1 else step.losses[-1]
+
+
 def mean_over_batches(steps):
     """Return the mean of the losses in these steps, each of which counts once."""
-    return sum(step.losses[-1] for step in steps) / len(steps)
+    return sum(map(loss_of, steps)) / len(steps)
 
 
 def mean_over_samples(steps):
@@ -255,7 +268,7 @@ def mean_over_samples(steps):
     samples = sum(step.sample_count for step in steps)
     if not all(step.sample_count for step in steps):  # some are fetched ahead
         return mean_over_batches(steps)
-    return sum(step.sample_count * step.losses[-1] for step in steps) / samples
+    return sum(step.sample_count * loss_of(step) for step in steps) / samples
 
 
 def sum_is_printed(run, words):

@@ -32,12 +32,9 @@ def nothing_is_wrapped(run):
     may_reduce = len(run.of_lowest_rank(events.Collective)) >= len(rows) > 0
     if run.all(events.Wrap) or (may_reduce and not run.first_difference("gradients")):
         return None
-    text, partly = "no model is wrapped in DistributedDataParallel", bool(steps[0].reduced)
-    if steps[0].reduced_all:
-        text += ", and what the ranks reduce by hand is not the same on all"
-    else:
-        text += ", and not all gradients are reduced" if partly else ": each rank trains its own"
-    return wrong(text, steps[0].where, follows=partly)
+    text, by_hand = "no model is wrapped in DistributedDataParallel", bool(steps[0].reduced)
+    text += ", and not all gradients are reduced" if by_hand else ": each rank trains its own"
+    return wrong(text, steps[0].where, follows=by_hand)
 
 
 def foreign_parameters(run):
