@@ -252,11 +252,12 @@ class Step(Event, BetweenSteps):
     infinite: str  # what is not finite: "loss", "gradient of NAME", or ""
     zero: bool  # all gradients are zero
     unused: int  # parameters that require a gradient and got none from this rank's losses
-    foreign: int  # parameters that are in no wrapped model
-    unwatched: list[str]  # parameters that got into a wrapped model, or a gradient, afterwards
+    unwrapped: int  # parameters that are in no wrapped model
+    # Parameters that got into a model, or got a gradient, after DDP had wrapped it:
+    unreduced: list[str]
     # Lines that call a wrapped model whose wrapper was not called, and which has gradients:
     bypassed: list[str]
-    sharded: int  # dimensions of the mesh that the parameters are sharded over
+    mesh_dimensions: int  # of the mesh that the parameters are sharded over, or 0
     has_state: bool  # the optimizer has taken a step before, or its state was loaded
     closure: bool  # step() was given one, which computes the gradients
     synced: bool  # the last forward pass of DDP asked for a reduction; also if there was none
@@ -266,7 +267,7 @@ class Step(Event, BetweenSteps):
     training: bool  # the wrapped models with these parameters, if any, are in training mode
     buffers: dict[str, int]  # checksum of each buffer, without BatchNorm's statistics
     buffers_changed: list[str]  # since their model was wrapped, statistics included
-    joined: bool  # it is taken inside join()
+    in_join: bool  # it is taken inside join()
 
 
 class Clipped(Event):
@@ -278,7 +279,6 @@ class Clipped(Event):
 class Scheduled(Event):
     """A learning rate scheduler takes a step, after an optimizer has taken one."""
 
-    scheduler: int  # its identity
     metric: float | None  # that ReduceLROnPlateau gets
 
 

@@ -113,12 +113,12 @@ class Run:
     @property
     def is_sharded(self):
         """Whether the parameters of a model are sharded over the ranks."""
-        return any(step.sharded for step in self.all(events.Step))
+        return any(step.mesh_dimensions for step in self.all(events.Step))
 
     @property
     def in_join(self):
         """Whether a step was taken inside of join(), where some ranks run out before others."""
-        return any(step.joined for step in self.all(events.Step))
+        return any(step.in_join for step in self.all(events.Step))
 
     @property
     def step_rows(self):
@@ -130,7 +130,7 @@ class Run:
         rows = self.rows(events.Step)
         if self.returncode != 0:
             rows = rows[:-1]
-        return list(takewhile(lambda row: not any(step.joined for step in row), rows))
+        return list(takewhile(lambda row: not any(step.in_join for step in row), rows))
 
     def first_difference(self, field_name):
         """Return the first step in which a field differs from rank to rank, or None.

@@ -30,7 +30,7 @@ from ddp_check.observer.models import (
 )
 from ddp_check.observer.patches import SCALER, patch
 from ddp_check.observer.randomness import credit_script, forget_draws
-from ddp_check.observer.values import checksums, is_finite, mesh_dimensions
+from ddp_check.observer.values import checksums, is_finite, local_part, mesh_dimensions
 from ddp_check.protocol import STEPS
 
 STATISTICS = r"(^|\.)(running_|num_batches_)\w+( of model \d+)?$"  # of normalization layers
@@ -84,17 +84,16 @@ def leave_step(optimizer, args, kwargs):
 def save_gradients():
     """Keep the gradients of the first steps for the drill world-size."""
     gradients = [
-        [(name, dense(value.grad)) for name, value in module.named_parameters()]
+        [
+            (name, None if value.grad is None else value.grad.to_dense())
+            for name, value in module.named_parameters()
+        ]
         for module in state.wrapped
     ]
     save_for_checker(f"step{state.steps}", gradients)
 
 
-def dense(gradient):
-    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
-
-
-class Optimized:
+class OptimizerParameters:
     """The parameters of an optimizer by name, and which of them have gradients."""
 
     def __init__(self, optimizer):
@@ -105,11 +104,11 @@ class Optimized:
         }
         values = [value for group in optimizer.param_groups for value in group["params"]]
         state.parameters.update((id(value), value) for value in values)
-        self.parameters, self.gradients = {}, {}
+        self.by_name, self.gradients = {}, {}
         self.models = {}  # name of a parameter -> number of its model, if it is wrapped
         for position, value in enumerate(values):
             name, number = owners.get(id(value), (f"{events.PARAMETER}{position}", None))
-            self.parameters[name] = value
+            self.by_name[name] = value
             if value.grad is not None:
                 self.gradients[name] = value.grad
             if number is not None:
@@ -117,10 +116,15 @@ class Optimized:
         self.mesh_dimensions = mesh_dimensions(values)
 
     @property
-    def unwatched(self):
+    def unwrapped(self):
+        """How many are in no wrapped model; sharded ones need none."""
+        return 0 if self.mesh_dimensions else len(self.by_name) - len(self.models)
+
+    @property
+    def unreduced(self):
         """The names of parameters in a wrapped model whose gradients DDP does not reduce."""
         names = [name for name in self.models if name in self.gradients]
-        return [name for name in names if id(self.parameters[name]) not in reduced_by_ddp]
+        return [name for name in names if id(self.by_name[name]) not in reduced_by_ddp]
 
     @property
     def unused(self):
@@ -128,7 +132,7 @@ class Optimized:
         unused_here = state.watched_for_use - state.since_step.used
         return sum(
             value.requires_grad and (value.grad is None or id(value) in unused_here)
-            for value in self.parameters.values()
+            for value in self.by_name.values()
         )
 
     @property
@@ -152,32 +156,32 @@ class Optimized:
 def report_step(optimizer, closure):
     """Report the step that an optimizer is about to take, with what happened since the last one."""
     wrappers = [reference() for reference in state.wrappers]
-    since, optimized = state.since_step, Optimized(optimizer)
-    parameters, gradients = optimized.parameters, optimized.gradients
+    since, parameters = state.since_step, OptimizerParameters(optimizer)
+    gradients = parameters.gradients
     elements = sum(gradient.numel() for gradient in gradients.values())
     report(
         events.Step,
         **since.as_reported(),
-        gradients=checksums({**dict.fromkeys(parameters), **gradients}, quick=True),
-        weights=checksums(parameters) if wants_weights() else None,
+        gradients=checksums({**dict.fromkeys(parameters.by_name), **gradients}, quick=True),
+        weights=checksums(parameters.by_name) if wants_weights() else None,
         rates=[float(group.get("lr", 0)) for group in optimizer.param_groups],
-        **describe_projections(optimized),
-        infinite=optimized.not_finite(since.losses),
-        zero=not any(bool(gradient.any()) for gradient in gradients.values()),
-        unused=optimized.unused,
-        foreign=0 if optimized.mesh_dimensions else len(parameters) - len(optimized.models),
-        unwatched=optimized.unwatched,
-        bypassed=optimized.bypassed,
-        sharded=optimized.mesh_dimensions,
+        **describe_projections(parameters),
+        infinite=parameters.not_finite(since.losses),
+        zero=not any(bool(local_part(gradient).any()) for gradient in gradients.values()),
+        unused=parameters.unused,
+        unwrapped=parameters.unwrapped,
+        unreduced=parameters.unreduced,
+        bypassed=parameters.bypassed,
+        mesh_dimensions=parameters.mesh_dimensions,
         has_state=bool(optimizer.state),
         closure=closure,
         synced=all(call.synced for call in since.forwards[-1:]),
         reductions=most_reductions(since.forwards),
         reduced=[total for total, _ in since.reduced],
         reduced_all=sum(count for _, count in since.reduced) >= elements,
-        training=all(state.wrapped[number].training for number in optimized.models.values()),
+        training=all(state.wrapped[number].training for number in parameters.models.values()),
         **describe_buffers(),
-        joined=any(wrapper._join_config.enable for wrapper in wrappers if wrapper),
+        in_join=any(wrapper._join_config.enable for wrapper in wrappers if wrapper),
     )
 
 
@@ -239,11 +243,11 @@ def projection(gradient):
     return float(elements @ torch.arange(len(elements), dtype=torch.double).cos())
 
 
-def describe_projections(optimized):
+def describe_projections(parameters):
     """Return the projections of this rank's gradients, and of those that the optimizer takes."""
-    since, gradients = state.since_step, optimized.gradients.values()
+    since, gradients = state.since_step, parameters.gradients.values()
     sparse = any(gradient.is_sparse for gradient in gradients)  # other elements on each rank
-    if not projecting or since.loss_scaled or optimized.mesh_dimensions or sparse:
+    if not projecting or since.loss_scaled or parameters.mesh_dimensions or sparse:
         return {"own_gradient": None, "taken_gradient": None}
     taken = sum(map(projection, gradients))
     if state.steps >= STEPS:
@@ -304,7 +308,7 @@ def step_scheduler(original, self, *args, **kwargs):
     if state.steps and not state.in_scheduler:
         is_plateau = isinstance(self, lr_scheduler.ReduceLROnPlateau)
         metric = (args[0] if args else kwargs.get("metrics")) if is_plateau else None
-        report(events.Scheduled, scheduler=id(self), metric=ask(lambda: float(metric)))
+        report(events.Scheduled, metric=ask(float, metric))
     state.in_scheduler += 1
     try:
         return original(self, *args, **kwargs)

@@ -16,7 +16,7 @@ RANDOM_NUMBERS = {  # by who draws them
 def ranks_share_data(run):
     """the ranks share out the data"""
     rows = [row for row in run.step_rows if len(row) > 1 and any(step.inputs for step in row)]
-    on_a_mesh = any(step.sharded > 1 for step in run.all(events.Step))  # of several dimensions
+    on_a_mesh = any(step.mesh_dimensions > 1 for step in run.all(events.Step))
     if run.is_sharded and (on_a_mesh or not rows):
         return not_applicable("ranks that share a model have to have the same batches")
     of_epochs = shared_in_an_epoch(run.epochs)

@@ -55,7 +55,7 @@ def all_zero(run):
     for number, row in enumerate(run.step_rows, 1):
         if all(step.zero for step in row):
             text = f"step {number}: all gradients are zero"
-            return wrong(text, row[0].where, follows=bool(row[0].foreign))
+            return wrong(text, row[0].where, follows=bool(row[0].unwrapped))
 
 
 def unequal_step_counts(run):
@@ -88,12 +88,12 @@ def gradients_differ(run):
     if not step.synced:
         text += "; the last backward() was under no_sync"
         return wrong(text, step.where, "accumulation_without_no_sync")
-    if name in step.unwatched:
+    if name in step.unreduced:
         text += ", which DDP does not reduce: it was frozen or not there when DDP wrapped them"
         return wrong(text, run.of_lowest_rank(events.Wrap)[-1].where)
     by_hand = step.reduced and line_of_reduction(run)
     # A parameter of no wrapped model, or no wrapped model at all, is the cause: another rule's.
-    unwrapped = step.foreign and str(name).startswith(events.PARAMETER)
+    unwrapped = step.unwrapped and str(name).startswith(events.PARAMETER)
     follows = bool(unwrapped or not (run.all(events.Wrap) or by_hand))
     return wrong(text, by_hand or step.where, follows=follows)
 

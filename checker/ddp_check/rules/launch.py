@@ -83,7 +83,7 @@ def with_cause(run, text, where, page="", details=()):
         early_rank, reason = early_stop(run)
         if reason and early_rank not in syncing_buffers:
             return wrong(f"{reason}; {text}", where, "recipes/early_stopping", details)
-        if names := [name for step in run.all(events.Step) for name in step.unwatched]:
+        if names := [name for step in run.all(events.Step) for name in step.unreduced]:
             reason = f"{names[0]} came into the model after it was wrapped"
             return wrong(f"{reason}; {text}", where, page, details)
     if syncing_buffers or "_sync_buffers" in str(details):

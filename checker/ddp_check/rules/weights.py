@@ -41,8 +41,8 @@ def foreign_parameters(run):
     """Return the verdict on an optimizer that changes what is in no wrapped model."""
     wrapped = run.all(events.Wrap)
     for step in run.all(events.Step):
-        if wrapped and step.foreign:
-            text = f"the optimizer changes {step.foreign} parameters that are in no wrapped model"
+        if wrapped and step.unwrapped:
+            text = f"the optimizer changes {step.unwrapped} parameters that are in no wrapped model"
             text += f": {short(wrapped[-1].where)} wraps others"
             return wrong(text, step.where, "optimizer_of_other_parameters")
 
