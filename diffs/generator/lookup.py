@@ -1,5 +1,7 @@
 """What a reader looks up: the pages in lookup/, and those of four rooms."""
 
+import base64
+import gzip
 import json
 import re
 from itertools import pairwise
@@ -73,9 +75,13 @@ def entries(root, messages, pages, ids):
 
 
 def aliases(root, ids):
-    """Return what else people type or paste for an entry or page: {id: [text]}."""
-    path = root / "lookup" / "aliases.json"
-    known = json.loads(path.read_text(encoding="utf-8"))
+    """Return what else people type or paste for an entry or page: {id: [text]}, packed."""
+    known = json.loads((root / "lookup" / "aliases.json").read_text(encoding="utf-8"))
     if gone := sorted(known.keys() - ids.keys()):
         raise Problem(f"lookup/aliases.json: no such heading or page: {gone[0]}")
-    return {ids[address]: texts for address, texts in known.items()}
+    text = json.dumps({ids[address]: texts for address, texts in known.items()}).encode()
+    page = (root / "diffs" / "index.html").read_text(encoding="utf-8")
+    before = re.search(r'id="aliases">(H4s[^<]*)<', page)
+    if before and gzip.decompress(base64.b64decode(before[1])) == text:
+        return before[1]  # the same text, which another zlib packs in another way
+    return base64.b64encode(gzip.compress(text, mtime=0)).decode()

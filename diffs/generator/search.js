@@ -44,8 +44,25 @@ const ALIKE = { freez: "hang", stuck: "hang", hung: "hang", deadlock: "hang", sl
 function stem(word) {
   const lower = word.toLowerCase().replace(/^_+|_+$/g, "");
   const ended = lower.replace(/(?<=[a-z]{3})(?:ing|ed|es|s|e)$/, "");
-  const root = ended.replace(/([b-df-hj-np-tv-z])\1$/, "$1"); // running is run
+  const root = meant(ended.replace(/([b-df-hj-np-tv-z])\1$/, "$1")); // running is run
   return Object.hasOwn(ALIKE, root) ? ALIKE[root] : root;
+}
+
+// A word, and what is left of it without one of its letters: words that share one differ by a slip.
+function slips(word) {
+  return [word, ...Array.from(word, (_, at) => word.slice(0, at) + word.slice(at + 1))];
+}
+
+const COMMONER = 8; // a word that differs by a slip from one so much commoner is that one
+let counts = new Map(); // {term: in how many entries it is}
+const spelt = new Map(); // {slip: the commonest word of which it is one}
+
+// The word that was meant: strangers' wordings have slips, too.
+function meant(word) {
+  const some = word.length < 6 ? [word] : slips(word); // a short word may lack a letter
+  const near = some.map((slip) => spelt.get(slip)).filter(Boolean);
+  const best = near.reduce((one, other) => (counts.get(other) > counts.get(one) ? other : one), near[0]);
+  return counts.get(best) > COMMONER * (counts.get(word) ?? 0) ? best : word;
 }
 
 // The terms of a text: its words, their parts, and each pair of neighbours.
@@ -63,11 +80,6 @@ function terms(text) {
     before = whole;
   }
   return found;
-}
-
-// A word, and what is left of it without one of its letters: words that share one differ by a slip.
-function slips(word) {
-  return [word, ...Array.from(word, (_, at) => word.slice(0, at) + word.slice(at + 1))];
 }
 
 // ---------------------------------------------------------------- what can be found
@@ -102,7 +114,14 @@ function gist(all) {
   return { why: said, typed: [...typed].slice(0, 2) };
 }
 
-const ALIASES = JSON.parse(document.getElementById("aliases").textContent); // of lookup/aliases.json
+let ALIASES = {}; // {id: [text]}, of lookup/aliases.json
+
+// A browser older than 2023 cannot unpack them, and searches without.
+async function unpacked(element) {
+  const bytes = Uint8Array.from(atob(element.textContent), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(stream).json();
+}
 
 // What may be pasted or typed for an answer: its title, what it names as the same, and its aliases.
 function titles(id, title, parts) {
@@ -153,25 +172,36 @@ function code(text) {
   return pre;
 }
 
-function collect() {
+function read() {
   const all = (selector, make) => [...document.querySelectorAll(selector)].map(make);
-  const entries = [
+  return [
     ...all("#troubleshooting .entry", entry),
     ...all("#troubleshooting .pages li", row),
     ...all(".step:not([id='01-to-05']) article:has(.note)", article),
   ];
-  const counts = new Map();
+}
+
+// Count the entries that have a term.
+function recount(entries) {
+  counts = new Map();
   for (const { weights } of entries) {
     for (const term of weights.keys()) counts.set(term, (counts.get(term) || 0) + 1);
   }
+}
+
+// Read the entries as they are written, which tells how words are spelt, and then as they are meant.
+function collect() {
+  recount(read());
+  const rising = [...counts].sort(([, a], [, b]) => a - b);
+  for (const [term] of rising) {
+    if (term.length > 4 && !term.includes(" ")) for (const slip of slips(term)) spelt.set(slip, term);
+  }
+  const entries = read();
+  recount(entries);
   const rarity = new Map();
   for (const [term, count] of counts) {
     const part = CLASS.test(term) ? 0.2 : term.includes(" ") ? 0.3 : 1;
     rarity.set(term, Math.log(1 + entries.length / count) * part);
-  }
-  const spelt = new Map(); // {slip: the commonest word of which it is one}
-  for (const [term] of [...counts].sort(([, a], [, b]) => a - b)) {
-    if (term.length > 4 && !term.includes(" ")) for (const slip of slips(term)) spelt.set(slip, term);
   }
   const postings = new Map([...rarity.keys()].map((term) => [term, []])); // {term: where it stands}
   for (const one of entries) {
@@ -181,7 +211,7 @@ function collect() {
       postings.get(term).push({ one, weight, places });
     }
   }
-  return { entries, rarity, spelt, postings };
+  return { entries, rarity, postings };
 }
 
 function mass(rarity, some) {
@@ -215,11 +245,8 @@ let index = null;
 // The entries for a text, best first.
 function find(text) {
   index ||= collect();
-  const { entries, rarity, spelt } = index;
-  const slipped = (word) => (word.length < 6 ? [word] : slips(word)); // a short word may lack a letter
-  const mend = (word) => (rarity.has(word) ? word : slipped(word).map((slip) => spelt.get(slip)).find(Boolean) ?? word);
-  const meant = (term) => term.split(" ").map(mend).join(" ");
-  const said = [...terms(text)].map((term) => (rarity.has(term) ? term : meant(term)));
+  const { entries, rarity } = index;
+  const said = [...terms(text)];
   const asked = new Set(said.filter((term) => rarity.has(term)));
   const unknown = said.filter((term) => !rarity.has(term) && !term.includes(" ")).length;
   const all = mass(rarity, asked) + unknown * Math.log(entries.length);
@@ -230,7 +257,7 @@ function find(text) {
     const whole = share.some((part, at) => part > 0.7 && one.masses[at] > 16);
     const named = parts[0] / Math.sqrt(one.masses[0] * all);
     const alike = Math.max(...parts.map((part, at) => part / Math.sqrt(one.masses[at] * all))); // 1: word for word
-    const score = shared * (30 / all + covered + named + 2 * alike ** 16) * (log ? one.worth : one.worth ** 0.4);
+    const score = shared * (30 / all + covered + named + 2 * alike ** 4) * (log ? one.worth : one.worth ** 0.4);
     return { ...one, present, covered, whole, score };
   });
   // Only an entry can be an error in place of the warning, or the cause in place of the report.
@@ -332,4 +359,7 @@ for (const pre of document.querySelectorAll("#troubleshooting .entry pre")) copi
 for (const td of document.querySelectorAll(":is(.entry, .note) td")) { // on a phone, a row is a card that names its lines
   td.dataset.head = td.closest("table").tHead.rows[0].cells[td.cellIndex].textContent;
 }
-search.parentElement.hidden = false;
+unpacked(document.getElementById("aliases")).catch(() => ({})).then((aliases) => {
+  ALIASES = aliases;
+  search.parentElement.hidden = false;
+});
