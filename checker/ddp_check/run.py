@@ -15,6 +15,8 @@ from ddp_check.protocol import FRAME, own_frame
 from ddp_check.ranks import differing_ranks, of_lowest_rank
 
 LACKS_GPUS = r"(?i)cuda|nccl|nvidia|\bgpu|accelerator"  # in an error message
+# In an error that may only follow from what another rank did:
+OF_OTHERS = r"(?i)gloo|nccl|connection|timed ?out|reduction|unpickl|\brank|\bpeer|\bstore"
 PREFIX = r"(?:\[rank\d+\]: ?)?"  # that PyTorch puts before each line of a traceback
 CHAINED = r"\s+(?:\[rank\d+\]:\s*)*(?:During handling of|The above exception was)"
 ERROR = rf"^{PREFIX}([\w.]*(?:Error|Exception)(?:: .+)?|[\w.-]+: error: .+)$(?!{CHAINED})"
@@ -205,11 +207,17 @@ class Run:
         return list(re.finditer(ERROR, self.printed, re.M))
 
     @property
+    def error(self):
+        """The match of the first error that is not about another rank, or else of the first."""
+        own = [error for error in self.raised if not re.search(OF_OTHERS, error[1])]
+        return next(iter(own or self.raised), None)
+
+    @property
     def traceback(self):
-        """The lines of the first error's traceback, without those of other ranks."""
-        if not self.raised:
+        """The lines of the error's traceback, without those of other ranks."""
+        first = self.error
+        if not first:
             return []
-        first = self.raised[0]
         text = first.string[: first.end()].replace(f"{self.cwd}{os.sep}", "")
         prefix = re.match(PREFIX, text.rpartition("\n")[2])[0]
         lines = [line.removeprefix(prefix) for line in text.splitlines() if line.startswith(prefix)]
@@ -219,7 +227,7 @@ class Run:
 
     @property
     def error_where(self):
-        """The innermost line of the script in the first error's traceback, as "path:line"."""
+        """The innermost line of the script in the error's traceback, as "path:line"."""
         return next(filter(None, map(own_frame, reversed(self.traceback))), "")
 
     @property
@@ -233,8 +241,7 @@ class Run:
     @property
     def ending(self):
         """How a script that failed has ended, in words; not for one killed after the timeout."""
-        if self.raised:
-            first = self.raised[0]
+        if first := self.error:
             more = re.match(rf"\s*{PREFIX}\s*(\S.*)", first.string[first.end() :])
             text = first[1]
             if more and text.endswith((":", " ")):  # goes on in the next line

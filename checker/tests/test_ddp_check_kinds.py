@@ -563,7 +563,7 @@ KINDS = {
         [("Sampler(data)", "Sampler(data, num_replicas=4, rank=rank)")],
         f"all ranks together see 48 of 96 samples.+{LOADS}",
     ),
-    "random samples": Kind({**SHARED, **RANDOM}, [SAME_SEED], right=RANDOM_SAMPLES),
+    "random samples": Kind({**SHARED, **RANDOM}, [SAME_SEED], LOADS, RANDOM_SAMPLES),
     "dictionaries": Kind(SHARED, [SAME_ORDER], r"\(for batch in loader", DICTIONARIES),
     "no DataLoader": Kind({**SHARED, "random_numbers_differ": UNSURE}, [SAME_SEED], right=DRAWN),
     "drawn from one stream, a rank ahead": Kind(
@@ -580,7 +580,7 @@ KINDS = {
     "an order of its own": Kind(
         SHARED,
         [("Generator().manual_seed(0)).to", "Generator().manual_seed(rank)).to")],
-        r"each has a part of an order of its own.+ \(for inputs, targets, _ in",
+        r"each has a part of an order of its own \(for inputs, targets, _ in",
         LENGTHS,
     ),
     "the same noise": Kind(RANDOM, [SAME_SEED], "in the training loop, several for each", NOISE),
@@ -593,7 +593,7 @@ KINDS = {
     "split by rank": Kind(
         SHARED,
         [("Generator().manual_seed(0)", "Generator().manual_seed(rank)")],
-        f"the split differs from rank to rank.+ {LOADS}",
+        f"the split differs from rank to rank {LOADS}",
     ),
     "the same order": Kind(
         ORDER,
@@ -1259,7 +1259,9 @@ DRILLED = {
     "inputs as targets": Drilled("world-size", AUTOENCODER, "", PASS),
     "BatchNorm": Drilled("world-size", [NORMALIZED], r"1.running_mean changes in trai", UNSEEN),
     "dropout, resized": Drilled("world-size", DROPOUT, "run the drill without dropout", UNSEEN),
-    "a constant mask": Drilled("world-size", [*CAUSAL, MASKED_MEAN], "is each a mean over tokens"),
+    "a constant mask": Drilled(
+        "world-size", [*CAUSAL, MASKED_MEAN], "a mean over another number of elements"
+    ),
     "a constant mask, right": Drilled("world-size", CAUSAL, "", PASS),
     "no save": Drilled("kill", [(SAVE, "            pass\n")], "no rank saves with", UNSEEN),
     "saved too late": Drilled("kill", LAST, "the first save comes after the last step", UNSEEN),

@@ -51,7 +51,7 @@ def seen_by_several(epoch):
     if verdict := sets_differ(epoch):
         return verdict
     shared = repeated(chain(*samples))
-    if shared <= padding(epoch):
+    if shared <= padding(list(epoch.values())):
         return None
     if dealt_by_data_set(epoch):
         return passed("the ranks ask for the same indices, and get other samples")
@@ -104,14 +104,13 @@ def repeated(samples):
     return len(samples) - len(set(samples))
 
 
-def padding(epoch):
+def padding(passes):
     """Return how many samples may come twice, so that all ranks have equally many.
 
     DistributedSampler adds less than one for each rank, and Accelerate fills the last batches.
     """
-    first = of_lowest_rank(epoch)
-    at_most = 1 if first.distributed else max(first.sizes, default=1)
-    return len(epoch) * at_most - 1
+    of_each_rank = 1 if passes[0].distributed else max(passes[0].sizes, default=1)
+    return len(passes) * of_each_rank - 1
 
 
 def never_used(run):

@@ -10,7 +10,7 @@ from itertools import chain
 from ddp_check import events
 from ddp_check.ranks import counted, grouped, of_lowest_rank
 from ddp_check.rules.base import passed, unseen, unsure, wrong
-from ddp_check.rules.data import repeated
+from ddp_check.rules.data import padding, repeated
 from ddp_check.rules.output import sum_is_printed
 from ddp_check.rules.printed import SAYS_RANK, numbers_in
 
@@ -156,7 +156,7 @@ def result_is_of_all(run):
     for parts in divided:
         if verdict := own_part_printed(run, parts):
             return verdict
-    kept = [parts for parts in divided if not result_is_shared(run, parts[0].batches[-1])]
+    kept = [parts for parts in divided if not result_is_shared(run, parts[0].batches[-1], parts)]
     if not kept:
         return passed(counted(len(divided), "evaluation"), divided[0][0].where)
     saves = [
@@ -173,7 +173,7 @@ def is_divided(parts):
     samples = [part.values("base_indices") for part in parts]
     if None in samples or not all(samples):
         return False
-    return repeated(chain(*map(set, samples))) < len(parts)
+    return repeated(chain(*map(set, samples))) <= padding(parts)
 
 
 def own_part(parts):
@@ -183,20 +183,34 @@ def own_part(parts):
     return f"rank 0 has evaluated {own} of {total} samples, and no collective brings it the rest"
 
 
-def result_is_shared(run, last):
-    """Return whether a collective that can bring results together follows what rank 0 did last."""
+def result_is_shared(run, last, parts=()):
+    """Return whether a collective that can bring results together follows what rank 0 did last.
+
+    That the ranks add up how many samples they have in their parts is not enough.
+    """
     calls = run.following(last, events.Collective, ENDS_AN_EVALUATION)
     names = [call.name for call in calls if not call.in_model]
-    return any(re.search("reduce|gather|all_to_all", name) for name in names)
+    shared = [name for name in names if re.search("reduce|gather|all_to_all", name)]
+    totals = run.following(last, events.Totalled, ENDS_AN_EVALUATION)
+    counts = [sum(part.sizes) for part in parts]
+    if len(shared) == len(totals) == 1 and counts:
+        return (totals[0].own, totals[0].total) != (counts[0], sum(counts))
+    return bool(shared)
 
 
 def own_part_printed(run, parts):
-    """Return the verdict if rank 0 prints the result of its own part, without the others'."""
-    own = len(parts[0].values("indices"))
-    for line in results_of_rank_0(run, parts[0].batches[-1]):
-        shares = [number for number in numbers_in(line.text) if number.digits > 1]
+    """Return the verdict if rank 0 prints the result of its own part, without the others'.
+
+    It may be a share of its own samples, or of as many as the ranks have added up.
+    """
+    last, own = parts[0].batches[-1], sum(parts[0].sizes)
+    added_up = [event.total for event in run.following(last, events.Totalled, ENDS_AN_EVALUATION)]
+    for line in results_of_rank_0(run, last, parts):
         is_share = any(
-            0 <= number.value <= number.whole and number.is_share_of(own) for number in shares
+            number.is_share_of(count)
+            for number in numbers_in(line.text)
+            for count in (own, *added_up)
+            if number.digits > 1 and 0 < number.value < number.whole and count
         )
         if is_share or re.search(rf"\d+ ?/ ?{own}\b", line.text):
             text = f'{own_part(parts)} when it prints "{line.text.strip()[:60]}"'
@@ -217,9 +231,9 @@ def own_data_printed(run):
                 return unsure(text, line.where, "rank_0_loss")
 
 
-def results_of_rank_0(run, last):
+def results_of_rank_0(run, last, parts=()):
     """Return the lines with a result of its own that rank 0 alone prints after an evaluation."""
-    if result_is_shared(run, last):
+    if result_is_shared(run, last, parts):
         return []
     _, *of_other_ranks = run.by_rank(events.Print).values()
     elsewhere = {line.where for line in chain(*of_other_ranks)}  # each rank prints its own

@@ -5,7 +5,7 @@ import signal
 from itertools import chain, zip_longest
 
 from ddp_check import events
-from ddp_check.protocol import FRAME, is_own, own_frame
+from ddp_check.protocol import FRAME, is_own
 from ddp_check.ranks import counted, differing_ranks, of_lowest_rank, short
 from ddp_check.rules.base import (
     WRONG,
@@ -17,17 +17,15 @@ from ddp_check.rules.base import (
     unsure,
     wrong,
 )
-from ddp_check.run import LACKS_GPUS
+from ddp_check.run import LACKS_GPUS, OF_OTHERS
 
 NETWORK = (
     r"URLError|gaierror|ConnectionError|MaxRetryError|name resolution|OfflineMode|HTTPError"
-    r"|(FileNotFoundError|OSError): .*https?://"
+    r"|(FileNotFoundError|OSError): .*https?://|Error downloading"
 )
 OF_A_LIBRARY = r"ModuleNotFoundError|ImportError: .+/site-packages/"  # missing, or another version
 DROP_THE_MODEL = "drop every reference to the DDP model (del model) before destroy_process_group"
 PASSED_ON = "in __torch_function__"  # ends the frame of a call that the observer passes on
-# In an error that may only follow from what another rank did:
-OF_OTHERS = r"(?i)gloo|nccl|connection|timed ?out|reduction|unpickl|\brank|\bpeer|\bstore"
 BUFFERS = "Buffers wait for all ranks to call the DDP model: evaluate model.module"
 UNTRANSLATED = rf"{LACKS_GPUS}|Tensor-likes"
 PAGES = {  # part of an error: the pitfall that explains it
@@ -136,16 +134,12 @@ def cure_of_this_machine(run):
 
 
 def is_about_gpus(run):
-    """Return whether a translated run failed in the translation, or for the lack of a GPU.
-
-    Names of the script's files, and calls that the observer only passes on, say nothing about GPUs.
-    """
-    innermost = next((line for line in reversed(run.traceback) if FRAME.match(line)), "")
-    if "ddp_check/observer" in innermost and not innermost.endswith(PASSED_ON):
+    """Return whether a translated run failed in the translation, or for the lack of a GPU."""
+    frames = [at for at, line in enumerate(run.traceback) if FRAME.match(line)]
+    innermost = run.traceback[frames[-1] :] if frames else [""]
+    if "ddp_check/observer" in innermost[0] and not innermost[0].endswith(PASSED_ON):
         return True
-    lines = [run.ending, *run.traceback[-6:]]
-    said = [line for line in lines if not (own_frame(line) or line.endswith(PASSED_ON))]
-    return bool(re.search(UNTRANSLATED, " ".join(said)))
+    return bool(re.search(UNTRANSLATED, " ".join([run.ending, *innermost[1:]])))
 
 
 def one_group(run):
