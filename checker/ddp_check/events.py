@@ -338,6 +338,7 @@ class Save(Event):
 
     path: str | None
     keys: list[str]  # the first ones that begin with "module."
+    shard: str  # key of a tensor that is this rank's part of a sharded parameter, or ""
     steps: int  # of the optimizers before
 
 

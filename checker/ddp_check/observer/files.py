@@ -11,6 +11,7 @@ from ddp_check.events import Load, Print, Read, Save, ShardedLoad, ShardedSave, 
 from ddp_check.imports import after_import
 from ddp_check.observer.base import TASK, ask, harmless, is_first, report, script_line, state
 from ddp_check.observer.patches import intercept, patch
+from ddp_check.observer.values import local_part
 from ddp_check.protocol import is_own
 
 CODE = (".py", ".pyc")
@@ -108,16 +109,28 @@ def save(original, obj, f, *args, **kwargs):
     if is_storage or state.in_sharded_save or not script_line():
         return result
     path = os.path.realpath(path) if isinstance(path, str | os.PathLike) else None
-    keys = ask(prefixed_keys, obj, default=[])
-    report(Save, path=path, keys=keys[:3], steps=steps)
+    items = ask(items_in, obj, default=[])
+    keys = [str(key) for key, _ in items if ask(lambda key: key.startswith("module."), key)]
+    report(Save, path=path, keys=keys[:3], shard=ask(shard_in, items, default=""), steps=steps)
     return result
 
 
-def prefixed_keys(obj):
-    """Return the keys of a dictionary, and of those inside it, that begin with module."""
-    items = obj.items() if isinstance(obj, dict) else ()
-    own = [key for key, _ in items if str(key).startswith("module.")]
-    return own + [key for _, value in items for key in prefixed_keys(value)]
+def items_in(obj):
+    """Return the items of a dictionary, and of those inside it."""
+    items = [*obj.items()] if isinstance(obj, dict) else []
+    return items + [item for _, value in items for item in items_in(value)]
+
+
+def shard_in(items):
+    """Return the key of a tensor that holds this rank's part of a sharded parameter, or ""."""
+    sharded = [value for value in state.parameters.values() if hasattr(value, "device_mesh")]
+    shards = [(local_part(value), value.numel()) for value in sharded]
+    shards = [shard for shard, full_size in shards if 1 < shard.numel() < full_size]
+    for key, value in items:
+        is_plain = isinstance(value, torch.Tensor) and not hasattr(value, "device_mesh")
+        if is_plain and any(value.equal(shard) for shard in shards):
+            return str(key)
+    return ""
 
 
 @patch("torch.load")
