@@ -145,8 +145,6 @@ def other_gradients(many, one, number):
         in_the_run = verdict_of(gradients.gradients_are_averaged, many)
         if in_the_run.status == WRONG:
             text, where, page = f"{text}; {in_the_run.text}", in_the_run.where, in_the_run.page
-        elif reason := weighted_otherwise(many, one, number):
-            text = f"{text}; {reason}"
         return wrong(text, where, page or gradients.WRONG_RESULTS)
     return None
 
@@ -166,17 +164,3 @@ def gradient_pairs(many, one, number):
     smallest = 1e-6 * max((of_one.abs().max().item() for *_, of_one in pairs), default=0)
     # `<` is false for NaN as well, which has to be compared.
     return [pair for pair in pairs if not max(value.abs().max() for value in pair[1:]) < smallest]
-
-
-def weighted_otherwise(many, one, number):
-    """Return why the loss of one process is not the mean of the ranks' losses, or ""."""
-    row = many.rows(events.Step)[number - 1]
-    losses = [step.losses[-1] for step in row if step.losses]
-    of_one = one.steps[number - 1].losses
-    if len(losses) < 2 or not of_one:
-        return ""
-    mean = sum(losses) / len(losses)
-    if close(of_one[-1], mean, 1e-5) or not min(losses) < of_one[-1] < max(losses):
-        return ""
-    text = f"the loss of one process, {of_one[-1]:.4g}, is not the mean of the ranks' losses, "
-    return f"{text}{mean:.4g}: is each a mean over tokens, of which it has another number?"
