@@ -35,8 +35,8 @@ MAX_WRAPPERS = 3  # around a batch sampler, such as Accelerate's
 
 
 @dataclass
-class Progress:
-    """What the observer keeps for each iterator of a DataLoader."""
+class PassState:
+    """What the observer keeps of a pass, at the iterator of its DataLoader."""
 
     pass_number: int
     subset: list | None  # indices that Subsets keep, or None for all
@@ -69,7 +69,7 @@ def begin_pass(iterator, loader):
     state.passes += 1
     state.no_step_in_pass = True
     dataset, subset = ask(without_subsets, loader.dataset, default=(loader.dataset, None))
-    iterator._ddp_check = Progress(state.passes, subset, state.since_step.sample_count)
+    iterator._ddp_check = PassState(state.passes, subset, state.since_step.sample_count)
     sampler = sampler_of(loader)
     length = ask(len, loader.dataset)  # an iterable data set may have none
     report(
@@ -167,27 +167,27 @@ def next_batch(original, self):
     return in_double_precision(batch) if TASK.scale else batch
 
 
-def end_pass(progress):
+def end_pass(pass_state):
     """Report that a pass is over. Without a step, its samples are not those of the next step."""
-    report(events.PassEnded, pass_number=progress.pass_number)
+    report(events.PassEnded, pass_number=pass_state.pass_number)
     if state.no_step_in_pass:
-        state.since_step.sample_count = progress.samples_before
+        state.since_step.sample_count = pass_state.samples_before
     after_gather.resume()
 
 
-def report_batch(progress, batch):
+def report_batch(pass_state, batch):
     """Report a batch, with what is known of its samples."""
-    requested = progress.requested.popleft() if progress.requested else None
+    requested = pass_state.requested.popleft() if pass_state.requested else None
     indices = ask(lambda: [operator.index(index) for index in requested])  # None: of another type
     base_indices = indices
-    if indices is not None and progress.subset is not None:
-        base_indices = ask(lambda: [progress.subset[index] for index in indices])
+    if indices is not None and pass_state.subset is not None:
+        base_indices = ask(lambda: [pass_state.subset[index] for index in indices])
     samples = ask(describe_samples, batch) or dict.fromkeys(UNKNOWN)
     state.since_step.sample_count += len(samples["checksums"] or ())
     state.batch_is_unevaluated = state.batch_is_unused = True
     report(
         events.Batch,
-        pass_number=progress.pass_number,
+        pass_number=pass_state.pass_number,
         indices=indices,
         base_indices=base_indices,
         **samples,

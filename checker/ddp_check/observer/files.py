@@ -20,7 +20,7 @@ MAX_LINE = 200  # characters of a printed line that are kept
 # ---------------------------------------------------------------- printed lines
 
 
-class Printed:
+class ReportingStream:
     """A stream that reports each line written to it."""
 
     def __init__(self, stream):
@@ -40,7 +40,7 @@ class Printed:
 
 def log(original, self, record):  # a FileHandler is a StreamHandler, too
     """Report what the script logs, unless it goes to a stream that reports it anyway."""
-    if ask(is_own, record.pathname) and not isinstance(self.stream, Printed):
+    if ask(is_own, record.pathname) and not isinstance(self.stream, ReportingStream):
         text = ask(self.format, record)  # logging itself tells what is wrong with a record
         if text:
             report(Print, text=text[:MAX_LINE])
@@ -48,7 +48,7 @@ def log(original, self, record):  # a FileHandler is a StreamHandler, too
 
 
 intercept(logging.StreamHandler, "emit", log)
-sys.stdout = Printed(sys.stdout)
+sys.stdout = ReportingStream(sys.stdout)
 
 # ---------------------------------------------------------------- files
 

@@ -89,15 +89,15 @@ def watch_use(parameter):
     parameter.register_hook(note_use)
 
 
-def of_model(number):
-    """Return what follows the names in a wrapped model, unless it is the first."""
+def model_suffix(number):
+    """Return what is appended to the names in a wrapped model, unless it is the first."""
     return f" of model {number + 1}" if number else ""
 
 
 def buffer_checksums(module, number):
     """Return checksums of the buffers, by name, but for those that all ranks update together."""
     return {
-        f"{path}.{name}{of_model(number)}".removeprefix("."): checksum([value], quick=True)
+        f"{path}.{name}{model_suffix(number)}".removeprefix("."): checksum([value], quick=True)
         for path, part in module.named_modules()
         if not isinstance(part, nn.SyncBatchNorm)
         for name, value in part.named_buffers(recurse=False)
@@ -144,7 +144,7 @@ def note_inputs(module, args, kwargs):
 
 
 @hooks.register_module_forward_pre_hook
-def enter(module, args):
+def enter_module(module, args):
     """Look at a call of any module."""
     if is_compiling():
         return  # the hooks would become a part of the graph
@@ -160,7 +160,7 @@ def enter(module, args):
 
 
 @functools.partial(hooks.register_module_forward_hook, always_call=True)
-def leave(module, _, __):
+def leave_module(module, _, __):
     """Credit the model with what was drawn during the outermost call."""
     if is_compiling():
         return

@@ -25,7 +25,7 @@ from ddp_check.observer.group import after_gather
 from ddp_check.observer.models import (
     buffer_checksums,
     buffers_at_start,
-    of_model,
+    model_suffix,
     reduced_by_ddp,
 )
 from ddp_check.observer.patches import SCALER, patch
@@ -98,7 +98,7 @@ class OptimizerParameters:
 
     def __init__(self, optimizer):
         owners = {  # identity of a parameter in a wrapped model -> its name, number of the model
-            id(value): (f"{name}{of_model(number)}", number)
+            id(value): (f"{name}{model_suffix(number)}", number)
             for number, module in enumerate(state.wrapped)
             for name, value in module.named_parameters()
         }
