@@ -577,6 +577,12 @@ KINDS = {
     "split by worker": Kind(
         SHARED, [("2 * worker.id + rank :: 4", "worker.id :: 2"), OWN_ORDER], LOADS, STREAM
     ),
+    "not split by worker": Kind(
+        SHARED,
+        [("2 * worker.id + rank :: 4", "rank :: 2")],
+        f"2 times on each sample.+{LOADS}",
+        STREAM,
+    ),
     "an order of its own": Kind(
         SHARED,
         [("Generator().manual_seed(0)).to", "Generator().manual_seed(rank)).to")],
@@ -822,6 +828,22 @@ KINDS = {
         [WAITS],
         r"ranks 0, 1 write turns.txt at the same time \(open",
         IN_TURN,
+    ),
+    "a part of a sharded model": Kind(
+        {"one_rank_writes": WRONG},
+        [("full_tensor()", "to_local()")],
+        r"rank 0 alone saves, and only its own part of 0.weight.+ \(torch.save",
+        [
+            *SHARDED,
+            before(
+                LEAVE,
+                """    whole = {key: value.full_tensor() for key, value in net.state_dict().items()}
+    if rank == 0:
+        torch.save(whole, "new.pt")
+        os.replace("new.pt", "whole.pt")
+""",
+            ),
+        ],
     ),
     "read before it is written": Kind(
         {"one_rank_writes": WRONG},

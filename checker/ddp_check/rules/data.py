@@ -1,5 +1,6 @@
 """Rules about the samples that the ranks train on."""
 
+from collections import Counter
 from dataclasses import replace
 from itertools import chain, pairwise
 
@@ -75,6 +76,10 @@ def seen_in_several_streams(epoch):
     if None in samples:
         return unseen("the samples cannot be compared")
     distinct = [set(of_rank) for of_rank in samples]
+    times = {count for of_rank in samples for count in Counter(of_rank).values()}
+    if len(times) == 1 and min(times) > 1 and len(distinct[0]) > 8:
+        text = f"each rank trains {min(times)} times on each sample: does each worker yield all?"
+        return wrong(text, "", "recipes/streaming")
     shared = repeated(chain(*distinct))
     if shared <= sum(map(len, samples)) / 4:
         return None

@@ -49,7 +49,7 @@ def pattern(text):
 def one_rank_writes(run):
     """one rank writes each file, whole or not at all"""
     writes = file_uses(run, WRITES)
-    if verdict := written_by_several(run, writes) or read_too_early(run, writes):
+    if verdict := written_by_several(run, writes) or read_too_early(run, writes) or part_saved(run):
         return verdict
     saves = {event.path: event.where for event in run.all(events.Save) if event.path}
     renamed = {event.old_name for event in run.all(events.Written)}
@@ -118,6 +118,19 @@ def written_by_several(run, writes_by_path):
             text += " after other steps: is that intended?"
             at_other_times = unsure(text, where, "every_rank_saves")
     return at_other_times
+
+
+def part_saved(run):
+    """Return the verdict if one rank alone saves its part of a sharded model."""
+    of_parts = {
+        rank: [save for save in saves if save.shard]
+        for rank, saves in run.by_rank(events.Save).items()
+    }
+    saving = [rank for rank, saves in of_parts.items() if saves]
+    if len(saving) == 1 < run.world_size:
+        save = of_parts[saving[0]][0]
+        text = f"rank {saving[0]} alone saves, and only its own part of {save.shard}: gather it"
+        return wrong(text, save.where, "recipes/fsdp2")
 
 
 def plain_names(run):
