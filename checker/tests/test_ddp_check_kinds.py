@@ -287,10 +287,6 @@ BARLOW = [
     before(EVALUATE, "\ndef summed(x):\n    return torch.distributed.nn.all_reduce(x)\n\n"),
     ("targets)\n", "targets) + summed(model(inputs).square().mean(dim=0)).sum()\n"),
 ]
-LENGTH = [
-    ("    with torch.no_grad", "    batches = iter(part)\n    with torch.no_grad"),
-    ("for inputs, _ in part]", "for inputs, _ in (next(batches) for _ in range(len(part)))]"),
-]
 GATHERED_IN_LOOP = [
     before("    with torch.no_grad", "    every = []\n"),
     (
@@ -774,9 +770,6 @@ KINDS = {
     "early stopping": Kind(
         ENDS, [("total[0] < 0", "rank == epoch == 1")], "rank 1 left the loop .+ after 2", STOPS
     ),
-    "early stopping beside buffers": Kind(
-        ENDS, [("total[0] < 0", "rank < epoch == 1")], "rank 0 left the loop", [*STOPS, NORMALIZED]
-    ),
     "unused parameters": Kind(
         {"unused_search_is_needed": SLOW},
         [SPARE],
@@ -795,12 +788,6 @@ KINDS = {
         {"evaluation_mode": WRONG}, [("model.eval()", "0")], EVALUATES, DROPOUT
     ),
     "cut in order": Kind(SINGLE, [("stack(parts, dim=1).flatten()", "cat(parts)")], "in blocks"),
-    "cut, after as many batches as there are": Kind(
-        SINGLE,
-        [KEPT, ("guesses == test.dataset.y[test.indices]", "guesses == 0")],
-        "counts 22 samples, 21 of them distinct, of 21: nothing is cut off after the gather",
-        LENGTH,
-    ),
     "gathered in the loop, cut behind it": Kind(
         SINGLE,
         [KEPT, ("guesses == test.dataset.y[test.indices]", "guesses == 0")],
@@ -905,17 +892,11 @@ KINDS = {
         r"a mean over batches of unequal size.+ \(print",
         [("DataLoader(data, 8", "DataLoader(data, 10")],
     ),
-    "a ranking loss of rank 0": Kind(
-        PRINTED_LOSS, [(SUM, ""), ("{epoch} loss", "{epoch} ranking loss")], "is the loss of rank 0"
-    ),
     "logged by all ranks": Kind(
         {"one_rank_prints": UNSURE},
         [before(SHOW, '        logging.info(f"epoch {epoch + 1}, loss 0.69")\n')],
         r"\(logging.info",
         LOGGED,
-    ),
-    "of rank 0, logged": Kind(
-        PRINTED_LOSS, [(SUM, "")], r"is the loss of rank 0.+ \(logging.info", LOGGED
     ),
     "a generator of the data set": Kind(
         RANDOM,
