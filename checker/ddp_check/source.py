@@ -12,8 +12,8 @@ MAKES_WHOLE = r"^int$|\b(ceil|floor|round)$"  # the name of a function
 def divisions_by_world_size(run):
     """Return the lines that divide, by the world size, what backward() is then called on.
 
-    They are in the call itself, in an assignment to one of its names before, or in a function of
-    the script that such an assignment calls.
+    They are in the call itself, in a statement that changes one of its names before, or in a
+    function of the script that such a statement calls.
     """
     tree = parsed(run)
     sizes = world_size_names(tree)
@@ -22,10 +22,10 @@ def divisions_by_world_size(run):
     for scope in [tree, *functions.values()]:
         for call in backward_calls(scope):
             lines += divisions(call, sizes)
-            for assignment in assignments(scope, names_in(call)):
-                if assignment.lineno <= call.lineno:
-                    called = [functions[name] for name in names_in(assignment) & functions.keys()]
-                    for node in [assignment, *called]:
+            for statement in changes_of(names_in(call), scope):
+                if statement.lineno <= call.lineno:
+                    called = [functions[name] for name in functions if name in names_in(statement)]
+                    for node in [statement, *called]:
                         lines += divisions(node, sizes)
     return [f"{run.script}:{number}" for number in dict.fromkeys(lines)]
 
@@ -77,15 +77,25 @@ def names_in(node):
     return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
 
 
-def assignments(scope, names):
-    """Return the statements that assign to one of these names: `loss = …`, `loss /= …`."""
-    statements = []
-    for node in ast.walk(scope):
-        if isinstance(node, ast.Assign | ast.AugAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if names & {ast.unparse(target) for target in targets}:
-                statements.append(node)
-    return statements
+def changes_of(names, scope):
+    """Return the statements in a part of the tree that change one of these names."""
+    return [
+        node
+        for node in ast.walk(scope)
+        if isinstance(node, ast.stmt) and names & set(map(ast.unparse, targets_of(node)))
+    ]
+
+
+def targets_of(statement):
+    """Return what a statement assigns to, or the object whose method it calls: `loss.div_(2)`."""
+    match statement:
+        case ast.Assign():
+            return statement.targets
+        case ast.AugAssign():
+            return [statement.target]
+        case ast.Expr(ast.Call(ast.Attribute(owner))):
+            return [owner]
+    return []
 
 
 def divisions(node, sizes):
@@ -93,10 +103,21 @@ def divisions(node, sizes):
 
     sizes: names that stand for it
     """
-    lines = []
-    for inner in ast.walk(node):
-        if isinstance(getattr(inner, "op", None), ast.Div | ast.FloorDiv):
-            divisor = ast.unparse(inner.right if isinstance(inner, ast.BinOp) else inner.value)
-            if divisor in sizes or WORLD_SIZE.search(divisor):
-                lines.append(inner.lineno)
-    return lines
+    divisors = {inner: divisor_of(inner) for inner in ast.walk(node)}
+    return [
+        inner.lineno
+        for inner, divisor in divisors.items()
+        if divisor in sizes or WORLD_SIZE.search(divisor)
+    ]
+
+
+def divisor_of(node):
+    """Return what a part of the tree divides by, as it is written, or ""."""
+    match node:
+        case ast.BinOp(op=ast.Div() | ast.FloorDiv()):
+            return ast.unparse(node.right)
+        case ast.AugAssign(op=ast.Div() | ast.FloorDiv()):
+            return ast.unparse(node.value)
+        case ast.Call(ast.Attribute(attr="div" | "div_"), [*_, divisor]):
+            return ast.unparse(divisor)
+    return ""
