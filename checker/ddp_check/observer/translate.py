@@ -185,8 +185,17 @@ replace_arguments(f"{DDP}.__init__", device_ids=None, output_device=None)
 replace_arguments("torch.utils.data.DataLoader.__init__", pin_memory=False, pin_memory_device="")
 replace_arguments("torch.load", map_location="cpu")
 replace_arguments("torch.amp.GradScaler.__init__", device="cpu")
-replace_arguments("torch.autocast.__init__", device_type="cpu")
 replace_arguments(f"{C10D}.init_process_group", backend="gloo", device_id=None)
+
+
+@patch("torch.autocast.__init__")
+def autocast(original, self, device_type, dtype=None, enabled=True, cache_enabled=None):
+    """Compute in float32 what a GPU computes with fewer bits, in which most CPUs are slow."""
+    if device_type != "cpu":
+        report_translated(f'"{device_type}"')
+        device_type, enabled = "cpu", False
+    original(self, device_type, dtype, enabled, cache_enabled)
+
 
 # DDP refuses SyncBatchNorm, which `normalize` computes, and communication in bfloat16.
 for name in ("_passing_sync_batchnorm_handle", "_check_comm_hook"):
