@@ -202,8 +202,8 @@ def launcher_of(text):
 def missed_checkpoints(run):
     """Return the names of checkpoints that a failed script has missed in its folder."""
     words = re.findall(r"[\w.-]+", run.ending) if run.returncode else []
-    missed = {word for word in words if word.endswith(CHECKPOINT)}
-    return [name for name in missed if any(Path.cwd().rglob(name))]
+    names = {word for word in words if word.endswith(CHECKPOINT)}
+    return [name for name in names if any(Path.cwd().rglob(name))]
 
 
 def module_path(name):

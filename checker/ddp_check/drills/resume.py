@@ -202,18 +202,20 @@ def new_faults(plan, resumed):
 
 def same_weights(plan, resumed):
     """Return the verdict on the final weights of a resumed run, and what made them differ."""
-    whole, again = final_weights(plan.undisturbed), final_weights(resumed)
-    if not whole or not again:
+    expected, weights = final_weights(plan.undisturbed), final_weights(resumed)
+    if not expected or not weights:
         return unseen("no full model to compare: it is sharded, or nothing was trained")
-    for (_, name), value in (whole | again).items():
+    for (_, name), value in (expected | weights).items():
         if not value.isfinite().all():
             return wrong(f"{name} is not finite, so no run can be compared")
-    names = differing(whole, again)
+    names = names_that_differ(expected, weights)
     if not names:
         return passed("bit-for-bit identical to an uninterrupted run")
-    common = [name for name in names if name in again and whole[name].shape == again[name].shape]
-    largest = max((distance(whole[name], again[name]) for name in common), default=math.inf)
-    text = f"{len(names)} of {len(whole)} tensors differ, first {names[0][1]}, by up to "
+    common = [
+        name for name in names if name in weights and expected[name].shape == weights[name].shape
+    ]
+    largest = max((distance(expected[name], weights[name]) for name in common), default=math.inf)
+    text = f"{len(names)} of {len(expected)} tensors differ, first {names[0][1]}, by up to "
     return not_restored(plan, resumed, f"{text}{largest:.1e} of the largest value")
 
 
@@ -229,7 +231,7 @@ def final_weights(run):
     }
 
 
-def differing(weights, others):
+def names_that_differ(weights, others):
     """Return the names under which two runs have ended with other weights."""
     return [
         name
@@ -240,14 +242,14 @@ def differing(weights, others):
 
 def not_restored(plan, resumed, text):
     """Return the verdict on a resumed run with other weights: what it has not restored."""
-    whole, after = plan.undisturbed.steps, resumed.steps
+    undisturbed, after = plan.undisturbed.steps, resumed.steps
     loads = resumed.of_lowest_rank(*LOADS, events.StateLoaded)
     where = loads[-1].where if loads else ""
     for rank, steps in resumed.by_rank(events.Step).items():
-        if steps and not steps[0].has_state and any(step.has_state for step in whole):
+        if steps and not steps[0].has_state and any(step.has_state for step in undisturbed):
             text += f"; on rank {rank}, the optimizer starts again without its state"
             return wrong(text, where, INCOMPLETE)
-    pairs = list(zip(whole[-len(after) :], after[-len(whole) :]))
+    pairs = list(zip(undisturbed[-len(after) :], after[-len(undisturbed) :]))
     for old, now in pairs:
         if changed := [pair for pair in zip(now.rates, old.rates) if pair[0] != pair[1]]:
             text += "; the learning rate is {:.3g} instead of {:.3g}".format(*changed[0])
@@ -255,7 +257,7 @@ def not_restored(plan, resumed, text):
     if numbers := random_numbers(plan.undisturbed, pairs):
         text += f"; the optimizer is restored, the random numbers {numbers} are not"
         return unsure(text, where, "recipes/randomness")
-    if differing(final_weights(plan.undisturbed), final_weights(plan.run("again"))):
+    if names_that_differ(final_weights(plan.undisturbed), final_weights(plan.run("again"))):
         return unseen("two uninterrupted runs differ as well: seed the script")
     if any(old.inputs != now.inputs for old, now in pairs):
         return wrong(f"{text}; it goes on with other batches", where, "epoch_starts_again")

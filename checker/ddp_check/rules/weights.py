@@ -1,5 +1,7 @@
 """Rules about weights and buffers, and the mode that a model is in."""
 
+import re
+
 from ddp_check import events
 from ddp_check.ranks import differing_ranks, grouped, short
 from ddp_check.rules.base import not_applicable, passed, slow, unseen, unsure, wrong
@@ -150,7 +152,7 @@ def evaluation_mode(run):
 
 def unused_search_is_needed(run):
     """find_unused_parameters is set only where it is needed"""
-    if "find_unused_parameters" not in run.source:
+    if not re.search(r"find_unused_parameters(?!\s*=\s*False)", run.source):
         return not_applicable("it is not set")
     warned = "find_unused_parameters=True was specified" in run.output
     if warned and not any(step.unused for step in run.all(events.Step)):
