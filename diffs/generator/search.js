@@ -13,7 +13,7 @@ const PARTICULAR = [ // what differs from run to run, or stands above every erro
 const PATH = /(?<![\w.)])(?:[A-Za-z]:)?[\\/](?!dev\b|proc\b)[\w.+@-]+(?:[\\/][\w.+@<>…-]+)+/g;
 const CACHE = /torchinductor|triton|tmp\.pid|\.arrow\b/g; // whose file it is, all that a path tells
 const CODE = /\b(exit ?code|status|signal|err(?:or|no)?|code|failure)\b\s*[:=]?\s*-?(\d{1,3})\b/gi;
-const SEVERAL = /\b(?:[2-9]|[1-9]\d+|two|three|four|six|eight|dual|multi(?:ple)?|many|all|both|more)[ -]?GPUs?\b/gi;
+const SEVERAL = /\b(?:[2-9]|[1-9]\d+|two|three|four|six|eight|dual|multi(?:ple)?|many|all|both)[ -]?GPUs?\b/gi;
 // What is printed after every failure, whatever its cause, or before its cause is named.
 const ANNOUNCED = /ChildFailedError|CalledProcessError|exited unexpectedly|exitcode : [12]\b|Details are lost|ProcessRaisedException|nccl(?:Internal|System|UnhandledCuda)Error|ncclInvalidUsage|watchdog thread terminated|SIGABRT|SIGTERM|Some NCCL operations/;
 // With this the launcher ends the other ranks, once one has failed.
@@ -235,9 +235,9 @@ function meet(asked, log) {
 }
 
 // Found on wordings of strangers, as are all weights: the first hit is the more often right, the higher
-// its score and its lead over the second. Half of those at SURE are right, a quarter of those at LEAST.
-const SURE = 6;
-const LEAST = 3.4;
+// its score and its lead over the second. Two thirds of those at SURE are right, a third of those at LEAST.
+const SURE = 9;
+const LEAST = 4.2;
 const COMMON_WORD = 2; // less than this is a word that stands in many entries
 const LOG = 40; // more than this is no question
 let index = null;
@@ -283,7 +283,7 @@ function fits([first, second], text, all) {
   first.sure = trust > SURE || covered > 0.8;
   const error = NAMED.test(text); // whose message is what one looks for
   if (present < COMMON_WORD || (error && covered < 0.25 && present < 0.85 * all)) return false;
-  if (trust < LEAST && covered < (error || all > LOG ? 0.6 : 0.8)) return false;
+  if (trust < (error ? 1.2 : 1) * LEAST && covered < (error || all > LOG ? 0.6 : 0.8)) return false;
   // most of a question, or of a message that is not lost in a log of something else
   return present > 0.42 * all || covered > (present > 0.12 * all ? 0.45 : 0.8);
 }
