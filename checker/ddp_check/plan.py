@@ -17,7 +17,7 @@ import psutil
 from ddp_check import events
 from ddp_check.keeper import kept_folder, signal_processes
 from ddp_check.protocol import HERE, STACKS, VARIABLE, Task
-from ddp_check.run import Run
+from ddp_check.run import Run, without_own_steps
 
 CHECKPOINT = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".new", ".interrupted")
 SMALL = 1 << 16  # bytes of a file that is copied, not linked
@@ -162,7 +162,9 @@ class Plan:
         run.seconds = time.monotonic() - run.begun
         run.output = (folder / "output").read_text(encoding="utf-8", errors="replace")
         processes = read_events(folder)
-        run.events_by_rank = {rank: of_rank for rank, (_, of_rank) in processes.items()}
+        run.events_by_rank = without_own_steps(
+            {rank: of_rank for rank, (_, of_rank) in processes.items()}
+        )
         run.missed_checkpoints = missed_checkpoints(run)
         return run
 

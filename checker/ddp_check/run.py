@@ -4,7 +4,7 @@ import os
 import re
 import signal
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, dropwhile, pairwise, takewhile
 from pathlib import Path
@@ -22,6 +22,40 @@ CHAINED = r"\s+(?:\[rank\d+\]:\s*)*(?:During handling of|The above exception was
 ERROR = rf"^{PREFIX}([\w.]*(?:Error|Exception)(?:: .+)?|[\w.-]+: error: .+)$(?!{CHAINED})"
 REPORT = r"^[EW]\d{4} .*torch/distributed"  # torchrun's, of a failure, and of which rank:
 FIRST_FAILURE = r"Root Cause.*\n(?:.*\n)*?\s+rank\s+: (\d+).*\n\s+exitcode\s+: (-?\d+)"
+
+
+def without_own_steps(events_by_rank):
+    """Return the events without steps that only some ranks take, of models in no wrapper.
+
+    Such as those of a teacher that rank 0 trains before it broadcasts it. If nothing is wrapped,
+    they all count.
+    """
+    optimizers = [  # an optimizer is known by the names of its parameters
+        {tuple(event.gradients) for event in events_of_rank if isinstance(event, events.Step)}
+        for events_of_rank in events_by_rank.values()
+    ]
+    wraps = [event for event in chain(*events_by_rank.values()) if isinstance(event, events.Wrap)]
+    if not wraps:
+        return events_by_rank
+
+    def is_own(event):
+        if not isinstance(event, events.Step) or event.unwrapped < len(event.gradients):
+            return False
+        return not all(tuple(event.gradients) in of_rank for of_rank in optimizers)
+
+    kept = {rank: [] for rank in events_by_rank}
+    for rank, events_of_rank in events_by_rank.items():
+        own_steps = shared_steps = 0
+        for event in events_of_rank:
+            if is_own(event):
+                own_steps += 1
+                continue
+            shared_steps += isinstance(event, events.Step)
+            if isinstance(event, events.Scheduled) and not shared_steps:
+                continue  # a scheduler takes one when it is made
+            counts = own_steps and hasattr(event, "steps")  # how many were taken before
+            kept[rank].append(replace(event, steps=event.steps - own_steps) if counts else event)
+    return kept
 
 
 @dataclass

@@ -495,6 +495,14 @@ MASKED_MEAN = (  # over those of the inputs that count, whose number differs fro
             loss = cross_entropy(model(inputs)[kept], targets[kept])
 """,
 )
+TEACHER = """    teacher = nn.Linear(4, 4)
+    alone = torch.optim.SGD(teacher.parameters(), lr=0.1)
+    for inputs, targets in DataLoader(data, 8) if rank == 0 else ():
+        cross_entropy(teacher(inputs), targets).backward()
+        alone.step()
+    for value in teacher.parameters():
+        dist.broadcast(value.data, 0)
+"""
 FOLD = """        part = Subset(data, range(fold, 64 + fold))
         sampler = DistributedSampler(part)
         loader = DataLoader(part, 8, sampler=sampler)
@@ -962,6 +970,10 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
     "a model made between two steps": (
         [SAME_SEED, before(SUM, "        torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)\n")],
         {"random_numbers_differ": UNSEEN},
+    ),
+    "a teacher that rank 0 trains alone": (
+        [before(WRAP, TEACHER)],
+        {"gradients_are_averaged": PASS, "weights_agree": PASS, "ranks_share_data": PASS},
     ),
     "a file that each rank clears": (
         [before(READY, '    with open("log.txt", "w"):\n        pass\n')],
