@@ -193,17 +193,6 @@ LOCAL = [
     ),
 ]
 SPARE = ('    net.register_parameter("spare", nn.Parameter(torch.zeros(1)))\n', "")
-SKIPS = """
-    class Skips(nn.Sequential):
-        steps = 0
-
-        def forward(self, inputs):
-            self.steps += 1
-            found = self[0](inputs)
-            return found if (self.steps + dist.get_rank()) % 2 else self[1](found)
-
-    model = DDP(Skips(net, nn.Linear(4, 4)), find_unused_parameters=True)
-"""
 HEAD = [
     after(WRAP, "    head = DDP(nn.Linear(4, 4))\n"),
     ("model.parameters()", "[*model.parameters(), *head.parameters()]"),
@@ -996,10 +985,6 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
             ("net, test)\n", 'net, test)\n        rank or print(f"accuracy {right / 84:.4f}")\n'),
         ],
         {"accuracy_is_of_samples": UNSEEN},
-    ),
-    "a layer that a rank skips in some steps": (
-        [(WRAP, SKIPS)],
-        {"unused_search_is_needed": PASS},
     ),
     "two schedulers, and one of two": (
         [

@@ -14,6 +14,7 @@ from ddp_check.rules.printed import SAYS_RANK, numbers_in
 LOSS = r"(?i)(loss|nll|perplexity|\bppl)\w*[^\w\n]{0,12}$"  # before a number
 NAMED_SUM = r"(?i)sum|total"  # before a number
 RIGHT, THE_SUM = "the mean over all ranks", "the sum over the ranks"  # what a number may be
+COLOUR = r"\x1b\[[\d;]*m"  # an ANSI code
 SYNCHRONIZES = events.Step | events.Collective
 WRITES = events.Written | events.Save
 # In a script that may wait for a file in a way of its own:
@@ -23,10 +24,10 @@ POLLS = r"\bsleep\(|\.wait\(|(?i:file_?lock)|flock\("
 def one_rank_prints(run):
     """one rank prints the progress, or each with its number"""
     printed = grouped(run.by_rank(events.Print), lambda event: (event.where, pattern(event.text)))
-    for (where, _), lines_by_rank in printed.items():
-        if len(lines_by_rank) > 1 and not tell_their_ranks(lines_by_rank):
+    for (where, words), lines_by_rank in printed.items():
+        if len(lines_by_rank) > 1 and words.strip() and not tell_their_ranks(lines_by_rank):
             ranks = " and ".join(map(str, lines_by_rank))
-            example = of_lowest_rank(lines_by_rank)[0].text.strip()[:60]
+            example = re.sub(COLOUR, "", of_lowest_rank(lines_by_rank)[0].text).strip()[:60]
             text = f'ranks {ranks} print "{example}": is that intended?'
             return unsure(text, where, "prints_on_every_rank")
 
@@ -42,8 +43,8 @@ def tell_their_ranks(lines_by_rank):
 
 
 def pattern(text):
-    """Return a line without its numbers, which may differ from rank to rank."""
-    return re.sub(r"[\d.,]+", "#", text)
+    """Return a line without colours, and without its numbers, which may differ between ranks."""
+    return re.sub(r"[\d.,]+", "#", re.sub(COLOUR, "", text))
 
 
 def one_rank_writes(run):
