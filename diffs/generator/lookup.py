@@ -81,9 +81,7 @@ def aliases(root, ids):
         raise Problem(f"lookup/aliases.json: no such heading or page: {gone[0]}")
     text = json.dumps({ids[address]: texts for address, texts in known.items()}).encode()
     page = (root / "diffs" / "index.html").read_text(encoding="utf-8")
-    old = page.partition('id="aliases">')[2].partition("<")[0]  # another zlib packs in another way
-    return (
-        old
-        if gzip.decompress(base64.b64decode(old)) == text
-        else base64.b64encode(gzip.compress(text, mtime=0)).decode()
-    )
+    old = page.partition('id="aliases">')[2].partition("<")[0]
+    if gzip.decompress(base64.b64decode(old)) == text:
+        return old  # another zlib packs the same text in another way
+    return base64.b64encode(gzip.compress(text, mtime=0)).decode()
