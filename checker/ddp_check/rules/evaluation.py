@@ -14,7 +14,7 @@ from ddp_check.rules.data import padding, repeated
 from ddp_check.rules.output import sum_is_printed
 from ddp_check.rules.printed import SAYS_RANK, numbers_in
 
-ACCURACY = r"(?i)(?<!train )(?<!training )\bacc[a-z]*\W*$"  # before a number
+ACCURACY = r"(?i)(?<!train )(?<!training )\bacc[a-z]*(?:@\d+)?\W*$"  # before a number
 SHARE = r"(?i)(\bacc|\bf1|\biou|\bauc|precision|recall)[^\n\d]*$"  # before a number
 RESULT = r"(?i)(?<![a-z])(acc|val|test|eval|score|correct|right|top|best|hit|f1)"  # in a line
 ENDS_AN_EVALUATION = events.Step | events.Batch | events.PassBegun

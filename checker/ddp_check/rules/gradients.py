@@ -209,9 +209,15 @@ def mean_over_unequal_numbers(run):
     step, numbers = unequal[0]
     has_terms = len(step.means_over) > len(step.losses)  # of which some may only regularize
     what, verdict = ("a term of the loss", unsure) if has_terms else ("the loss", wrong)
-    text = f"{what} of each rank is a mean over another number of elements, first {numbers[0]:.0f} "
-    text += f"and {numbers[1]:.0f}, and DDP takes the mean of these means"
+    text = f"{what} of each rank is a mean over another number of elements, first "
+    text += f"{two_that_differ(numbers, '.0f')}, and DDP takes the mean of these means"
     return verdict(text, step.where, WRONG_RESULTS)
+
+
+def two_that_differ(values, layout):
+    """Return in words the value of the lowest rank, and the one that differs most from it."""
+    farthest = max(values, key=lambda value: abs(value - values[0]))
+    return f"{values[0]:{layout}} and {farthest:{layout}}"
 
 
 def elements_of_means(step):
@@ -275,10 +281,10 @@ def rates_are_equal(run):
     metrics_row = differing_metrics(run)
     reason = f"the scheduler takes {counts}" if counts else ""
     if metrics_row:
-        values = " and ".join(f"{event.metric:.4g}" for event in metrics_row[:2])
+        values = two_that_differ([event.metric for event in metrics_row], ".4g")
         reason = f"the scheduler gets another value on each rank, {values}"
     if first := run.first_difference("rates"):
-        rates = " and ".join(f"{step.rates[first.name]:.3g}" for step in first.row[:2])
+        rates = two_that_differ([step.rates[first.name] for step in first.row], ".3g")
         text = f"from step {first.number} on, they differ from rank to rank: {rates}"
         step = first.row[0]
         before = [event for event in run.all(events.Scheduled) if event.time < step.time]

@@ -222,7 +222,7 @@ def own_gpu(run):
     for rank, named in run.by_rank(events.Gpu).items():
         used = [event for event in named if not event.by_set_device]
         for event in used or named:
-            visible = event.visible.split(",") if event.visible else range(run.nproc)
+            visible = event.visible.split(",") if event.visible else [*map(str, range(run.nproc))]
             sees = f"a node has {run.nproc}"
             if event.visible:
                 sees = f"the script sets CUDA_VISIBLE_DEVICES={event.visible}"
