@@ -41,6 +41,7 @@ SHOW = "        if rank == 0:\n"
 LEAVE = "    dist.destroy_process_group()\n"
 SAVE = BASE[BASE.index("            state =") : BASE.index("        right =")]
 UNEVALUATED = ("evaluate(net, test)", "0")
+EVENLY_DIVIDED = "evaluate(net, Subset(test.dataset, test.indices[:20]))\n"
 NORMALIZED = ("nn.ReLU()", "nn.BatchNorm1d(8)")
 STOPS = [before(SHOW, "        if total[0] < 0:\n            break\n"), UNEVALUATED]
 ALONE = [  # rank 0 evaluates
@@ -551,6 +552,12 @@ KINDS = {
         f"each rank trains on the same 96 samples {LOADS}",
         DEALT,
     ),
+    "a full batch without a sampler": Kind(
+        SHARED,
+        [("DataLoader(data, 96, sampler=sampler)", "DataLoader(data, 96, shuffle=True)")],
+        f"each rank trains on the same 96 samples {LOADS}",
+        [("DataLoader(data, 8", "DataLoader(data, 96")],
+    ),
     "more replicas than ranks": Kind(
         SHARED,
         [("Sampler(data)", "Sampler(data, num_replicas=4, rank=rank)")],
@@ -789,7 +796,7 @@ KINDS = {
         SINGLE,
         [KEPT, ("guesses == test.dataset.y[test.indices]", "guesses == 0")],
         "counts 22 samples, 21 of them distinct, of 21: nothing is cut off after the gather",
-        GATHERED_IN_LOOP,
+        [*GATHERED_IN_LOOP, before("        right = ", f"        {EVENLY_DIVIDED}")],
     ),
     "cut, perhaps": Kind(
         {"each_sample_is_evaluated_once": UNSURE},

@@ -125,8 +125,8 @@ def array_bytes(value):
 
 
 def parts_of(value):
-    """Return the first items of a list, or attributes of an object."""
+    """Return the first items of a list or values of a dictionary, or attributes of an object."""
     if isinstance(value, list | tuple):
         return value[:MAX_PARTS]
-    attributes = ask(getattr, value, "__dict__", default={})
-    return ask(lambda: [*itertools.islice(attributes.values(), MAX_PARTS)], default=[])
+    named = value if isinstance(value, dict) else ask(getattr, value, "__dict__", default={})
+    return ask(lambda: [*itertools.islice(named.values(), MAX_PARTS)], default=[])

@@ -103,3 +103,10 @@ class Verdict:
 passed, wrong, unsure = (partial(Verdict, status) for status in (PASS, WRONG, UNSURE))
 fragile, slow, note = (partial(Verdict, status) for status in (FRAGILE, SLOW, NOTE))
 unseen, not_applicable = partial(Verdict, UNSEEN), partial(Verdict, NOT_APPLICABLE)
+
+
+def worst(verdicts):
+    """Return the first of the worst of these verdicts, or None; those that are None do not count."""
+    order = [*LABELS]
+    given = [verdict for verdict in verdicts if verdict]
+    return min(given, key=lambda verdict: order.index(verdict.status), default=None)

@@ -6,7 +6,7 @@ from itertools import chain, pairwise
 
 from ddp_check import events
 from ddp_check.ranks import counted, differ, of_lowest_rank
-from ddp_check.rules.base import UNSEEN, not_applicable, passed, unseen, unsure, wrong
+from ddp_check.rules.base import UNSEEN, not_applicable, passed, unseen, unsure, worst, wrong
 
 RANDOM_NUMBERS = {  # by who draws them
     "model": "random numbers in the model, such as dropout's",
@@ -32,12 +32,14 @@ def ranks_share_data(run):
 
 
 def shared_in_an_epoch(epochs):
-    """Return the verdict on the first epoch in which ranks train on the same samples, if any."""
-    for number, epoch in enumerate(epochs, 1):
-        if verdict := seen_by_several(epoch):
-            text = f"epoch {number}: {verdict.text}"
-            return replace(verdict, text=text, where=of_lowest_rank(epoch).where)
-    return None if epochs else unseen("no DataLoader was used to train, so no sample has an index")
+    """Return the worst verdict on an epoch in which ranks train on the same samples, if any."""
+    if not epochs:
+        return unseen("no DataLoader was used to train, so no sample has an index")
+    return worst(
+        replace(verdict, text=f"epoch {number}: {verdict.text}", where=of_lowest_rank(epoch).where)
+        for number, epoch in enumerate(epochs, 1)
+        if (verdict := seen_by_several(epoch))
+    )
 
 
 def seen_by_several(epoch):
@@ -52,11 +54,12 @@ def seen_by_several(epoch):
     if verdict := sets_differ(epoch):
         return verdict
     shared = repeated(chain(*samples))
-    if shared <= padding(list(epoch.values())):
+    same_for_all = shared and all(set(of_rank) == set(samples[0]) for of_rank in samples)
+    if shared <= padding(list(epoch.values())) and not same_for_all:
         return None
     if dealt_by_data_set(epoch):
         return passed("the ranks ask for the same indices, and get other samples")
-    if all(set(of_rank) == set(samples[0]) for of_rank in samples):
+    if same_for_all:
         text = f"each rank trains on the same {counted(len(samples[0]), 'sample')}"
         return wrong(text, "", "no_sampler")
     text = f"{shared} samples are seen by several ranks"
@@ -196,10 +199,8 @@ def order_changes(run):
     longest = max(loops.values(), key=len, default=[])
     if len(longest) < 2:
         return read_once(longest) or unseen("fewer than two epochs with a DataLoader: run more")
-    for passes in loops.values():
-        if len(passes) > 1 and (verdict := same_order(run, passes)):
-            return verdict
-    return passed(f"{len(longest)} epochs", longest[0].where)
+    verdict = worst(same_order(run, passes) for passes in loops.values() if len(passes) > 1)
+    return verdict or passed(f"{len(longest)} epochs", longest[0].where)
 
 
 def read_once(passes):

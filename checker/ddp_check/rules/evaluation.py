@@ -9,7 +9,7 @@ from itertools import chain
 
 from ddp_check import events
 from ddp_check.ranks import counted, grouped, of_lowest_rank
-from ddp_check.rules.base import passed, unseen, unsure, wrong
+from ddp_check.rules.base import passed, unseen, unsure, worst, wrong
 from ddp_check.rules.data import padding, repeated
 from ddp_check.rules.output import sum_is_printed
 from ddp_check.rules.printed import SAYS_RANK, numbers_in
@@ -50,13 +50,14 @@ def each_sample_is_evaluated_once(run):
     evaluated = evaluations(run)
     if not evaluated:
         return unseen("no DataLoader was used without training")
-    for (_, where), evaluations_here in evaluated.items():
-        for parts in evaluations_here:
-            elsewhere = remainder(parts, chain(*evaluated.values()))
-            if verdict := not_once(parts, elsewhere, run):
-                return replace(verdict, where=where, page="padded_evaluation")
+    verdicts = [
+        replace(verdict, where=where, page="padded_evaluation")
+        for (_, where), evaluations_here in evaluated.items()
+        for parts in evaluations_here
+        if (verdict := not_once(parts, remainder(parts, chain(*evaluated.values())), run))
+    ]
     size, where = max(evaluated)
-    return passed(counted(size, "sample"), where)
+    return worst(verdicts) or passed(counted(size, "sample"), where)
 
 
 def remainder(parts, evaluations):
