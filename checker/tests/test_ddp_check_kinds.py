@@ -277,6 +277,13 @@ BARLOW = [
     before(EVALUATE, "\ndef summed(x):\n    return torch.distributed.nn.all_reduce(x)\n\n"),
     ("targets)\n", "targets) + summed(model(inputs).square().mean(dim=0)).sum()\n"),
 ]
+IN_DICTIONARIES = [
+    ("self.x, self.y = x, x.argmax(dim=1)", 'self.rows = {"x": x, "y": x.argmax(dim=1)}'),
+    ("len(self.x)", 'len(self.rows["x"])'),
+    (ITEM, 'return self.rows["x"][index], self.rows["y"][index]'),
+    ("random_split(Points(x), (96, 21), split)", "Points(x[:96]), Points(x[96:])"),
+    ("test.dataset.y[test.indices]", 'test.rows["y"]'),
+]
 GATHERED_IN_LOOP = [
     before("    with torch.no_grad", "    every = []\n"),
     (
@@ -791,7 +798,9 @@ KINDS = {
     "in training mode": Kind(
         {"evaluation_mode": WRONG}, [("model.eval()", "0")], EVALUATES, DROPOUT
     ),
-    "cut in order": Kind(SINGLE, [("stack(parts, dim=1).flatten()", "cat(parts)")], "in blocks"),
+    "cut in order": Kind(
+        SINGLE, [("stack(parts, dim=1).flatten()", "cat(parts)")], "in blocks", IN_DICTIONARIES
+    ),
     "gathered in the loop, cut behind it": Kind(
         SINGLE,
         [KEPT, ("guesses == test.dataset.y[test.indices]", "guesses == 0")],
