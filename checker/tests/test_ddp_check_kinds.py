@@ -277,6 +277,10 @@ BARLOW = [
     before(EVALUATE, "\ndef summed(x):\n    return torch.distributed.nn.all_reduce(x)\n\n"),
     ("targets)\n", "targets) + summed(model(inputs).square().mean(dim=0)).sum()\n"),
 ]
+LENGTH = [
+    ("    with torch.no_grad", "    batches = iter(part)\n    with torch.no_grad"),
+    ("for inputs, _ in part]", "for inputs, _ in (next(batches) for _ in range(len(part)))]"),
+]
 IN_DICTIONARIES = [
     ("self.x, self.y = x, x.argmax(dim=1)", 'self.rows = {"x": x, "y": x.argmax(dim=1)}'),
     ("len(self.x)", 'len(self.rows["x"])'),
@@ -492,6 +496,17 @@ MASKED_MEAN = (  # over those of the inputs that count, whose number differs fro
             loss = cross_entropy(model(inputs)[kept], targets[kept])
 """,
 )
+SKIPS = """
+    class Skips(nn.Sequential):
+        steps = 0
+
+        def forward(self, inputs):
+            self.steps += 1
+            found = self[0](inputs)
+            return found if (self.steps + dist.get_rank()) % 2 else self[1](found)
+
+    model = DDP(Skips(net, nn.Linear(4, 4)), find_unused_parameters=True)
+"""
 TEACHER = """    teacher = nn.Linear(4, 4)
     alone = torch.optim.SGD(teacher.parameters(), lr=0.1)
     for inputs, targets in DataLoader(data, 8) if rank == 0 else ():
@@ -781,6 +796,9 @@ KINDS = {
     "early stopping": Kind(
         ENDS, [("total[0] < 0", "rank == epoch == 1")], "rank 1 left the loop .+ after 2", STOPS
     ),
+    "early stopping beside buffers": Kind(
+        ENDS, [("total[0] < 0", "rank < epoch == 1")], "rank 0 left the loop", [*STOPS, NORMALIZED]
+    ),
     "unused parameters": Kind(
         {"unused_search_is_needed": SLOW},
         [SPARE],
@@ -800,6 +818,12 @@ KINDS = {
     ),
     "cut in order": Kind(
         SINGLE, [("stack(parts, dim=1).flatten()", "cat(parts)")], "in blocks", IN_DICTIONARIES
+    ),
+    "cut, after as many batches as there are": Kind(
+        SINGLE,
+        [KEPT, ("guesses == test.dataset.y[test.indices]", "guesses == 0")],
+        "counts 22 samples, 21 of them distinct, of 21: nothing is cut off after the gather",
+        LENGTH,
     ),
     "gathered in the loop, cut behind it": Kind(
         SINGLE,
@@ -905,6 +929,9 @@ KINDS = {
         r"a mean over batches of unequal size.+ \(print",
         [("DataLoader(data, 8", "DataLoader(data, 10")],
     ),
+    "a ranking loss of rank 0": Kind(
+        PRINTED_LOSS, [(SUM, ""), ("{epoch} loss", "{epoch} ranking loss")], "is the loss of rank 0"
+    ),
     "logged by all ranks": Kind(
         {"one_rank_prints": UNSURE},
         [before(SHOW, '        logging.info(f"epoch {epoch + 1}, loss 0.69")\n')],
@@ -1001,6 +1028,10 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
             ("net, test)\n", 'net, test)\n        rank or print(f"accuracy {right / 84:.4f}")\n'),
         ],
         {"accuracy_is_of_samples": UNSEEN},
+    ),
+    "a layer that a rank skips in some steps": (
+        [(WRAP, SKIPS)],
+        {"unused_search_is_needed": PASS},
     ),
     "two schedulers, and one of two": (
         [
@@ -1301,6 +1332,7 @@ DRILLED = {
         [BY_HAND[1], ("                value.grad /= size\n", "")],
         "2.00 times as large; the gradients are the sum over the ranks",
     ),
+    "constant buffers": Drilled("world-size", MASKED, "", PASS),
     "divided again, beside constant buffers": Drilled(
         "world-size",
         [*MASKED, ("loss.backward()", "(loss / size).backward()")],
