@@ -1,8 +1,8 @@
 """What the observer reports: a dataclass for each kind of event. Does not import PyTorch.
 
 A process writes an event as a line of JSON, and the checker reads it again. Checksums are whole
-numbers, equal if the values were equal bit for bit. One is 0 if there was nothing to sum, and None
-if it is not known.
+numbers, equal if the values were equal bit for bit. One is 0 if there was nothing to sum, or it
+could not be read, and None if it is not known.
 """
 
 import json
@@ -138,7 +138,7 @@ class Counted(Event):
 
 
 class Totalled(Event):
-    """Tensors of numbers were added up over all ranks."""
+    """Tensors of numbers were added up over all ranks, or reduced otherwise: then `own` is None."""
 
     values: list[int]  # those that are whole numbers, and the sum of all if it is one
     own: float | None  # of this rank, if it is a single number

@@ -6,7 +6,7 @@ from itertools import chain
 from ddp_check import events
 
 
-class Pass(events.PassBegun):
+class Pass(events.PassBegun):  # a dataclass, as every subclass of Event becomes one
     """A pass of one rank over a DataLoader: how it began, and what followed."""
 
     batches: list = field(default_factory=list)
@@ -24,7 +24,7 @@ class Pass(events.PassBegun):
     @property
     def is_training(self):
         """Whether its batches were trained on, perhaps together with those of another pass."""
-        return bool(self.steps) or self.steps_of_others > 1  # one is that after a validation
+        return bool(self.steps) or self.steps_of_others > 1  # a validation may have one: `credit`
 
     def events_of(self, kind):
         """Return the events of a kind that follow one of its batches."""
@@ -70,7 +70,7 @@ def passes_in(events_of_rank):
             case _ if latest:
                 latest.events_after.append(event)
     for data_pass in passes.values():
-        # One that is left by a break, before the model is called, has a batch that nobody used.
+        # A loop that is left by a break may have got a batch that no model was called with.
         evaluated = len(data_pass.events_of(events.BatchEvaluated))
         if evaluated and not (data_pass.ended or data_pass.is_training):
             del data_pass.batches[evaluated:]
@@ -82,6 +82,9 @@ def credit(step, recent, passes):
 
     One that goes on is preferred to one that has ended. If none gave a batch, it was fetched ahead:
     then the step belongs to the pass that took the step before, or to the newest.
+
+    Train, validate until a break, train: the first step of the second training pass is credited to
+    that pass, and counts as one of `steps_of_others` for the validation.
     """
     training = [data_pass for data_pass in passes if data_pass.steps]
     training_lines = {data_pass.where for data_pass in training}

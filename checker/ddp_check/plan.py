@@ -178,7 +178,7 @@ class Plan:
         if in_bash:
             lines = "\n".join([*in_bash, 'exec "$@"'])
             words += ["--no-python", *end_of_options, "bash", "-c", lines, "bash", sys.executable]
-            end_of_options = []
+            end_of_options = []  # it stands before bash
         if self.module:
             return [*words, "-m", *end_of_options, self.script]
         path, here = self.path.resolve(), Path.cwd()
@@ -243,7 +243,7 @@ def read_events(folder):
         join = next((event for event in lines if isinstance(event, events.Join)), None)
         rank = getattr(join or next(iter(lines), None), "rank", None)
         if rank is not None:
-            order = not join, lines[0].time  # the first that joined with it, else that started
+            order = not join, lines[0].time  # those that joined come first; then the earliest
             processes.setdefault(int(rank), []).append((order, int(path.stem), lines))
     return {rank: min(of_rank)[1:] for rank, of_rank in sorted(processes.items())}
 

@@ -85,6 +85,8 @@ def ranked(verdicts):
     def rank(verdict):
         is_fault = verdict.status in base.LEVELS
         is_late_warning = verdict.follows and verdict.status != base.WRONG
+        # Faults come first; among them, warnings that follow from another fault come last. Then the
+        # worst come first, and among equally bad ones, causes.
         return not is_fault, is_late_warning, order.index(verdict.status), verdict.follows
 
     return sorted(verdicts, key=rank)

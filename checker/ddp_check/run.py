@@ -60,7 +60,7 @@ def without_own_steps(events_by_rank):
 
 @dataclass
 class Difference:
-    """The first step in which something is not the same on all ranks, or not finite."""
+    """The first step in which something is not the same on all ranks, or is not finite on one."""
 
     number: int  # of the step, from 1
     row: tuple  # the step of each rank
@@ -200,6 +200,7 @@ class Run:
         hooks = [event.name for event in self.all(events.CommHook)]
         if any("localsgd" in name.lower() for name in hooks):
             return True
+        # Without DDP: gradients differ in a step, and yet the weights agree later on.
         first = self.first_difference("gradients")
         if not first or self.all(events.Wrap) or not self.all(events.Collective):
             return False
@@ -253,7 +254,7 @@ class Run:
         if not first:
             return []
         text = first.string[: first.end()].replace(f"{self.cwd}{os.sep}", "")
-        prefix = re.match(PREFIX, text.rpartition("\n")[2])[0]
+        prefix = re.match(PREFIX, text.rpartition("\n")[2])[0]  # such as "[rank1]: ", or ""
         lines = [line.removeprefix(prefix) for line in text.splitlines() if line.startswith(prefix)]
         frames = [at for at, line in enumerate(lines) if FRAME.match(line)]
         starts = [at for at, line in enumerate(lines) if line.startswith("Traceback")] or frames
@@ -267,6 +268,10 @@ class Run:
     @property
     def fails_in_an_import(self):
         """Whether the error is that of a library while the script imports it."""
+        # Here, the script's innermost statement is `import timm`; the error comes from below it:
+        #   File "train.py", line 7, in <module>
+        #     import timm
+        #   File "/usr/lib/python3/site-packages/timm/__init__.py", line 1, in <module>
         frames = [at for at, line in enumerate(self.traceback) if FRAME.match(line)]
         own = [at for at in frames if own_frame(self.traceback[at])]
         statement = self.traceback[own[-1] + 1] if own and own[-1] != frames[-1] else ""
@@ -301,5 +306,6 @@ class Run:
         """Whether the script failed because there are none."""
         if not self.returncode:  # it has not failed
             return False
-        bare = self.traceback[1:] if self.ending == "AssertionError" else []  # says what it asserts
+        # Without a message, only the line with the assertion says what it is about.
+        bare = self.traceback[1:] if self.ending == "AssertionError" else []
         return bool(re.search(LACKS_GPUS, "\n".join([self.ending, *bare[-3:]])))

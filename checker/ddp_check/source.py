@@ -12,8 +12,9 @@ MAKES_WHOLE = r"^int$|\b(ceil|floor|round)$"  # the name of a function
 def divisions_by_world_size(run):
     """Return the lines that divide, by the world size, what backward() is then called on.
 
-    They are in the call itself, in a statement that changes one of its names before, or in a
-    function of the script that such a statement calls.
+    They are in the call itself, `(loss / world_size).backward()`, in a statement that changes one
+    of its names before, `loss /= world_size`, or in a function of the script that such a statement
+    calls, `loss = scaled(loss)`.
     """
     tree = parsed(run)
     sizes = world_size_names(tree)

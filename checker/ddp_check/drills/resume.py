@@ -165,6 +165,7 @@ def begins_again(plan, interrupted, resumed, where):
     if resumed.returncode != 0:
         end = launch.script_ends(resumed)
         return wrong(f"when started again, it fails: {end.text}", end.where, "", end.details)
+    # If it takes as many steps as without an interruption, it has begun anew.
     text = f"when started again, it begins at step 0 of {total}"
     if after == total and not where and plan.restart_args is None:
         if not re.search(HAS_RESUME, resumed.source):
@@ -192,7 +193,10 @@ def steps_kept(plan, interrupted, resumed, where, may_lose_steps):
 
 
 def new_faults(plan, resumed):
-    """Return what is wrong or fragile in a resumed run, and was not in the undisturbed one."""
+    """Return what is wrong or fragile in a resumed run, and was no fault in the undisturbed one.
+
+    What was slow or unsure there counts as a fault, so it is left out even if it is wrong now.
+    """
     return [
         now
         for before, now in zip(judge(plan.undisturbed), judge(resumed))
@@ -249,6 +253,7 @@ def not_restored(plan, resumed, text):
         if steps and not steps[0].has_state and any(step.has_state for step in undisturbed):
             text += f"; on rank {rank}, the optimizer starts again without its state"
             return wrong(text, where, INCOMPLETE)
+    # The last steps of both are the same ones: of 20, the 8 after an interruption are 13 to 20.
     pairs = list(zip(undisturbed[-len(after) :], after[-len(undisturbed) :]))
     for old, now in pairs:
         if changed := [pair for pair in zip(now.rates, old.rates) if pair[0] != pair[1]]:
@@ -267,7 +272,8 @@ def not_restored(plan, resumed, text):
 def random_numbers(run, pairs):
     """Return in words which random numbers make a resumed run another one, or "".
 
-    The pairs are the same steps of the undisturbed run and of the resumed one.
+    The pairs are the same steps of the undisturbed run and of the resumed one. First comes what is
+    seen to differ in them, then what is drawn at all, so that it may differ.
     """
     sources = {event.source for event in run.all(events.Drawn)}
     others = sorted(sources - {"torch"})
@@ -292,6 +298,8 @@ def resumed_together(plan, resumed):
     counts = {rank: len(steps) for rank, steps in resumed.by_rank(events.Step).items()}
     if resumed.returncode and not any(counts.values()):
         return passed(f"the run ends before its first step: {resumed.ending}")
+    # If all ranks take equally many steps, all may have gone on from the checkpoint: new faults and
+    # the weights tell. Otherwise, or if the run hangs or fails, the others have begun anew.
     if resumed.returncode == 0 and len(set(counts.values())) == 1:
         first, *_ = [*new_faults(plan, resumed), same_weights(plan, resumed)]
         if first.status == base.PASS:

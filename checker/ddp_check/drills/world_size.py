@@ -47,6 +47,8 @@ def steps_agree(plan):
         return verdict
     start, note = str(many.folder), ""
     one = plan.run("one", nproc=1, scale=plan.nproc, start=start, during=after_some_steps)
+    # If one process then has N times the samples of all ranks, the script has already given it as
+    # many as all of them, and the drill must not multiply its batch.
     if close(ratio(samples_in(one), samples_in(many)), plan.nproc, COUNT_TOLERANCE):
         one = plan.run("alone", nproc=1, scale=1, start=start, during=after_some_steps)
         note = ": the script itself divides its batch by the number of ranks"
@@ -59,6 +61,7 @@ def steps_agree(plan):
         return verdict
     if many.all(events.GradientLost):
         return unseen("both runs lack the gradient of what is gathered")
+    # Other rates, told at the end, change the weights, so only the first step can be compared.
     steps = 1 if rates else min(len(many.steps), len(one.steps), STEPS)
     for number in (1, steps):  # other gradients in the first step are the cause of later ones
         if verdict := other_gradients(many, one, number):
@@ -162,5 +165,5 @@ def gradient_pairs(many, one, number):
         if of_many is not None and of_one is not None
     ]
     smallest = 1e-6 * max((of_one.abs().max().item() for *_, of_one in pairs), default=0)
-    # `<` is false for NaN as well, which has to be compared.
+    # `<` is false for NaN as well, which has to be compared. max() overlooks it behind a 0.
     return [pair for pair in pairs if not max(value.abs().max() for value in pair[1:]) < smallest]

@@ -148,7 +148,8 @@ def script_line(outside=(), direct=False):
     frame = sys._getframe(1)
     while frame:
         path = frame.f_code.co_filename
-        passes_on = frame.f_code.co_name == "print"  # which a script may replace by its own
+        # Left out are a `print` of the script's own, and methods of `outside`: the caller is meant.
+        passes_on = frame.f_code.co_name == "print"
         if outside and id(frame.f_locals.get("self")) in outside:
             passes_on = True
         if is_own(path) and not passes_on:

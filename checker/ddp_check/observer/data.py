@@ -120,6 +120,7 @@ def shuffles(sampler):
     says = ask(getattr, sampler, "shuffle")
     if isinstance(says, bool):
         return says
+    # It is told the number of each epoch, so it means to give each another order.
     return True if ask(hasattr, sampler, "set_epoch") else None
 
 

@@ -101,7 +101,7 @@ sys.addaudithook(audit)
 def save(original, obj, f, *args, **kwargs):
     """Report a file once it is saved."""
     path = f if isinstance(f, str | os.PathLike) else ask(getattr, f, "name")
-    if path is f:
+    if path is f:  # PyTorch opens it in C++, of which no audit event tells
         detach(f)
     steps = state.steps
     result = original(obj, f, *args, **kwargs)

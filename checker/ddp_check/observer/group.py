@@ -123,7 +123,7 @@ class Call:
             after_gather.start(tensors_in(self.parts), self.line if loses_gradient else "")
 
     def report_total(self):
-        """Report the whole numbers that were added up, and their sum: they may count samples."""
+        """Report whole numbers that any reduction gave, and their sum: they may count samples."""
         tensor = self.tensors[0]
         if tensor.numel() > MAX_COUNTS and tensor.is_floating_point():
             return
@@ -251,7 +251,7 @@ class AfterGather(TorchFunctionMode):
         """Follow what is made of the parts alone, until it meets a tensor that has a gradient.
 
         A backward pass through the result then ends at the parts. This rank's own part is excepted
-        if the script has written its tensor with the gradient in that place.
+        if the script has put its tensor with the gradient in that place: `parts[rank] = mine`.
         """
         ranks = set()
         for tensor in tensors_in(arguments):

@@ -47,7 +47,7 @@ class Forward(NamedTuple):
     """A call of a DDP model that a backward pass may follow."""
 
     model: int
-    backwards: int  # passes that came before it
+    backwards: int  # passes that came before it: the next one follows all calls with this number
     synced: bool  # its gradients will be reduced
 
 

@@ -26,7 +26,7 @@ def credit_draws(owner):
         return
     since = state.since_step
     since.random.setdefault(owner, checksum([before]))
-    if owner == "script" and state.batch_is_unused:
+    if owner == "script" and state.batch_is_unused:  # between loader and model: to augment?
         most = DRAWS_PER_SAMPLE * since.sample_count
         since.random_for_samples |= not are_within(most, before, after)
 
@@ -73,7 +73,7 @@ def ignoring_draws():
 @patch("torch.manual_seed")  # once dynamo is imported, another function than torch.random's
 @patch("torch.random.manual_seed", "torch.random.seed", "torch.random.set_rng_state")
 def set_generator(original, *args, **kwargs):
-    """Tell a new state of the generator from a draw."""
+    """Give the generator a new state, which is no draw: nobody is credited with it."""
     credit_script()
     result = original(*args, **kwargs)
     forget_draws()

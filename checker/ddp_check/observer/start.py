@@ -36,7 +36,7 @@ def end():
 
 def end_in_fork(_):
     """Let a forked multiprocessing.Process call `end`: it runs finalizers, but not atexit's."""
-    if state.pid != os.getpid():
+    if state.pid != os.getpid():  # else it was spawned, and runs atexit's
         multiprocessing.util.Finalize(None, end, exitpriority=-1000)  # the last to be called
 
 

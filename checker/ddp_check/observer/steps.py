@@ -55,7 +55,8 @@ def enter_step(optimizer, args, kwargs):
     """Report a step before it is taken, while the gradients are there."""
     callers = [frame.f_code for frame, _ in traceback.walk_stack(sys._getframe())]
     wrappers = [code for code in callers if (code.co_filename, code.co_name) == STEP_WRAPPER]
-    state.in_step = len(wrappers)  # counted each time: after an exception, no step is left
+    # Read off the stack, for after an exception in a step, `leave_step` is not called.
+    state.in_step = len(wrappers)
     if state.in_step > 1:
         return
     if "_init_optim_state" in {code.co_name for code in callers}:
@@ -162,6 +163,7 @@ def report_step(optimizer, closure):
     report(
         events.Step,
         **since.as_reported(),
+        # A parameter without a gradient has None here, of which the checksum is 0.
         gradients=checksums({**dict.fromkeys(parameters.by_name), **gradients}, quick=True),
         weights=checksums(parameters.by_name) if wants_weights() else None,
         rates=[float(group.get("lr", 0)) for group in optimizer.param_groups],
@@ -197,6 +199,7 @@ def wants_weights():
 
 def most_reductions(forwards):
     """Return how many backward passes reduced gradients, of the model with the most."""
+    # Calls of a model with the same `backwards` share the next backward pass, which counts once.
     reduced = {(call.model, call.backwards) for call in forwards if call.synced}
     return max(Counter(model for model, _ in reduced).values(), default=0)
 

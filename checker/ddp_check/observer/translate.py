@@ -108,7 +108,8 @@ class Idle(contextlib.nullcontext):
     def elapsed_time(self, _):
         return 1.0
 
-    def __getattr__(self, name):  # its methods wait for nothing, or ask what is true: so is it
+    # Its methods wait for nothing, or ask whether something has happened: an object counts as True.
+    def __getattr__(self, name):
         return lambda *_: self
 
 
@@ -124,7 +125,7 @@ class Generator(torch.Generator):
 torch.Generator = Generator
 for name in ("Stream", "Event", "stream", "current_stream", "default_stream", "device"):
     setattr(torch.cuda, name, Idle)
-torch.cuda.nvtx = torch.cuda.profiler = Idle.__new__(Idle)
+torch.cuda.nvtx = torch.cuda.profiler = Idle.__new__(Idle)  # __init__ would report a call
 for name in [name for name in dir(torch.cuda) if name.endswith("Tensor")]:
     setattr(torch.cuda, name, getattr(torch, name))
 ANSWERS = {  # every other function answers 0

@@ -12,6 +12,7 @@ MAX_PER_SAMPLE = 1 << 10  # elements that enter the checksum of a sample
 MAX_QUICK = 1 << 16  # elements of a tensor that enter a quick checksum
 MAX_PARTS = 30  # first items of a list or attributes of an object that enter its fingerprint
 MAX_BYTES = 1e8  # a larger array does not enter a fingerprint
+# Types for isinstance: a tensor in float32 on the CPU is a torch.FloatTensor.
 LOWER_PRECISION = (torch.FloatTensor, torch.BFloat16Tensor, torch.HalfTensor)
 
 # ---------------------------------------------------------------- tensors
@@ -52,7 +53,8 @@ def is_finite(tensor):
 def checksum(tensors, quick=False):
     """Return a checksum of the bits of these tensors.
 
-    For a quick one, the sum of a large tensor and some of its elements count.
+    For a quick one, the sum of a large tensor and some of its elements count. What cannot be read,
+    such as None, is left out; if nothing is left, it is 0.
     """
     total = 0
     for tensor in tensors:
@@ -88,7 +90,8 @@ def describe_samples(batch):
         if len(tensor) == count and tensor.numel()
     ]
     parts.sort(key=lambda part: part.shape[1])
-    totals = [[0] * count]  # of each sample: of no part, of the first, of the first two, …
+    # Of each sample: of no part, of the first (its label), of the first two, …, of all.
+    totals = [[0] * count]
     for part in parts:
         elements = part[:, :: 1 + part.shape[1] // MAX_PER_SAMPLE].contiguous()
         rows = elements.view(torch.uint8).numpy()

@@ -20,11 +20,13 @@ def ranks_share_data(run):
     on_a_mesh = any(step.mesh_dimensions > 1 for step in run.all(events.Step))
     if run.is_sharded and (on_a_mesh or not rows):
         return not_applicable("ranks that share a model have to have the same batches")
-    of_epochs = shared_in_an_epoch(run.epochs)
+    of_epochs = shared_in_an_epoch(run.epochs)  # None: no rank trains on another's samples
     if not of_epochs:
         return never_used(run)
     if of_epochs.status != UNSEEN:
         return of_epochs
+    # The samples do not tell. The batches that entered the models may: those of the same step, or,
+    # if no DataLoader was used, those of any step.
     if rows and all(step.inputs == row[0].inputs for row in rows for step in row):
         text = "in each step, all ranks train on the same batch"
         return wrong(text, rows[0][0].where, "no_sampler")
@@ -32,7 +34,7 @@ def ranks_share_data(run):
 
 
 def shared_in_an_epoch(epochs):
-    """Return the worst verdict on an epoch in which ranks train on the same samples, if any."""
+    """Return the worst verdict on epochs, also `unseen`; None if each rank has its own samples."""
     if not epochs:
         return unseen("no DataLoader was used to train, so no sample has an index")
     return worst(
@@ -43,7 +45,7 @@ def shared_in_an_epoch(epochs):
 
 
 def seen_by_several(epoch):
-    """Return the verdict if several ranks train on the same samples in an epoch."""
+    """Return the verdict if ranks train on the same samples; `unseen` if that is not known."""
     if of_lowest_rank(epoch).iterable:
         return seen_in_several_streams(epoch)
     samples = [data_pass.values("base_indices") for data_pass in epoch.values()]
@@ -80,10 +82,11 @@ def seen_in_several_streams(epoch):
         return unseen("the samples cannot be compared")
     distinct = [set(of_rank) for of_rank in samples]
     times = {count for of_rank in samples for count in Counter(of_rank).values()}
+    # All samples come equally often, and more than once. Of a few distinct ones, that says little.
     if len(times) == 1 and min(times) > 1 and len(distinct[0]) > 8:
         text = f"each rank trains {min(times)} times on each sample: does each worker yield all?"
         return wrong(text, "", "recipes/streaming")
-    shared = repeated(chain(*distinct))
+    shared = repeated(chain(*distinct))  # half of all samples if two ranks see the same
     if shared <= sum(map(len, samples)) / 4:
         return None
     if all(of_rank == distinct[0] for of_rank in distinct):
@@ -124,7 +127,7 @@ def padding(passes):
 def never_used(run):
     """Return the verdict if DistributedSampler leaves out samples that no rank trains on.
 
-    The first epoch after a state was loaded may be the rest of one that was interrupted.
+    If a state is loaded, the first epoch is left out: it may be the rest of an interrupted one.
     """
     for epoch in run.epochs[bool(run.all(events.StateLoaded)) :]:
         passes, first = [*epoch.values()], of_lowest_rank(epoch)
@@ -156,8 +159,9 @@ def sets_differ(epoch):
 def dealt_by_data_set(epoch):
     """Return whether the data set gives each rank something else for the same index.
 
-    Augmentation changes samples, and leaves their labels as they are; equal labels of all samples
-    prove nothing.
+    It does if the labels differ. If the labels agree, it does not: augmentation changes samples,
+    and leaves their labels as they are. Where there are no labels, or all samples have the same
+    one, the samples decide. It is False if the ranks have no index in common.
     """
     labels = checksums_by_index(epoch, "label_checksums")
     labels_tell = len(set(labels[0].values())) > 1
@@ -208,6 +212,7 @@ def read_once(passes):
     for data_pass in passes:
         inputs, count = [step.inputs for step in data_pass.steps], len(data_pass.batches)
         goes_on = data_pass.ended and len(inputs) > count > 1
+        # Each step has the batch of the step `count` steps before it.
         if goes_on and all(inputs) and inputs[count:] == inputs[:-count]:
             text = f"steps 1 to {count} are repeated in the same order: the loader is read once"
             return wrong(text, data_pass.where, "no_set_epoch")
@@ -278,7 +283,8 @@ def same_augmentation(run):
         text, cure = f"{text} in DataLoader workers", "add 1000 * rank to torch.manual_seed"
         if "worker_init_fn" in run.source:
             cure += ", and let worker_init_fn seed by torch.initial_seed()"
-    verdict = wrong if len(same) == len(states) else unsure  # a size for a batch may be the same
+    # If other generators differ, equal ones may be meant, as for an image size of the whole batch.
+    verdict = wrong if len(same) == len(states) else unsure
     return verdict(f"{text}; {cure}", of_lowest_rank(run.epochs[0]).where, "same_augmentation")
 
 

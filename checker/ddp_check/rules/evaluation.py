@@ -32,7 +32,7 @@ def evaluations(run):
     def evaluates(data_pass):
         if data_pass.dataset in trained or not (data_pass.batches and data_pass.sample_count):
             return False
-        is_left_early = data_pass.dataset not in read_whole  # each time, so that is meant
+        is_left_early = data_pass.dataset not in read_whole  # in every pass, so that is meant
         return data_pass.is_whole or (is_left_early and data_pass.events_of(events.BatchEvaluated))
 
     evaluating = {rank: filter(evaluates, of_rank) for rank, of_rank in run.passes_by_rank.items()}
@@ -63,7 +63,7 @@ def each_sample_is_evaluated_once(run):
 def remainder(parts, evaluations):
     """Return the indices of what all ranks evaluate in another pass, beside their parts.
 
-    A script that drops what cannot be divided among the ranks may evaluate it so.
+    Of 65 samples, a script may divide 64 among its ranks, and let all of them evaluate the last.
     """
     for others in evaluations:
         is_smaller = others[0].sample_count < parts[0].sample_count
@@ -82,7 +82,8 @@ def are_equal(parts, field_name):
 def not_once(parts, evaluated_elsewhere, run):
     """Return the verdict on an evaluation that leaves out samples, or sees some twice.
 
-    It is `unseen` if there is nothing that could be seen twice.
+    If nothing is seen twice because the size is divisible by the number of ranks, it is `unseen`:
+    with another size, DistributedSampler would pad.
     """
     size, samples = parts[0].sample_count, [part.values("indices") for part in parts]
     if None in samples or len({part.subset_checksum for part in parts}) > 1:
@@ -111,9 +112,12 @@ def totals_after(parts):
 def padded(parts, twice):
     """Return the verdict on an evaluation that is padded: that loads so many samples again.
 
-    A script may cut the padding off after a gather, compare only as many as there are, or leave the
-    extra samples out of what the ranks add up. Otherwise they count, if the ranks add up what they
-    have counted, or reduce all that is gathered to one number.
+    What becomes of the extra samples is looked for in this order; if it is not seen, it is unsure:
+    - cut off after a gather: right, but not if DistributedSampler's parts are in blocks, one rank's
+      behind another's: if there are several extra samples, each is the end of another block;
+    - after a gather, only as many are compared or read as are distinct: right;
+    - the ranks add up what they have counted: wrong; but unsure if a total is that of the distinct;
+    - all that is gathered is reduced to one number: wrong.
     """
     loaded = sum(len(part.values("indices")) for part in parts)
     distinct = loaded - twice
@@ -157,6 +161,7 @@ def result_is_of_all(run):
     for parts in divided:
         if verdict := own_part_printed(run, parts):
             return verdict
+    # Those whose parts stay apart, as no collective that follows brings them together:
     kept = [parts for parts in divided if not result_is_shared(run, parts[0].batches[-1], parts)]
     if not kept:
         return passed(counted(len(divided), "evaluation"), divided[0][0].where)
@@ -187,7 +192,7 @@ def own_part(parts):
 def result_is_shared(run, last, parts=()):
     """Return whether a collective that can bring results together follows what rank 0 did last.
 
-    That the ranks add up how many samples they have in their parts is not enough.
+    A single sum is not enough if it is that of how many samples the ranks have in their parts.
     """
     calls = run.following(last, events.Collective, ENDS_AN_EVALUATION)
     names = [call.name for call in calls if not call.in_model]
@@ -202,7 +207,8 @@ def result_is_shared(run, last, parts=()):
 def own_part_printed(run, parts):
     """Return the verdict if rank 0 prints the result of its own part, without the others'.
 
-    It may be a share of its own samples, or of as many as the ranks have added up.
+    It may be a share of its own samples, such as 0.9697 for 32 of 33, or of as many as the ranks
+    have added up: then rank 0 divides its own number by that of all.
     """
     last, own = parts[0].batches[-1], sum(parts[0].sizes)
     added_up = [event.total for event in run.following(last, events.Totalled, ENDS_AN_EVALUATION)]

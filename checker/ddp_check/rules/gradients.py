@@ -85,13 +85,13 @@ def gradients_differ(run):
     if step.bypassed:
         text += f"; the model is called without its wrapper at {short(step.bypassed[0])}"
         return wrong(text, step.bypassed[0], "forward_through_module")
-    if not step.synced:
+    if not step.synced:  # on the lowest rank
         text += "; the last backward() was under no_sync"
         return wrong(text, step.where, "accumulation_without_no_sync")
     if name in step.unreduced:
         text += ", which DDP does not reduce: it was frozen or not there when DDP wrapped them"
         return wrong(text, run.of_lowest_rank(events.Wrap)[-1].where)
-    by_hand = step.reduced and line_of_reduction(run)
+    by_hand = step.reduced and line_of_reduction(run)  # empty if nothing is reduced by hand
     # A parameter of no wrapped model, or no wrapped model at all, is the cause: another rule's.
     unwrapped = step.unwrapped and str(name).startswith(events.PARAMETER)
     follows = bool(unwrapped or not (run.all(events.Wrap) or by_hand))
@@ -108,7 +108,8 @@ def line_of_reduction(run):
 def equal_before_reduction(run):
     """Return the verdict if the ranks reduce by hand gradients that are equal on all of them.
 
-    In most steps, for in some a script may reduce other things, such as losses.
+    They have to be equal in more than half of the steps, for in some a script may reduce other
+    things, such as losses, and in two at least. If all gradients are zero, `all_zero` tells.
     """
     rows = [row for row in run.step_rows if all(step.reduced_all for step in row)]
     equal = [row for row in rows if all(step.reduced == row[0].reduced for step in row)]
@@ -155,7 +156,8 @@ def loss_may_be_a_part(run):
     """Return whether a rank's loss may be its part of the mean over the samples of all ranks.
 
     The sum of the gradients is then right. Such a loss is divided by the number of ranks, or by a
-    number that the ranks add up in each step, such as that of all tokens.
+    number that the ranks add up in each step, such as that of all tokens: a sum of few elements,
+    unlike gradients. Losses that are added up only to print them look the same: it is True, too.
     """
     steps, ranks = run.all(events.Step), run.world_size
     sums = [call for call in run.all(events.Collective) if call.sums and call.elements <= ranks]
@@ -222,6 +224,7 @@ def two_that_differ(values, layout):
 
 def elements_of_means(step):
     """Return over how many elements the losses of a step are means: also by a division."""
+    # A whole divisor may also be a number of micro-batches, which is the same on all ranks.
     return step.means_over + [by for by in step.divisors if by > 1 and by % 1 == 0]
 
 
@@ -259,6 +262,7 @@ def gradients_pass_collectives(run):
             return unsure(text, event.where)
     calls = [call for call in run.all(events.Collective) if call.requires_gradient]
     for call in calls:
+        # The list that all_gather fills is followed, see `GradientLost`; a single tensor is not.
         into_one_tensor = call.name.startswith("all_gather_")
         if call.cuts_gradient and call.elements > 1 and into_one_tensor:
             return unsure("it has no gradient: does a loss depend on what it returns?", call.where)

@@ -70,7 +70,8 @@ def hang(run):
 def with_cause(run, text, where, page="", details=()):
     """Return the verdict on a run that fails or hangs, with the cause if a rank is not there.
 
-    An error that is not about the other ranks says itself what is wrong.
+    An error that is not about the other ranks says itself what is wrong. A rank that has begun
+    fewer epochs, and waits in _sync_buffers, has not left the loop: it evaluates the DDP model.
     """
     syncing_buffers = [
         rank
@@ -101,7 +102,7 @@ def early_stop(run):
         for rank, of_rank in run.passes_by_rank.items()
     }
     pair = differing_ranks(epochs)
-    if not pair or not min(epochs.values()):  # a rank that never began evaluates the DDP model
+    if not pair or not min(epochs.values()):  # one without an epoch may evaluate the DDP model
         return None, ""
     early, late = sorted(pair, key=epochs.get)
     step = len(run.by_rank(events.Step)[early])

@@ -112,6 +112,7 @@ def written_by_several(run, writes_by_path):
             steps_by_rank.setdefault(write.rank, set()).add(write.steps)
             ranks_by_wait.setdefault(write.waits, set()).add(write.rank)
         text = f"ranks {', '.join(map(str, steps_by_rank))} write {Path(path).name}"
+        # The line is that of the highest rank, which should leave the file to the lowest.
         where = next(write.where for write in writes if write.rank == max(steps_by_rank))
         if any(len(ranks) > 1 for ranks in ranks_by_wait.values()):
             return wrong(f"{text} at the same time", where, "every_rank_saves")
@@ -162,7 +163,7 @@ def printed_loss_is_of_all(run):
     for (where, words), printed_here in printed_by_place.items():
         shown, meaning = printed_here[0].shown, printed_here[0].meaning
         if len(printed_here) < 2 or any(each.meaning in (None, RIGHT) for each in printed_here):
-            continue  # once may be chance
+            continue  # once may be chance; and one that is right, or unknown, clears the place
         verdict = wrong if THE_SUM in meaning and not re.search(NAMED_SUM, words) else unsure
         return verdict(f"{shown} is {meaning}", where, "rank_0_loss")
     printed = list(chain(*printed_by_place.values()))
@@ -206,8 +207,10 @@ def printed_after_steps(run):
                 evaluated = passes.get(event.pass_number)
             case events.Print() if steps:
                 until_now = rows[:steps]
+                # The latest step, the epoch so far, all steps: a number may be a mean over any.
                 windows = [until_now[-1:], until_now[steps_before_epoch:], until_now]
-                # A loss may be printed one step after it was reduced.
+                # Rank 0 may know the losses of all by a reduction, perhaps one step ago, or because
+                # it has itself evaluated all samples.
                 reduced = steps_at_reduction >= max(steps - 1, 0)
                 all_seen = evaluated and sum(evaluated.sizes) == evaluated.sample_count
                 printed += numbers_of_line(event, windows, not (reduced or all_seen))
@@ -250,7 +253,7 @@ def possible_values(rows):
         return {}
     ranks, of_rank_0 = len(rows[0]), [row[0] for row in rows]
     over_samples, over_batches = mean_over_samples(steps), mean_over_batches(steps)
-    values = {over_samples: RIGHT}
+    values = {over_samples: RIGHT}  # setdefault: of equal values, the first meaning counts
     divisors = [divisor for step in steps for divisor in step.divisors]
     divided = divisors and all(close(divisor, ranks) for divisor in divisors)
     if divided or any(step.loss_reduced for step in steps):
@@ -267,7 +270,7 @@ def possible_values(rows):
 
 
 def loss_of(step):
-    """Return the loss of a step: the last, or the sum of those that are divided by their number."""
+    """Return the loss of a step: the last, or the sum of N micro-batches, each divided by N."""
     accumulated = [divisor for divisor in step.divisors if close(divisor, len(step.losses))]
     return sum(step.losses) if len(accumulated) > 1 else step.losses[-1]
 

@@ -30,7 +30,8 @@ def weights_agree(run):
 def nothing_is_wrapped(run):
     """Return the verdict on ranks that train models of their own."""
     steps, rows = run.all(events.Step), run.step_rows
-    # With a collective for each step, the ranks may average their gradients by hand.
+    # With a collective for each step, and gradients that are equal in all of them, the ranks may
+    # average their gradients by hand: no fault.
     may_reduce = len(run.of_lowest_rank(events.Collective)) >= len(rows) > 0
     if run.all(events.Wrap) or (may_reduce and not run.first_difference("gradients")):
         return None
@@ -66,7 +67,8 @@ def weights_differ(run):
 def with_earlier_cause(run, number, verdict_without, text, where=""):
     """Return the verdict on weights that differ before the step of this number.
 
-    It is certain if what the ranks train differed in an earlier step.
+    If rates, gradients or buffers differed in an earlier step, that is the cause, and it is wrong.
+    Otherwise it is `verdict_without`, and a load, another start, or else an edit may be the cause.
     """
     causes = {"rates": "learning rates", "gradients": "gradients", "buffers": "buffers"}
     for field_name, words in causes.items():
