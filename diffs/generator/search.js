@@ -3,7 +3,7 @@ const KEPT = 8; // hits shown
 const PARTICULAR = [ // what differs from run to run, or stands above every error
   /Traceback \(most recent call last\):?/g,
   /\bFile "[^"]*", line \d+(, in \S+)?/g,
-  /CUDA kernel errors might be asynchronously.*?device-side assertions\.?/g,
+  /CUDA kernel errors might be asynchronously.*?incorrect\.?(?:\s*For debugging.*?=1\.?)?(?:\s*Compile with.*?assertions\.?)?/g,
   /\bFile [~/\w]\S*:\d+, in \w+(?:\(.*?\))?/g, // of a notebook's traceback
   /\bhttps?:\/\/\S+/g,
   /\b(?:[a-z_]\w*\.)+(?=[A-Z])|\b[a-z_]+(?:\.[a-z_]+){2,}:/g, // the module of an exception or of a logger
@@ -236,8 +236,10 @@ function meet(asked, log) {
 
 // Found on wordings of strangers, as are all weights: the first hit is the more often right, the higher
 // its score and its lead over the second. Two thirds of those at SURE are right, a third of those at LEAST.
+// A question costs little to be wrong about: from NEAR on, half have the right one among the first three.
 const SURE = 9;
 const LEAST = 4.2;
+const NEAR = 3;
 const COMMON_WORD = 2; // less than this is a word that stands in many entries
 const LOG = 40; // more than this is no question
 let index = null;
@@ -280,10 +282,12 @@ function find(text) {
 function fits([first, second], text, all) {
   const { score, present, covered } = first;
   const trust = score - 0.83 * (second?.score ?? 0);
-  first.sure = trust > SURE || covered > 0.8;
+  first.sure = covered > 0.8 || (trust > SURE && (present > 0.4 * all || covered > 0.7));
   const error = NAMED.test(text); // whose message is what one looks for
+  const question = !error && all <= LOG;
+  const least = question && covered > 0.3 ? NEAR : (error ? 1.2 : 1) * LEAST;
   if (present < COMMON_WORD || (error && covered < 0.25 && present < 0.85 * all)) return false;
-  if (trust < (error ? 1.2 : 1) * LEAST && covered < (error || all > LOG ? 0.6 : 0.8)) return false;
+  if (trust < least && covered < (question ? 0.8 : 0.6)) return false;
   // most of a question, or of a message that is not lost in a log of something else
   return present > 0.42 * all || covered > (present > 0.12 * all ? 0.45 : 0.8);
 }
