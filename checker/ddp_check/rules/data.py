@@ -57,7 +57,8 @@ def seen_by_several(epoch):
         return verdict
     shared = repeated(chain(*samples))
     same_for_all = shared and all(set(of_rank) == set(samples[0]) for of_rank in samples)
-    if shared <= padding(list(epoch.values())) and not same_for_all:
+    is_whole = all(data_pass.is_whole for data_pass in epoch.values())
+    if shared <= padding(list(epoch.values())) and not (same_for_all and is_whole):
         return None
     if dealt_by_data_set(epoch):
         return passed("the ranks ask for the same indices, and get other samples")
@@ -67,7 +68,7 @@ def seen_by_several(epoch):
     text = f"{shared} samples are seen by several ranks"
     if differ(epoch, "subset_checksum"):
         return wrong(f"{text}: the split differs from rank to rank", "", "split_differs_by_rank")
-    if all(data_pass.is_whole for data_pass in epoch.values()):
+    if is_whole:
         return wrong(f"{text}: each has a part of an order of its own", "", "rank_seeds_split_data")
     return unsure(f"{text}: each draws from all of them in an order of its own", "", "no_sampler")
 
