@@ -190,7 +190,7 @@ def test_nobody_reaches_the_first_node(cluster, fly):
 @SLOW
 def test_cable_pulled(cluster, fly):
     """While the ranks measure, so that the first node's cannot go on either."""
-    flight = fly()
+    flight = fly(seconds=24)  # as long again as a report may take: a busy machine imports slowly
     measures = "pgrep -f '[p]reflight.py measure' || true"
     flight.wait_for(lambda: cluster.run("bash", "-c", measures, node=2))
     with broken(cluster, None, "ip link set cable2 down", "ip link set cable2 up"):
