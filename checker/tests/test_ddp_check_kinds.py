@@ -1015,6 +1015,10 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
         [*ACCUMULATED, (PRINTED, "{3 * total[0] / total[1]:.4f}")],
         {"printed_loss_is_of_all": PASS},
     ),
+    "all samples are right": (
+        [*ADDED, ("mine == wanted", "mine < 9"), ("accuracy {", "loss 0.50, accuracy {")],
+        {"result_is_of_all": PASS},
+    ),
     "a learning rate is printed": ([*RATE, (SUM, ""), (PRINTED, "{0}")], {}),
     "in buckets": (BUCKETS, {"gradients_are_averaged": PASS}),
     "hooked": (HOOKED, {"gradients_are_averaged": PASS, "weights_agree": PASS}),

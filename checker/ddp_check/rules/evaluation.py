@@ -162,7 +162,7 @@ def result_is_of_all(run):
         if verdict := own_part_printed(run, parts):
             return verdict
     # Those whose parts stay apart, as no collective that follows brings them together:
-    kept = [parts for parts in divided if not result_is_shared(run, parts[0].batches[-1], parts)]
+    kept = [parts for parts in divided if not result_is_shared(run, parts[0].batches[-1])]
     if not kept:
         return passed(counted(len(divided), "evaluation"), divided[0][0].where)
     saves = [
@@ -213,9 +213,12 @@ def own_part_printed(run, parts):
     last, own = parts[0].batches[-1], sum(parts[0].sizes)
     added_up = [event.total for event in run.following(last, events.Totalled, ENDS_AN_EVALUATION)]
     for line in results_of_rank_0(run, last, parts):
+        numbers = numbers_in(line.text)
+        if added_up:  # perhaps the hits, which are as many as the samples if all are right
+            numbers = [number for number in numbers if re.search(SHARE, number.words)]
         is_share = any(
             number.is_share_of(count)
-            for number in numbers_in(line.text)
+            for number in numbers
             for count in (own, *added_up)
             if number.digits > 1 and 0 < number.value < number.whole and count
         )
