@@ -135,13 +135,17 @@ class Counted(Event):
 
     length: int
     reduced: bool  # by sum() or mean()
+    # If it was compared, and holds one rank's part behind another's: how many numbers are equal,
+    # and how many would be if the ranks took turns in it.
+    equal: int | None
+    equal_in_turns: int | None
 
 
 class Totalled(Event):
-    """Tensors of numbers were added up over all ranks, or reduced otherwise: then `own` is None."""
+    """Tensors of numbers were added up over all ranks, or reduced otherwise, or gathered."""
 
     values: list[int]  # those that are whole numbers, and the sum of all if it is one
-    own: float | None  # of this rank, if it is a single number
+    own: float | None  # of this rank, if it is a single number that was added up
     total: float | None  # over the ranks, likewise
 
 

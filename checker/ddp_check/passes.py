@@ -5,13 +5,15 @@ from itertools import chain
 
 from ddp_check import events
 
+MAX_SHARED_BY_EVALUATION = 1  # steps, see `credit`
+
 
 class Pass(events.PassBegun):  # a dataclass, as every subclass of Event becomes one
     """A pass of one rank over a DataLoader: how it began, and what followed."""
 
     batches: list = field(default_factory=list)
     steps: list = field(default_factory=list)
-    steps_of_others: int = 0  # that may have used its batch, and another pass's, which came later
+    shared_steps: int = 0  # that may have used its batch, and were credited to a later pass
     ended: bool = False
     evaluates: bool = False  # a model was called without gradients
     events_after: list = field(default_factory=list)  # that follow one of its batches
@@ -24,7 +26,7 @@ class Pass(events.PassBegun):  # a dataclass, as every subclass of Event becomes
     @property
     def is_training(self):
         """Whether its batches were trained on, perhaps together with those of another pass."""
-        return bool(self.steps) or self.steps_of_others > 1  # a validation may have one: `credit`
+        return bool(self.steps) or self.shared_steps > MAX_SHARED_BY_EVALUATION
 
     def events_of(self, kind):
         """Return the events of a kind that follow one of its batches."""
@@ -83,8 +85,9 @@ def credit(step, recent, passes):
     One that goes on is preferred to one that has ended. If none gave a batch, it was fetched ahead:
     then the step belongs to the pass that took the step before, or to the newest.
 
-    Train, validate until a break, train: the first step of the second training pass is credited to
-    that pass, and counts as one of `steps_of_others` for the validation.
+    Train, validate until a break, train: between the last step before the validation and the first
+    one after it, both the validation and the second training pass give batches. The step is
+    credited to the training pass, and is one of `shared_steps` of the validation.
     """
     training = [data_pass for data_pass in passes if data_pass.steps]
     training_lines = {data_pass.where for data_pass in training}
@@ -99,4 +102,4 @@ def credit(step, recent, passes):
     if candidates:
         candidates[-1].steps.append(step)
         for data_pass in candidates[:-1]:
-            data_pass.steps_of_others += 1
+            data_pass.shared_steps += 1

@@ -88,7 +88,7 @@ class Plan:
         self.lacking = ""  # how the run without translated calls ended
 
     @property
-    def words_of_restart(self):
+    def restart_arguments(self):
         """The arguments of the script when it is started again."""
         return [*self.arguments, *(self.restart_args or [])]
 
@@ -137,12 +137,12 @@ class Plan:
         folder = cwd.with_name(f"{name}.run{len(list(cwd.parent.glob(f'{name}.run*')))}")
         folder.mkdir()
         task = Task(str(folder), f"{cwd}{os.sep}", nproc, translate=self.translated, **options)
-        words = self.command(nproc, cwd, self.folder_of(others_in) if others_in else None)
+        command = self.command(nproc, cwd, self.folder_of(others_in) if others_in else None)
         run = Run(nproc, folder, cwd, str(self.path), self.text, self.translated)
         run.begun = time.monotonic()
         with open(folder / "output", "wb") as output:
             process = subprocess.Popen(
-                [*words, *map(str, arguments or self.arguments)],
+                [*command, *map(str, arguments or self.arguments)],
                 cwd=cwd,
                 env=environment(task, self.env, self.launcher),
                 stdin=subprocess.DEVNULL,
@@ -169,7 +169,7 @@ class Plan:
         return run
 
     def command(self, nproc, cwd, others_in=None):
-        """Return the words that start the script: its copy in this folder, if there is one."""
+        """Return the command that starts the script: its copy in this folder, if there is one."""
         words = [word.replace("NPROC", str(nproc)) for word in LAUNCHERS[self.launcher]]
         # Else torchrun refuses an option of the script that begins like several of its own.
         end_of_options = ["--"] if LAUNCHERS[self.launcher] is TORCHRUN else []

@@ -59,12 +59,12 @@ def without_own_steps(events_by_rank):
 
 
 @dataclass
-class Difference:
-    """The first step in which something is not the same on all ranks, or is not finite on one."""
+class FaultyStep:
+    """The first step in which something differs from rank to rank, or is not finite on one."""
 
     number: int  # of the step, from 1
     row: tuple  # the step of each rank
-    name: str  # of what differs, such as a parameter, or its position in a list
+    name: str = ""  # of what differs, such as a parameter, or its position in a list
 
 
 @dataclass
@@ -123,8 +123,8 @@ class Run:
         return {rank: passes_in(of_rank) for rank, of_rank in self.events_by_rank.items()}
 
     @property
-    def epochs(self):
-        """The pass of each rank for each training epoch: [{rank: pass}]."""
+    def training_passes(self):
+        """The passes that all ranks have trained on, in their order: [{rank: pass}]."""
         columns = [
             [data_pass for data_pass in passes if data_pass.steps]
             for passes in self.passes_by_rank.values()
@@ -182,7 +182,7 @@ class Run:
                 latest_of_rank.update(value if isinstance(value, dict) else enumerate(value))
             for name, value in latest[0].items():
                 if any(latest_of_rank.get(name) != value for latest_of_rank in latest):
-                    return Difference(number, row, name)
+                    return FaultyStep(number, row, name)
         return None
 
     @property
@@ -191,16 +191,18 @@ class Run:
         rows = self.rows(events.Step)  # also the last: it may be why the run failed
         for number, row in enumerate(rows, 1):
             if any(step.infinite for step in row):
-                return Difference(number, row, "")
+                return FaultyStep(number, row)
         return None
 
     @cached_property
     def averages_weights(self):
-        """Whether the ranks take steps of their own, and average their weights now and then."""
+        """Whether the ranks take steps of their own, and average their weights now and then.
+
+        That is inferred: without DDP, gradients differ in a step, and weights agree later on.
+        """
         hooks = [event.name for event in self.all(events.CommHook)]
         if any("localsgd" in name.lower() for name in hooks):
             return True
-        # Without DDP: gradients differ in a step, and yet the weights agree later on.
         first = self.first_difference("gradients")
         if not first or self.all(events.Wrap) or not self.all(events.Collective):
             return False

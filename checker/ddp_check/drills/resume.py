@@ -62,8 +62,8 @@ def own_folders(plan):
         yield title, unseen(reason)
         return
     timeout = min(plan.timeout, 60 + 3 * plan.undisturbed.seconds)
-    words = plan.words_of_restart
-    resumed = plan.run("split", arguments=words, others_in="elsewhere", timeout=timeout)
+    arguments = plan.restart_arguments
+    resumed = plan.run("split", arguments=arguments, others_in="elsewhere", timeout=timeout)
     yield title, resumed_together(plan, resumed)
 
 
@@ -145,7 +145,7 @@ def resumes(plan, interrupted, promise, may_lose_steps):
     if reason := not_interrupted(plan, interrupted):
         yield "it resumes", unseen(reason)
         return
-    resumed = plan.run(interrupted.cwd.name, arguments=plan.words_of_restart)
+    resumed = plan.run(interrupted.cwd.name, arguments=plan.restart_arguments)
     where = "".join(event.where for event in resumed.all(*LOADS)[:1])
     verdict = begins_again(plan, interrupted, resumed, where)
     yield "it resumes", verdict
@@ -165,13 +165,13 @@ def begins_again(plan, interrupted, resumed, where):
     if resumed.returncode != 0:
         end = launch.script_ends(resumed)
         return wrong(f"when started again, it fails: {end.text}", end.where, "", end.details)
-    # If it takes as many steps as without an interruption, it has begun anew.
+    begins_anew = after == total
     text = f"when started again, it begins at step 0 of {total}"
-    if after == total and not where and plan.restart_args is None:
+    if begins_anew and not where and plan.restart_args is None:
         if not re.search(HAS_RESUME, resumed.source):
             return unsure(f"{text}: it has no resume")
         return unsure(f"{text}. If it needs more arguments to resume, add --restart-args '…'")
-    if after == total and saved_steps(interrupted):
+    if begins_anew and saved_steps(interrupted):
         return wrong(text, where)
     text = f"{before} steps, then {after}; uninterrupted, {total}"
     if before + after < total:
@@ -277,7 +277,7 @@ def random_numbers(run, pairs):
     """
     sources = {event.source for event in run.all(events.Drawn)}
     others = sorted(sources - {"torch"})
-    loaders = [of_lowest_rank(epoch) for epoch in run.epochs]
+    loaders = [of_lowest_rank(epoch) for epoch in run.training_passes]
     shuffles = any(loader.shuffle and not loader.distributed for loader in loaders)
     if any(old.random != now.random for old, now in pairs):
         return "(dropout, batches)"
@@ -295,22 +295,27 @@ def resumed_together(plan, resumed):
         return unseen("each rank finds the checkpoint: its path is the same from any folder")
     if resumed.returncode is None and not resumed.hangs:
         return unseen(launch.script_ends(resumed).text)
-    counts = {rank: len(steps) for rank, steps in resumed.by_rank(events.Step).items()}
-    if resumed.returncode and not any(counts.values()):
+    step_counts = {rank: len(steps) for rank, steps in resumed.by_rank(events.Step).items()}
+    if resumed.returncode and not any(step_counts.values()):
         return passed(f"the run ends before its first step: {resumed.ending}")
-    # If all ranks take equally many steps, all may have gone on from the checkpoint: new faults and
-    # the weights tell. Otherwise, or if the run hangs or fails, the others have begun anew.
-    if resumed.returncode == 0 and len(set(counts.values())) == 1:
+    if resumed.returncode == 0 and len(set(step_counts.values())) == 1:
+        # All may have gone on from the checkpoint: new faults and the weights tell.
         first, *_ = [*new_faults(plan, resumed), same_weights(plan, resumed)]
         if first.status == base.PASS:
             return passed("what rank 0 has loaded reaches the others")
         if first.status not in (base.WRONG, base.FRAGILE):
             return unseen(first.text)
-        text = first.text
+        reason = first.text
     else:
-        text = "it resumes, and the others begin anew, with "
-        text += " and ".join(f"{counts[rank]} steps on rank {rank}" for rank in list(counts)[:2])
-        ends = "it hangs" if resumed.returncode is None else resumed.ending
-        text += f"; then {ends}" if resumed.returncode != 0 else ""
-    text = f"only rank 0 finds the checkpoint, and nothing says so: {text}"
+        reason = others_begin_anew(resumed, step_counts)
+    text = f"only rank 0 finds the checkpoint, and nothing says so: {reason}"
     return wrong(text, loads[0][0].where, "unseen_checkpoint")
+
+
+def others_begin_anew(resumed, step_counts):
+    """Return in words that the other ranks have begun at the first step, and how that ends."""
+    counts = [f"{count} steps on rank {rank}" for rank, count in step_counts.items()]
+    text = f"it resumes, and the others begin anew, with {' and '.join(counts[:2])}"
+    if resumed.returncode == 0:
+        return text
+    return f"{text}; then {'it hangs' if resumed.returncode is None else resumed.ending}"

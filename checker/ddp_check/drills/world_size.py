@@ -43,16 +43,16 @@ def steps_agree(plan):
     """Return the verdict on the first steps of many processes and of one."""
     after_some_steps = partial(act_when, lambda seen: count_steps(seen) > STEPS, kill_all)
     many = plan.run("many", scale=1, during=after_some_steps)
-    if verdict := nothing_kept(many):
+    if verdict := no_gradients_kept(many):
         return verdict
-    start, note = str(many.folder), ""
+    start, remark = str(many.folder), ""
     one = plan.run("one", nproc=1, scale=plan.nproc, start=start, during=after_some_steps)
     # If one process then has N times the samples of all ranks, the script has already given it as
     # many as all of them, and the drill must not multiply its batch.
     if close(ratio(samples_in(one), samples_in(many)), plan.nproc, COUNT_TOLERANCE):
         one = plan.run("alone", nproc=1, scale=1, start=start, during=after_some_steps)
-        note = ": the script itself divides its batch by the number of ranks"
-    if verdict := nothing_kept(one) or other_world_size(plan, many, one):
+        remark = ": the script itself divides its batch by the number of ranks"
+    if verdict := no_gradients_kept(one) or other_world_size(plan, many, one):
         return verdict
     rates = other_rates(many, one)
     if rates and rates.status != UNSURE:
@@ -67,7 +67,7 @@ def steps_agree(plan):
         if verdict := other_gradients(many, one, number):
             return verdict
     text = f"samples, learning rates and gradients of {counted(steps, 'step')}, in float64"
-    return rates or passed(f"{text}, to within {TOLERANCE:.0e}{note}")
+    return rates or passed(f"{text}, to within {TOLERANCE:.0e}{remark}")
 
 
 def samples_in(run):
@@ -76,8 +76,8 @@ def samples_in(run):
     return sum(step.sample_count for steps in steps_by_rank for step in steps[:1])
 
 
-def nothing_kept(run):
-    """Return the verdict if the run kept no model to compare."""
+def no_gradients_kept(run):
+    """Return the verdict if the run kept no gradients to compare."""
     if (run.folder / "step1").exists():
         return None
     if run.returncode != 0 and len(run.steps) <= STEPS:
@@ -114,9 +114,9 @@ def other_rates(many, one):
 
 def other_samples(many, one):
     """Return the verdict if the steps do not have the same samples, or that is not seen."""
-    if not (many.epochs and one.epochs):
+    if not (many.training_passes and one.training_passes):
         return unseen("no DataLoader was used to train")
-    passes, (alone,) = many.epochs[0].values(), one.epochs[0].values()
+    passes, (alone,) = many.training_passes[0].values(), one.training_passes[0].values()
     if any(data_pass.values("indices") is None for data_pass in (*passes, alone)):
         return unseen("the samples have no index")
     if any(data_pass.dataset_checksum != alone.dataset_checksum for data_pass in passes):
@@ -165,5 +165,5 @@ def gradient_pairs(many, one, number):
         if of_many is not None and of_one is not None
     ]
     smallest = 1e-6 * max((of_one.abs().max().item() for *_, of_one in pairs), default=0)
-    # `<` is false for NaN as well, which has to be compared. max() overlooks it behind a 0.
-    return [pair for pair in pairs if not max(value.abs().max() for value in pair[1:]) < smallest]
+    # `<` is false for NaN, which has to be compared.
+    return [pair for pair in pairs if not all(value.abs().max() < smallest for value in pair[1:])]

@@ -116,15 +116,20 @@ class Call:
             for tensor in self.tensors:
                 elements = tensor.numel()
                 report_in_backward(tensor, events.ReducedInPlace, self.line, elements=elements)
-        if self.name in REDUCTIONS and not isinstance(result, dist.Work):
-            self.report_total()
+        if isinstance(result, dist.Work):  # it is not finished
+            return
+        if self.name in REDUCTIONS:
+            self.report_total(self.tensors[0])
         if "gather" in self.name:
             loses_gradient = self.cuts_gradient and self.name == "all_gather"
-            after_gather.start(tensors_in(self.parts), self.line if loses_gradient else "")
+            parts = tensors_in(self.parts) or ask(lambda: [*map(torch.as_tensor, self.parts)])
+            after_gather.start(parts or [], self.line if loses_gradient else "")
+            total = ask(sum, parts) if self.name == "all_gather" else None
+            if isinstance(total, torch.Tensor):
+                self.report_total(total)
 
-    def report_total(self):
-        """Report whole numbers that any reduction gave, and their sum: they may count samples."""
-        tensor = self.tensors[0]
+    def report_total(self, tensor):
+        """Report whole numbers that the ranks gave together, and their sum: perhaps of samples."""
         if tensor.numel() > MAX_COUNTS and tensor.is_floating_point():
             return
         numbers = ask(lambda: [*tensor.flatten()[:MAX_COUNTS].tolist(), tensor.sum().item()]) or []
@@ -242,10 +247,22 @@ class AfterGather(TorchFunctionMode):
             return
         length = len(tensor)
         if name == "__getitem__" and isinstance(args[1], slice) and len(result) < length:
-            in_blocks = is_in_blocks(tensor, self.parts)
+            in_blocks = turns_instead(tensor, self.parts) is not None
             report(events.Cut, dropped=length - len(result), in_blocks=in_blocks)
         elif name in READ_OUT and length > 1:
-            report(events.Counted, length=length, reduced=name in TO_ONE_NUMBER)
+            equal, equal_in_turns = None, None
+            for own, other in (args[:2], args[1::-1]) if name in ("__eq__", "eq") else ():
+                same_shape = ask(lambda other=other: other.shape) == tensor.shape
+                turns = turns_instead(own, self.parts) if same_shape else None
+                if turns is not None:
+                    equal, equal_in_turns = int(result.sum()), int((turns == other).sum())
+            report(
+                events.Counted,
+                length=length,
+                reduced=name in TO_ONE_NUMBER,
+                equal=equal,
+                equal_in_turns=equal_in_turns,
+            )
 
     def look_at_gradient(self, arguments, result):
         """Follow what is made of the parts alone, until it meets a tensor that has a gradient.
@@ -268,10 +285,17 @@ class AfterGather(TorchFunctionMode):
 after_gather = AfterGather()
 
 
-def is_in_blocks(tensor, parts):
-    """Return whether a tensor holds the parts of the ranks one after the other, not in turns."""
-    if len({part.shape for part in parts}) != 1 or not parts[0].dim():
-        return False
-    blocks = torch.cat(parts)
-    turns = torch.stack(parts, dim=1).flatten(0, 1)  # as DistributedSampler deals
-    return tensor.equal(blocks) and not tensor.equal(turns)
+def turns_instead(tensor, parts):
+    """Return what the ranks gave, taking turns, if a tensor has one rank's part behind another's.
+
+    If it has not, or both orders are the same, it is None. The end of the tensor may be cut off.
+    """
+    if not parts or not all(part.dim() for part in parts):
+        return None
+    places = torch.cat([torch.arange(len(part)) for part in parts])
+    blocks = ask(torch.cat, parts)
+    if blocks is None or blocks.dtype != tensor.dtype:
+        return None
+    turns = blocks[places.argsort(stable=True)]
+    in_blocks, in_turns = (tensor.equal(order[: len(tensor)]) for order in (blocks, turns))
+    return turns[: len(tensor)] if in_blocks and not in_turns else None

@@ -3,7 +3,7 @@
 A *rule* is a function of a `Run` (run.py). Its docstring is its title: the sentence that is true of
 a right script. It returns a verdict, or None if it found no fault:
 
-    def clipping_sees_gradients(run):
+    def clipping_comes_after_unscale(run):
         "gradients are clipped when no scale is in them"
         for event in run.all(events.Clipped):
             if event.scaled:
@@ -13,7 +13,7 @@ a right script. It returns a verdict, or None if it found no fault:
    `run.by_rank(kind)` gives {rank: events}, `run.of_lowest_rank(kind)` those of one rank, and
    `run.rows(kind)` a tuple of the ranks' events for each that all have. `run.step_rows` has the
    steps that all ranks took, `run.first_difference("rates")` the first one in which a field of
-   `Step` differs, and `run.epochs` the training passes, {rank: pass} each.
+   `Step` differs, and `run.training_passes` has a {rank: pass} for each.
    To print the events of a script of yours:
 
        with planned("train.py") as plan:  # from plan.py

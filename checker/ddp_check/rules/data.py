@@ -8,6 +8,7 @@ from ddp_check import events
 from ddp_check.ranks import counted, differ, of_lowest_rank
 from ddp_check.rules.base import UNSEEN, not_applicable, passed, unseen, unsure, worst, wrong
 
+ENOUGH = 8  # samples: fewer may be equal, or in the same order, by chance
 RANDOM_NUMBERS = {  # by who draws them
     "model": "random numbers in the model, such as dropout's",
     "script": "random numbers in the training loop",
@@ -20,34 +21,36 @@ def ranks_share_data(run):
     on_a_mesh = any(step.mesh_dimensions > 1 for step in run.all(events.Step))
     if run.is_sharded and (on_a_mesh or not rows):
         return not_applicable("ranks that share a model have to have the same batches")
-    of_epochs = shared_in_an_epoch(run.epochs)  # None: no rank trains on another's samples
-    if not of_epochs:
+    verdict = verdict_on_epochs(run.training_passes)
+    if not verdict:  # no rank trains on another's samples
         return never_used(run)
-    if of_epochs.status != UNSEEN:
-        return of_epochs
+    if verdict.status != UNSEEN:
+        return verdict
     # The samples do not tell. The batches that entered the models may: those of the same step, or,
     # if no DataLoader was used, those of any step.
     if rows and all(step.inputs == row[0].inputs for row in rows for step in row):
         text = "in each step, all ranks train on the same batch"
         return wrong(text, rows[0][0].where, "no_sampler")
-    return of_epochs if run.epochs else same_stream(run) or of_epochs
+    if run.training_passes:
+        return verdict
+    return same_stream(run) or verdict
 
 
-def shared_in_an_epoch(epochs):
-    """Return the worst verdict on epochs, also `unseen`; None if each rank has its own samples."""
+def verdict_on_epochs(epochs):
+    """Return the worst verdict on the epochs, or None if each rank has samples of its own."""
     if not epochs:
         return unseen("no DataLoader was used to train, so no sample has an index")
     return worst(
         replace(verdict, text=f"epoch {number}: {verdict.text}", where=of_lowest_rank(epoch).where)
         for number, epoch in enumerate(epochs, 1)
-        if (verdict := seen_by_several(epoch))
+        if (verdict := verdict_on_epoch(epoch))
     )
 
 
-def seen_by_several(epoch):
-    """Return the verdict if ranks train on the same samples; `unseen` if that is not known."""
+def verdict_on_epoch(epoch):
+    """Return the verdict on the samples of an epoch, or None if each rank has its own."""
     if of_lowest_rank(epoch).iterable:
-        return seen_in_several_streams(epoch)
+        return verdict_on_streams(epoch)
     samples = [data_pass.values("base_indices") for data_pass in epoch.values()]
     if None in samples:
         return unseen("the samples have no index")
@@ -58,7 +61,7 @@ def seen_by_several(epoch):
     shared = repeated(chain(*samples))
     same_for_all = shared and all(set(of_rank) == set(samples[0]) for of_rank in samples)
     is_whole = all(data_pass.is_whole for data_pass in epoch.values())
-    if shared <= padding(list(epoch.values())) and not (same_for_all and is_whole):
+    if shared <= padding_allowed(list(epoch.values())) and not (same_for_all and is_whole):
         return None
     if dealt_by_data_set(epoch):
         return passed("the ranks ask for the same indices, and get other samples")
@@ -73,7 +76,7 @@ def seen_by_several(epoch):
     return unsure(f"{text}: each draws from all of them in an order of its own", "", "no_sampler")
 
 
-def seen_in_several_streams(epoch):
+def verdict_on_streams(epoch):
     """Return the verdict if IterableDatasets give several ranks the same samples in an epoch.
 
     Samples have no index there, so they are compared by their values, of which some may be equal.
@@ -81,12 +84,9 @@ def seen_in_several_streams(epoch):
     samples = [data_pass.values("checksums") for data_pass in epoch.values()]
     if None in samples:
         return unseen("the samples cannot be compared")
+    if verdict := repeated_by_workers(samples):
+        return verdict
     distinct = [set(of_rank) for of_rank in samples]
-    times = {count for of_rank in samples for count in Counter(of_rank).values()}
-    # All samples come equally often, and more than once. Of a few distinct ones, that says little.
-    if len(times) == 1 and min(times) > 1 and len(distinct[0]) > 8:
-        text = f"each rank trains {min(times)} times on each sample: does each worker yield all?"
-        return wrong(text, "", "recipes/streaming")
     shared = repeated(chain(*distinct))  # half of all samples if two ranks see the same
     if shared <= sum(map(len, samples)) / 4:
         return None
@@ -94,6 +94,14 @@ def seen_in_several_streams(epoch):
         text = f"each rank trains on the same {counted(len(distinct[0]), 'sample')}"
         return wrong(text, "", "no_sampler")
     return unsure(f"{shared} samples are seen by several ranks", "", "no_sampler")
+
+
+def repeated_by_workers(samples):
+    """Return the verdict if each rank gets all its samples equally often, and more than once."""
+    times = {count for of_rank in samples for count in Counter(of_rank).values()}
+    if len(times) == 1 and min(times) > 1 and len(set(samples[0])) >= ENOUGH:
+        text = f"each rank trains {min(times)} times on each sample: does each worker yield all?"
+        return wrong(text, "", "recipes/streaming")
 
 
 def same_stream(run):
@@ -116,7 +124,7 @@ def repeated(samples):
     return len(samples) - len(set(samples))
 
 
-def padding(passes):
+def padding_allowed(passes):
     """Return how many samples may come twice, so that all ranks have equally many.
 
     DistributedSampler adds less than one for each rank, and Accelerate fills the last batches.
@@ -130,7 +138,8 @@ def never_used(run):
 
     If a state is loaded, the first epoch is left out: it may be the rest of an interrupted one.
     """
-    for epoch in run.epochs[bool(run.all(events.StateLoaded)) :]:
+    begun = 1 if run.all(events.StateLoaded) else 0
+    for epoch in run.training_passes[begun:]:
         passes, first = [*epoch.values()], of_lowest_rank(epoch)
         if not first.sample_count or not all(each.distributed and each.is_whole for each in passes):
             continue
@@ -160,16 +169,16 @@ def sets_differ(epoch):
 def dealt_by_data_set(epoch):
     """Return whether the data set gives each rank something else for the same index.
 
-    It does if the labels differ. If the labels agree, it does not: augmentation changes samples,
-    and leaves their labels as they are. Where there are no labels, or all samples have the same
-    one, the samples decide. It is False if the ranks have no index in common.
+    Augmentation changes samples, and leaves their labels as they are. Where there are no labels, or
+    all samples have the same one, the samples decide.
     """
     labels = checksums_by_index(epoch, "label_checksums")
     labels_tell = len(set(labels[0].values())) > 1
-    same_samples = equal_where_common(checksums_by_index(epoch, "checksums"))
     same_labels = equal_where_common(labels)
-    compared = (same_samples, same_labels) != (None, None)
-    return compared and not same_samples and not (same_labels and labels_tell)
+    same_samples = equal_where_common(checksums_by_index(epoch, "checksums"))
+    if same_samples or (same_labels and labels_tell):
+        return False
+    return False in (same_samples, same_labels)  # None: the ranks have no index in common
 
 
 def checksums_by_index(epoch, field_name):
@@ -198,7 +207,7 @@ def equal_where_common(dictionaries):
 def order_changes(run):
     """the order changes from epoch to epoch"""
     loops = {}  # line of the loop, and what it reads -> the passes of the lowest rank
-    for data_pass in map(of_lowest_rank, run.epochs):
+    for data_pass in map(of_lowest_rank, run.training_passes):
         data = data_pass.subset_checksum, data_pass.tensor_checksum  # each fold has its own
         loops.setdefault((data_pass.where, *data), []).append(data_pass)
     longest = max(loops.values(), key=len, default=[])
@@ -223,7 +232,7 @@ def same_order(run, passes):
     """Return the verdict on passes of one loop, if two in a row have the same order."""
     first, where = passes[0], passes[0].where
     orders = [each.values("checksums" if first.iterable else "indices") for each in passes]
-    if None in orders or len(orders[0]) < 8:
+    if None in orders or len(orders[0]) < ENOUGH:
         return unseen("the samples have no index, or there are too few", where)
     same = [number for number, (old, new) in enumerate(pairwise(orders), 1) if old == new]
     if not same:
@@ -275,8 +284,9 @@ def same_augmentation(run):
     """Return the verdict if samples are made with the same random numbers on all ranks."""
     states = generator_states(run)
     same = [key for key, of_ranks in states.items() if len(set(of_ranks)) == 1]
-    if not same or not run.epochs:
+    if not same or not run.training_passes:
         return None
+    where = of_lowest_rank(run.training_passes[0]).where
     sources = sorted({source for _, source in same})
     text = f"all ranks have the same augmentation: equal seeds of {', '.join(sources)}"
     cure = "add 1000 * rank to each"
@@ -286,7 +296,7 @@ def same_augmentation(run):
             cure += ", and let worker_init_fn seed by torch.initial_seed()"
     # If other generators differ, equal ones may be meant, as for an image size of the whole batch.
     verdict = wrong if len(same) == len(states) else unsure
-    return verdict(f"{text}; {cure}", of_lowest_rank(run.epochs[0]).where, "same_augmentation")
+    return verdict(f"{text}; {cure}", where, "same_augmentation")
 
 
 def same_numbers_drawn(run):
@@ -313,5 +323,6 @@ def different_numbers_drawn(run):
     parts += [what for drawer, what in RANDOM_NUMBERS.items() if drawer in drawers]
     if not parts:
         return unseen("nothing random is drawn, or by a generator that the checker does not know")
-    first = of_lowest_rank(run.epochs[0]) if run.epochs else run.all(events.Step)[0]
-    return passed(f"not the same from rank to rank: {', '.join(parts)}", first.where)
+    first_passes = [of_lowest_rank(row) for row in run.training_passes[:1]]
+    where = [*first_passes, *run.all(events.Step)][0].where
+    return passed(f"not the same from rank to rank: {', '.join(parts)}", where)

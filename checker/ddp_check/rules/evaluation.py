@@ -10,7 +10,7 @@ from itertools import chain
 from ddp_check import events
 from ddp_check.ranks import counted, grouped, of_lowest_rank
 from ddp_check.rules.base import passed, unseen, unsure, worst, wrong
-from ddp_check.rules.data import padding, repeated
+from ddp_check.rules.data import padding_allowed, repeated
 from ddp_check.rules.output import sum_is_printed
 from ddp_check.rules.printed import SAYS_RANK, numbers_in
 
@@ -54,7 +54,10 @@ def each_sample_is_evaluated_once(run):
         replace(verdict, where=where, page="padded_evaluation")
         for (_, where), evaluations_here in evaluated.items()
         for parts in evaluations_here
-        if (verdict := not_once(parts, remainder(parts, chain(*evaluated.values())), run))
+        if (
+            verdict := in_another_order(parts)
+            or not_once(parts, remainder(parts, chain(*evaluated.values())), run)
+        )
     ]
     size, where = max(evaluated)
     return worst(verdicts) or passed(counted(size, "sample"), where)
@@ -77,6 +80,22 @@ def are_equal(parts, field_name):
     """Return whether all ranks evaluate the same known samples, perhaps in other orders."""
     samples = [part.values(field_name) for part in parts]
     return None not in samples and len({tuple(sorted(of_rank)) for of_rank in samples}) == 1
+
+
+def in_another_order(parts):
+    """Return the verdict if the ranks got the samples in turns, and their parts stay in blocks.
+
+    A block is one rank's part. Of the labels, far more agree if the ranks take turns.
+    """
+    samples = [part.values("indices") for part in parts]
+    if any(not of_rank or of_rank[0] != rank for rank, of_rank in enumerate(samples)):
+        return None
+    for event in chain(*(part.events_of(events.Counted) for part in parts)):
+        if event.equal is not None and event.equal_in_turns > event.equal + 2 * event.length**0.5:
+            text = "what is gathered is in another order than the labels, one rank's part behind "
+            text += f"another's: {event.equal} of {event.length} agree, and "
+            return wrong(f"{text}{event.equal_in_turns} if the ranks take turns")
+    return None
 
 
 def not_once(parts, evaluated_elsewhere, run):
@@ -114,26 +133,33 @@ def padded(parts, twice):
 
     What becomes of the extra samples is looked for in this order; if it is not seen, it is unsure:
     - cut off after a gather: right, but not if DistributedSampler's parts are in blocks, one rank's
-      behind another's: if there are several extra samples, each is the end of another block;
+      behind another's, and there are several extra samples, as each is the end of another block;
     - after a gather, only as many are compared or read as are distinct: right;
-    - the ranks add up what they have counted: wrong; but unsure if a total is that of the distinct;
+    - the ranks add up what they have counted, or gather so few numbers that there is none for each
+      sample: wrong; but unsure if a total is that of the distinct;
     - all that is gathered is reduced to one number: wrong.
     """
     loaded = sum(len(part.values("indices")) for part in parts)
     distinct = loaded - twice
     text = f"{loaded} samples, {distinct} of them distinct, of {parts[0].sample_count}"
     calls_by_rank = [sums_and_gathers(part) for part in parts]
-    gathers = max(sum("gather" in call.name for call in calls) for calls in calls_by_rank)
+    gathered = [[call for call in calls if "gather" in call.name] for calls in calls_by_rank]
+    gathers = max(map(len, gathered))
     cuts = [cut for part in parts for cut in part.events_of(events.Cut) if cut.dropped == twice]
-    if cuts:
-        if not parts[0].distributed or not any(cut.in_blocks for cut in cuts):
-            return None
-        text = "what is gathered is in blocks when its end is cut off, so other samples are lost"
-        return wrong(text) if gathers == 1 else unsure(text)  # of several, each may hold one batch
     used = [event for part in parts for event in part.events_of(events.Counted)]
+    if cuts:
+        in_blocks = parts[0].distributed and any(cut.in_blocks for cut in cuts)
+        compared = gathers == 1 and any(event.equal is not None for event in used)
+        if not in_blocks or (twice == 1 and not compared):
+            return None
+        text = "what is gathered is in blocks, one rank's part behind another's, when its end is "
+        text += "cut off: other samples are lost, or in another order than their labels"
+        return wrong(text) if gathers == 1 else unsure(text)  # of several, each may hold one batch
     if any(event.length == distinct for event in used):
         return None
-    if not gathers or all(calls and calls[0].sums for calls in calls_by_rank):
+    of_tensors = not any("object" in call.name for call in chain(*gathered))
+    too_few = sum(call.elements for call in gathered[0]) < len(parts[0].values("indices"))
+    if (of_tensors and too_few) or all(calls and calls[0].sums for calls in calls_by_rank):
         totals = totals_after(parts)
         if distinct in totals and loaded not in totals:
             return unsure(f"it loads {text}: are the extra ones left out?")
@@ -161,15 +187,14 @@ def result_is_of_all(run):
     for parts in divided:
         if verdict := own_part_printed(run, parts):
             return verdict
-    # Those whose parts stay apart, as no collective that follows brings them together:
-    kept = [parts for parts in divided if not result_is_shared(run, parts[0].batches[-1])]
-    if not kept:
+    # No collective that follows brings these together:
+    kept_apart = [parts for parts in divided if not result_is_shared(run, parts[0].batches[-1])]
+    if not kept_apart:
         return passed(counted(len(divided), "evaluation"), divided[0][0].where)
-    saves = [
-        run.following(parts[0].batches[-1], events.Save, ENDS_AN_EVALUATION)[:1] for parts in kept
-    ]
+    last_batches = [parts[0].batches[-1] for parts in kept_apart]
+    saves = [run.following(last, events.Save, ENDS_AN_EVALUATION)[:1] for last in last_batches]
     if any(saves) and not all(saves):  # it chooses when to save
-        text = f"{own_part(kept[0])} before it saves: does it choose by its own part?"
+        text = f"{own_part(kept_apart[0])} before it saves: does it choose by its own part?"
         return unsure(text, next(filter(None, saves))[0].where, "rank_0_loss")
     return unseen("the parts are not brought together, and nothing is printed of them")
 
@@ -179,7 +204,9 @@ def is_divided(parts):
     samples = [part.values("base_indices") for part in parts]
     if None in samples or not all(samples):
         return False
-    return repeated(chain(*map(set, samples))) <= padding(parts)
+    if any(set(of_rank) == set(chain(*samples)) for of_rank in samples):
+        return False
+    return repeated(chain(*map(set, samples))) <= padding_allowed(parts)
 
 
 def own_part(parts):

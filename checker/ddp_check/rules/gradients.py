@@ -91,11 +91,11 @@ def gradients_differ(run):
     if name in step.unreduced:
         text += ", which DDP does not reduce: it was frozen or not there when DDP wrapped them"
         return wrong(text, run.of_lowest_rank(events.Wrap)[-1].where)
-    by_hand = step.reduced and line_of_reduction(run)  # empty if nothing is reduced by hand
+    line_by_hand = line_of_reduction(run) if step.reduced else ""
     # A parameter of no wrapped model, or no wrapped model at all, is the cause: another rule's.
     unwrapped = step.unwrapped and str(name).startswith(events.PARAMETER)
-    follows = bool(unwrapped or not (run.all(events.Wrap) or by_hand))
-    return wrong(text, by_hand or step.where, follows=follows)
+    follows = bool(unwrapped or not (run.all(events.Wrap) or line_by_hand))
+    return wrong(text, line_by_hand or step.where, follows=follows)
 
 
 def line_of_reduction(run):
@@ -113,7 +113,8 @@ def equal_before_reduction(run):
     """
     rows = [row for row in run.step_rows if all(step.reduced_all for step in row)]
     equal = [row for row in rows if all(step.reduced == row[0].reduced for step in row)]
-    if run.world_size < 2 or len(equal) < 2 or len(equal) <= len(rows) / 2 or equal[0][0].zero:
+    in_most_steps = len(equal) > max(1, len(rows) / 2)
+    if run.world_size < 2 or not in_most_steps or equal[0][0].zero:
         return None
     step, text = equal[0][0], "before they are all-reduced, all ranks have the same"
     if not run.all(events.Wrap):
@@ -271,7 +272,7 @@ def gradients_pass_collectives(run):
     return passed(counted(len(calls), "call"), calls[0].where)
 
 
-def clipping_sees_gradients(run):
+def clipping_comes_after_unscale(run):
     """gradients are clipped when no scale is in them"""
     for event in run.all(events.Clipped):
         if event.scaled:

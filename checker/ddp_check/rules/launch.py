@@ -70,15 +70,17 @@ def hang(run):
 def with_cause(run, text, where, page="", details=()):
     """Return the verdict on a run that fails or hangs, with the cause if a rank is not there.
 
-    An error that is not about the other ranks says itself what is wrong. A rank that has begun
-    fewer epochs, and waits in _sync_buffers, has not left the loop: it evaluates the DDP model.
+    A rank that has begun fewer epochs, and waits in _sync_buffers, has not left the loop: it
+    evaluates the DDP model.
     """
+    # An error that is not about the other ranks says itself what is wrong.
+    tells_its_cause = run.returncode and run.raised and not re.search(OF_OTHERS, run.ending)
     syncing_buffers = [
         rank
         for rank, stack in run.stacks.items()
         if any(function == "_sync_buffers" for _, _, function in stack)
     ]
-    if not (run.returncode and run.raised and not re.search(OF_OTHERS, run.ending)):
+    if not tells_its_cause:
         early_rank, reason = early_stop(run)
         if reason and early_rank not in syncing_buffers:
             return wrong(f"{reason}; {text}", where, "recipes/early_stopping", details)

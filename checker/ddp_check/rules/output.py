@@ -86,9 +86,12 @@ def file_uses(run, kinds):
 
 
 def only_clears(run, where):
-    """Return whether a line of the script opens a file, and the next one writes nothing into it."""
-    _, _, number = where.rpartition(":")
-    next_line = run.source.splitlines()[int(number) :][:1] if number else []
+    """Return whether a line opens a file, and the next one writes nothing into it."""
+    name, _, number = where.rpartition(":")
+    path = run.cwd / name
+    if not path.is_file():
+        return False
+    next_line = path.read_text(encoding="utf-8", errors="replace").splitlines()[int(number) :][:1]
     return [line.strip() for line in next_line] == ["pass"]
 
 
@@ -192,7 +195,7 @@ def printed_after_steps(run):
     passes = {each.pass_number: each for each in of_lowest_rank(run.passes_by_rank)}
     rows = run.rows(events.Step)
     steps = steps_before_epoch = 0
-    steps_at_reduction = -1  # of the latest reduction
+    steps_at_reduction = -1  # before the latest reduction; -1: there was none
     evaluated = None  # the latest pass, unless a step came since
     printed = []
     for event in of_lowest_rank(run.events_by_rank):
@@ -211,7 +214,7 @@ def printed_after_steps(run):
                 windows = [until_now[-1:], until_now[steps_before_epoch:], until_now]
                 # Rank 0 may know the losses of all by a reduction, perhaps one step ago, or because
                 # it has itself evaluated all samples.
-                reduced = steps_at_reduction >= max(steps - 1, 0)
+                reduced = steps_at_reduction >= steps - 1
                 all_seen = evaluated and sum(evaluated.sizes) == evaluated.sample_count
                 printed += numbers_of_line(event, windows, not (reduced or all_seen))
     return printed
@@ -253,7 +256,7 @@ def possible_values(rows):
         return {}
     ranks, of_rank_0 = len(rows[0]), [row[0] for row in rows]
     over_samples, over_batches = mean_over_samples(steps), mean_over_batches(steps)
-    values = {over_samples: RIGHT}  # setdefault: of equal values, the first meaning counts
+    values = {over_samples: RIGHT}  # of equal values, the first meaning counts: setdefault
     divisors = [divisor for step in steps for divisor in step.divisors]
     divided = divisors and all(close(divisor, ranks) for divisor in divisors)
     if divided or any(step.loss_reduced for step in steps):
