@@ -296,6 +296,12 @@ class StateLoaded(Event):
     wraps: int  # how many models had been wrapped before
 
 
+class NothingLoaded(Event):
+    """With strict=False, a model has loaded nothing: it has no name that the state has."""
+
+    name: str  # the first in the state
+
+
 class Evaluated(Event):
     """A model is called without gradients, for the first time since a pass over data began."""
 

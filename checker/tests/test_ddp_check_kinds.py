@@ -222,6 +222,7 @@ LOADED = [
     r"\(rank or net.load_state_dict",
     [after(WRAP, "    net.load_state_dict({k: 2 * v for k, v in net.state_dict().items()})\n")],
 ]
+LOOSELY = "    net.load_state_dict(same, strict=False)\n"
 AVERAGE = [
     before(READY, "    average = torch.optim.swa_utils.AveragedModel(net)\n"),
     after(STEP, "            average.update_parameters(net)\n"),
@@ -786,6 +787,12 @@ KINDS = {
     ),
     "loaded after wrapping": Kind(
         WEIGHTS, [("    net.load_state_dict({k", "    rank or net.load_state_dict({k")], *LOADED
+    ),
+    "a state that does not fit": Kind(
+        {"loaded_names_fit": WRONG},
+        [("{k: v", "{f'module.{k}': v")],
+        r"nothing is loaded: the model has no module.0.weight, nor any other \(net.load_state",
+        [before(WRAP, "    same = {k: v for k, v in net.state_dict().items()}\n" + LOOSELY)],
     ),
     "a buffer of its own": Kind(
         {"weights_agree": UNSURE},

@@ -302,7 +302,12 @@ def clip(original, *args, **kwargs):
 def load_state_dict(original, self, *args, **kwargs):
     """Report that a state is loaded."""
     report(events.StateLoaded, wraps=len(state.wrapped))
-    return original(self, *args, **kwargs)
+    result = original(self, *args, **kwargs)
+    with harmless:
+        unexpected = ask(lambda: result.unexpected_keys)  # an optimizer returns nothing
+        if unexpected and len(unexpected) == len(args[0] if args else kwargs["state_dict"]):
+            report(events.NothingLoaded, name=unexpected[0])
+    return result
 
 
 @patch(*(f"torch.optim.lr_scheduler.{name}.step" for name in SCHEDULERS))

@@ -23,6 +23,7 @@ SUBJECTS = {  # event: what is counted when a rule passes, and what is said if a
     events.Gpu: ("GPU", "no GPU is named, or GPU calls were not translated (--translate yes)"),
     events.Print: ("line", "nothing is printed"),
     events.Save: ("save", "nothing is saved with torch.save"),
+    events.StateLoaded: ("state", "no state is loaded"),
     events.Load: ("load", "an uninterrupted run loads nothing (--drill kill starts it again)"),
 }
 RULES = {  # rule: what it needs to look at
@@ -45,6 +46,7 @@ RULES = {  # rule: what it needs to look at
     output.one_rank_writes: [],
     output.plain_names: [events.Save],
     output.safe_loads: [events.Load],
+    output.loaded_names_fit: [events.StateLoaded],
     evaluation.each_sample_is_evaluated_once: [events.PassBegun],
     evaluation.result_is_of_all: [],
     launch.same_collectives: [events.Collective],

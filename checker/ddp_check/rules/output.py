@@ -154,6 +154,14 @@ def safe_loads(run):
             return fragile("an untrusted file could run code", event.where, "weights_only_false")
 
 
+def loaded_names_fit(run):
+    """a model has the names that it loads"""
+    for event in run.all(events.NothingLoaded):
+        text = f"with strict=False, nothing is loaded: the model has no {event.name}, nor any other"
+        page = "module_prefix_saved" if event.name.startswith("module.") else ""
+        return wrong(text, event.where, page)
+
+
 def printed_loss_is_of_all(run):
     """a printed loss is that of all ranks"""
     if run.is_sharded and not any(step.inputs for step in run.all(events.Step)):

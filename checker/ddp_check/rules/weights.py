@@ -77,6 +77,7 @@ def with_earlier_cause(run, number, verdict_without, text, where=""):
             text += f"; it follows from the {words} in step {earlier.number}"
             return wrong(text, where, follows=True)
     loads = [load for load in run.all(events.StateLoaded) if load.wraps]
+    page = "edit_on_one_rank"
     if line := line_of_some_ranks(run):
         text, where = f"{text}: not all ranks load a state here", line
     elif number == 1 and loads:
@@ -84,9 +85,10 @@ def with_earlier_cause(run, number, verdict_without, text, where=""):
         where = loads[-1].where
     elif number == 1 and not run.all(events.Wrap):
         text += "; broadcast them at the start, or seed all ranks alike"
+        page = "recipes/in_buckets"
     else:
         text += "; were they edited?"
-    return verdict_without(text, where, "edit_on_one_rank")
+    return verdict_without(text, where, page)
 
 
 def line_of_some_ranks(run):
