@@ -22,12 +22,12 @@ def divisions_by_world_size(run):
     lines = []
     for scope in [tree, *functions.values()]:
         for call in backward_calls(scope):
-            lines += divisions(call, sizes)
-            for statement in changes_of(names_in(call), scope):
-                if statement.lineno <= call.lineno:
-                    called = [functions[name] for name in functions if name in names_in(statement)]
-                    for node in [statement, *called]:
-                        lines += divisions(node, sizes)
+            changes = changes_of(names_in(call), scope)
+            before = [statement for statement in changes if statement.lineno <= call.lineno]
+            used = set().union(*map(names_in, before))
+            called = [function for name, function in functions.items() if name in used]
+            for node in [call, *before, *called]:
+                lines += divisions(node, sizes)
     return [f"{run.script}:{number}" for number in dict.fromkeys(lines)]
 
 

@@ -48,6 +48,10 @@ def test_a_lookup_is_no_import(tmp_path, monkeypatch):
 
 
 HOSTILE = '''
+import io
+import tempfile
+from torch.utils._python_dispatch import TorchDispatchMode
+
 class Hostile:
     """Raises when it is asked for anything, lies about its length, and equals nothing."""
 
@@ -82,6 +86,18 @@ class Pathless:
 
     def flush(self):
         pass
+
+
+class Recorder(TorchDispatchMode):
+    """Records what is computed, as a profiler would."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 class Endless(Hostile):
@@ -127,12 +143,37 @@ SURROUNDED = [
         "\ndef main",
         """
 class Calm(nn.Sequential):
+    def __eq__(self, other):
+        return torch.tensor([True, False])
+
+    __hash__ = nn.Module.__hash__
+
     def forward(self, inputs, _=None):
         return super().forward(inputs)
 
 """,
     ),
     before("            torch.save(", '            torch.save({"a": {}}, Pathless())\n'),
+    (
+        "            loss.backward()\n",
+        """            with torch.device("meta"):
+                loss.backward()
+""",
+    ),
+    before(
+        "    dist.barrier()\n",
+        """    inputs, layer = torch.ones(1, 4), nn.Linear(4, 4)
+    assert torch.jit.trace(net.eval(), inputs)(inputs).equal(net(inputs))
+    with Recorder() as recorder, torch.no_grad():
+        layer(inputs)
+    assert recorder.calls == ["t", "addmm"], recorder.calls
+    with sys.stdout as stdout:
+        assert isinstance(stdout, io.TextIOBase)
+    os.chdir(made := tempfile.mkdtemp())
+    os.rmdir(made)
+    dist.all_reduce(torch.ones(1))
+""",
+    ),
 ]
 
 

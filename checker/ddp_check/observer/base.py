@@ -6,16 +6,19 @@ import multiprocessing
 import os
 import sys
 import time
+import traceback
 from dataclasses import dataclass, field, fields
 
 import torch
 from torch._C import _current_graph_task_id
+from torch.optim import optimizer
 from torch.utils.data import get_worker_info
 
 from ddp_check.events import BetweenSteps, Drawn, Start, Trouble
 from ddp_check.protocol import HERE, STACKS, VARIABLE, Task, is_own
 
 TASK = Task(**json.loads(os.environ[VARIABLE]))
+STEP_WRAPPER = (optimizer.__file__, "wrapper")  # in which PyTorch calls the step of an optimizer
 torch_save, torch_load = torch.save, torch.load  # before they are patched
 
 
@@ -28,7 +31,8 @@ class SinceStep(BetweenSteps):
     loss_scaled: bool = False  # by a GradScaler
     projection: float = 0.0  # of the gradients that this rank has computed
     used: set = field(default_factory=set)  # identities of parameters that got a gradient here
-    reduced: list = field(default_factory=list)  # (checksum, elements) that the script added up
+    # (checksum, number of elements) of each tensor that the script itself adds up over the ranks:
+    added_up: list = field(default_factory=list)
 
     def as_reported(self):
         """Return the fields that `Step` shares."""
@@ -53,10 +57,10 @@ class State:
     total_backwards: int = 0  # backward passes, which are no events: tells before from after
     in_forward: bool = False  # of DDP, which calls the unwrapped model
     in_loader: bool = False  # a DataLoader makes its next batch
+    unfinished_line: str = ""  # of what is printed
     in_sharded_save: bool = False  # which calls torch.save for its parts
     in_collective: bool = False
-    in_step: int = 0  # depth of nested calls: one optimizer's step may call another's
-    in_scheduler: int = 0  # likewise
+    in_scheduler: int = 0  # depth of nested calls: one scheduler's step may call another's
     in_module: int = 0  # likewise, of nested modules
     generator: torch.Tensor | None = None  # state up to which it is known who drew random numbers
     gradients_scaled: bool = False  # a GradScaler's factor is in them
@@ -76,14 +80,15 @@ def report(kind, where="", **values):
     Without `where`, it has the line of the script that is running. A worker reports its random
     numbers alone.
     """
-    in_worker = get_worker_info() is not None
-    if in_worker and kind is not Drawn:
-        return
-    pid = multiprocessing.parent_process().pid if in_worker else os.getpid()
-    if state.pid != pid:  # at the start, and after a fork
-        open_files(pid)
-    event = kind(time=time.monotonic(), where=where or script_line(), **values)
-    os.write(state.descriptor, f"{event}\n".encode(errors="replace"))
+    with harmless:  # a disk may be full, and a value that cannot be written
+        in_worker = get_worker_info() is not None
+        if in_worker and kind is not Drawn:
+            return
+        pid = multiprocessing.parent_process().pid if in_worker else os.getpid()
+        if state.pid != pid:  # at the start, and after a fork
+            open_files(pid)
+        event = kind(time=time.monotonic(), where=where or script_line(), **values)
+        os.write(state.descriptor, f"{event}\n".encode(errors="replace"))
 
 
 def open_files(pid):
@@ -148,16 +153,33 @@ def script_line(outside=(), direct=False):
     frame = sys._getframe(1)
     while frame:
         path = frame.f_code.co_filename
-        # Left out are a `print` of the script's own, and methods of `outside`: the caller is meant.
-        passes_on = frame.f_code.co_name == "print"
-        if outside and id(frame.f_locals.get("self")) in outside:
-            passes_on = True
-        if is_own(path) and not passes_on:
-            return f"{os.path.abspath(path).removeprefix(TASK.folder)}:{frame.f_lineno}"
+        if is_own(path) and not passes_on(frame, outside):
+            path = os.path.normpath(os.path.join(TASK.folder, path))
+            return f"{path.removeprefix(TASK.folder)}:{frame.f_lineno}"
         if direct and not path.startswith(f"{HERE}{os.sep}"):
             return ""
         frame = frame.f_back
     return ""
+
+
+def passes_on(frame, outside):
+    """Return whether a function of the script only passes a call on, so its caller is meant.
+
+    It is a `print` of the script's own, or a method of an object in `outside`.
+    """
+    if frame.f_code.co_name == "print":
+        return True
+    return bool(outside) and id(frame.f_locals.get("self")) in outside
+
+
+def callers():
+    """Return the code of all functions that are running, the innermost first."""
+    return [frame.f_code for frame, _ in traceback.walk_stack(sys._getframe(1))]
+
+
+def depth_of_steps():
+    """Return how many steps of optimizers are running, one inside the other."""
+    return [(code.co_filename, code.co_name) for code in callers()].count(STEP_WRAPPER)
 
 
 def in_backward():

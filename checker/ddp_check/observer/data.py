@@ -18,6 +18,7 @@ from ddp_check.observer.group import after_gather
 from ddp_check.observer.patches import patch
 from ddp_check.observer.randomness import ignoring_draws
 from ddp_check.observer.values import (
+    UNKNOWN_SAMPLES,
     checksum,
     describe_samples,
     fingerprint,
@@ -26,12 +27,8 @@ from ddp_check.observer.values import (
 )
 
 ITERATOR = "torch.utils.data.dataloader._BaseDataLoaderIter"
-UNKNOWN = ("checksums", "label_checksums", "width", "label_size")  # of a batch without tensors
 MAX_OBJECTS = 1000  # of a data set that are searched for generators
 MAX_WRAPPERS = 3  # around a batch sampler, such as Accelerate's
-
-
-# ---------------------------------------------------------------- passes
 
 
 @dataclass
@@ -40,7 +37,7 @@ class PassState:
 
     pass_number: int
     subset: list | None  # indices that Subsets keep, or None for all
-    samples_before: int  # that were loaded for the next step before this pass began
+    samples_before: int  # loaded for the next step when this pass began
     requested: deque = field(default_factory=deque)  # indices of batches, not returned yet
 
 
@@ -169,9 +166,9 @@ def next_batch(original, self):
 
 
 def end_pass(pass_state):
-    """Report that a pass is over. Without a step, its samples are not those of the next step."""
+    """Report that a pass is over."""
     report(events.PassEnded, pass_number=pass_state.pass_number)
-    if state.no_step_in_pass:
+    if state.no_step_in_pass:  # as in an evaluation: it has loaded nothing for the next step
         state.since_step.sample_count = pass_state.samples_before
     after_gather.resume()
 
@@ -181,9 +178,9 @@ def report_batch(pass_state, batch):
     requested = pass_state.requested.popleft() if pass_state.requested else None
     indices = ask(lambda: [operator.index(index) for index in requested])  # None: of another type
     base_indices = indices
-    if indices is not None and pass_state.subset is not None:
+    if pass_state.subset is not None:
         base_indices = ask(lambda: [pass_state.subset[index] for index in indices])
-    samples = ask(describe_samples, batch) or dict.fromkeys(UNKNOWN)
+    samples = ask(describe_samples, batch, default=UNKNOWN_SAMPLES)
     state.since_step.sample_count += len(samples["checksums"] or ())
     state.batch_is_unevaluated = state.batch_is_unused = True
     report(
@@ -228,7 +225,7 @@ def is_generator(value):
 
 
 def states_by_source(fetcher):
-    """Return a checksum of each source of random numbers that may make the samples."""
+    """Return {source of random numbers: checksum of its state} of all that may make samples."""
     if not hasattr(fetcher, "_ddp_check"):
         fetcher._ddp_check = generators_of(fetcher.dataset)
     return {
@@ -252,20 +249,24 @@ def checksum_of_states(generators):
 @patch("torch.utils.data._utils.fetch._MapDatasetFetcher.fetch")
 def fetch(original, self, indices):
     """Report the state from which each generator makes this process's first random sample."""
-    before, after = {}, {}
+    before = {}
     with harmless:
         before = states_by_source(self)
     batch = original(self, indices)
     with harmless:
-        after = states_by_source(self) if before else {}
-        worker = data.get_worker_info()
-        for source, checksum_after in after.items():
-            if checksum_after != before[source] and is_first("drawn", source):
-                report(
-                    events.Drawn,
-                    source=source,
-                    before=before[source],
-                    after=checksum_after,
-                    worker=worker and worker.id,
-                )
+        report_drawn(before, states_by_source(self))
     return batch
+
+
+def report_drawn(before, after):
+    """Report each source whose state has changed, if it is the first time in this process."""
+    worker = data.get_worker_info()
+    for source in before:
+        if after[source] != before[source] and is_first("drawn", source):
+            report(
+                events.Drawn,
+                source=source,
+                before=before[source],
+                after=after[source],
+                worker=worker.id if worker else None,
+            )

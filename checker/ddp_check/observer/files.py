@@ -17,38 +17,33 @@ from ddp_check.protocol import is_own
 CODE = (".py", ".pyc")
 MAX_LINE = 200  # characters of a printed line that are kept
 
-# ---------------------------------------------------------------- printed lines
+
+stdout = sys.stdout  # the script may give sys.stdout another value
+stdout_write = stdout.write  # before it is replaced
 
 
-class ReportingStream:
-    """A stream that reports each line written to it."""
-
-    def __init__(self, stream):
-        self.stream = stream
-        self.unfinished = ""  # line
-
-    def write(self, text):
-        with harmless:
-            *lines, self.unfinished = f"{self.unfinished}{text}".split("\n")
-            for line in filter(str.strip, lines):
-                report(Print, text=line[:MAX_LINE])
-        return self.stream.write(text)
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
+def write(text):
+    """Report each line that is written to standard output, and write it."""
+    with harmless:
+        *lines, state.unfinished_line = f"{state.unfinished_line}{text}".split("\n")
+        for line in filter(str.strip, lines):
+            report(Print, text=line[:MAX_LINE])
+    return stdout_write(text)
 
 
 def log(original, self, record):  # a FileHandler is a StreamHandler, too
-    """Report what the script logs, unless it goes to a stream that reports it anyway."""
-    if ask(is_own, record.pathname) and not isinstance(self.stream, ReportingStream):
-        text = ask(self.format, record)  # logging itself tells what is wrong with a record
-        if text:
-            report(Print, text=text[:MAX_LINE])
+    """Report what the script logs, unless it goes to standard output, which reports it anyway."""
+    with harmless:
+        if self.stream is not stdout and ask(is_own, record.pathname):
+            text = ask(self.format, record)  # logging itself tells what is wrong with a record
+            if text:
+                report(Print, text=text[:MAX_LINE])
     return original(self, record)
 
 
 intercept(logging.StreamHandler, "emit", log)
-sys.stdout = ReportingStream(sys.stdout)
+with harmless:
+    stdout.write = write  # not another stream: a script may ask for any attribute of this one
 
 # ---------------------------------------------------------------- files
 
@@ -57,24 +52,26 @@ def audit(event, args):
     """Keep the user's own files unchanged, and report what the script opens and renames."""
     with harmless:
         if event == "open":
-            look_at_open(*args)
+            audit_open(*args)
         elif event == "sqlite3.connect" and isinstance(args[0], str):
             detach(args[0], truncates=False)
         elif event == "os.rename" and script_line():
-            old_name, path = (os.path.realpath(os.fsdecode(name)) for name in args[:2])
-            path = path if path.startswith(TASK.folder) else None
+            old_name, new_name = (os.path.realpath(os.fsdecode(name)) for name in args[:2])
+            path = new_name if new_name.startswith(TASK.folder) else None
             report(Written, path=path, old_name=old_name)
 
 
-def look_at_open(path, mode, flags):
-    """Look at a call of open(), or of os.open(), which has no mode."""
+def audit_open(path, mode, flags):
+    """Detach a file that is opened for writing, and report what the script opens in its folder."""
     if isinstance(path, int):
-        return
+        return  # a descriptor that is open already
     path, writes = os.fsdecode(path), flags & (os.O_WRONLY | os.O_RDWR)
     if writes:
         detach(path, truncates=bool(flags & os.O_TRUNC))
+    if not mode:
+        return  # os.open(), which libraries call
     real = os.path.realpath(path)
-    if not mode or not real.startswith(TASK.folder) or real.endswith(CODE) or not script_line():
+    if not real.startswith(TASK.folder) or real.endswith(CODE) or not script_line():
         return
     if writes and "a" not in mode:
         report(Written, path=real)
@@ -100,19 +97,30 @@ sys.addaudithook(audit)
 @patch("torch.save")
 def save(original, obj, f, *args, **kwargs):
     """Report a file once it is saved."""
-    path = f if isinstance(f, str | os.PathLike) else ask(getattr, f, "name")
-    if path is f:  # PyTorch opens it in C++, of which no audit event tells
-        detach(f)
+    with harmless:
+        if isinstance(f, str | os.PathLike):
+            detach(f)  # PyTorch opens it in C++, of which no audit event tells
     steps = state.steps
     result = original(obj, f, *args, **kwargs)
     is_storage = isinstance(obj, torch.TypedStorage | torch.UntypedStorage)  # of what is pickled
-    if is_storage or state.in_sharded_save or not script_line():
-        return result
-    path = os.path.realpath(path) if isinstance(path, str | os.PathLike) else None
+    with harmless:
+        if script_line() and not (is_storage or state.in_sharded_save):
+            report_save(obj, f, steps)
+    return result
+
+
+def report_save(obj, file, steps):
+    """Report that an object was saved to a path or an open file."""
+    path = file if isinstance(file, str | os.PathLike) else ask(getattr, file, "name")
     items = ask(items_in, obj, default=[])
     keys = [str(key) for key, _ in items if ask(lambda key: key.startswith("module."), key)]
-    report(Save, path=path, keys=keys[:3], shard=ask(shard_in, items, default=""), steps=steps)
-    return result
+    report(
+        Save,
+        path=os.path.realpath(path) if isinstance(path, str | os.PathLike) else None,
+        keys=keys[:3],
+        shard=ask(shard_in, items, default=""),
+        steps=steps,
+    )
 
 
 def items_in(obj):
@@ -136,11 +144,12 @@ def shard_in(items):
 @patch("torch.load")
 def load(original, *args, **kwargs):
     """Report a file that the script itself loads."""
-    if script_line(direct=True):
-        weights_only = kwargs.get("weights_only")
-        if weights_only is None:  # PyTorch's default
-            weights_only = kwargs.get("pickle_module") is None
-        report(Load, weights_only=bool(weights_only))
+    with harmless:
+        if script_line(direct=True):
+            weights_only = kwargs.get("weights_only")
+            if weights_only is None:  # PyTorch's default
+                weights_only = kwargs.get("pickle_module") is None
+            report(Load, weights_only=bool(weights_only))
     return original(*args, **kwargs)
 
 

@@ -18,6 +18,7 @@ from ddp_check import events
 from ddp_check.observer.base import (
     TASK,
     ask,
+    depth_of_steps,
     harmless,
     in_backward,
     is_first,
@@ -34,8 +35,6 @@ SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 MAX_COUNTS = 64  # numbers that are added up at once, among which may be that of the samples
 TO_ONE_NUMBER = ("sum", "mean")
 READ_OUT = ("__eq__", "eq", "__ne__", "ne", "numpy", "tolist", *TO_ONE_NUMBER)
-
-# ---------------------------------------------------------------- process group
 
 
 def meet_here(address):
@@ -97,8 +96,8 @@ class Call:
     def announce(self):
         """Report the call before it is made."""
         elements = max((tensor.numel() for tensor in self.tensors), default=0)
-        if self.sums and elements > 1 and not (state.in_forward or state.in_step):
-            state.since_step.reduced.append((checksum(self.tensors), elements))
+        if self.sums and elements > 1 and not (state.in_forward or depth_of_steps()):
+            state.since_step.added_up.append((checksum(self.tensors), elements))
         report(
             events.Collective,
             where=self.line,
@@ -110,8 +109,8 @@ class Call:
             cuts_gradient=self.cuts_gradient,
         )
 
-    def look_at(self, result):
-        """Look at what the call has changed."""
+    def report_result(self, result):
+        """Report what the call has given, as far as it is of interest."""
         if self.sums and self.cuts_gradient:
             for tensor in self.tensors:
                 elements = tensor.numel()
@@ -119,21 +118,21 @@ class Call:
         if isinstance(result, dist.Work):  # it is not finished
             return
         if self.name in REDUCTIONS:
-            self.report_total(self.tensors[0])
+            self.report_numbers(self.tensors[0])
         if "gather" in self.name:
             loses_gradient = self.cuts_gradient and self.name == "all_gather"
             parts = tensors_in(self.parts) or ask(lambda: [*map(torch.as_tensor, self.parts)])
             after_gather.start(parts or [], self.line if loses_gradient else "")
             total = ask(sum, parts) if self.name == "all_gather" else None
             if isinstance(total, torch.Tensor):
-                self.report_total(total)
+                self.report_numbers(total)
 
-    def report_total(self, tensor):
-        """Report whole numbers that the ranks gave together, and their sum: perhaps of samples."""
+    def report_numbers(self, tensor):
+        """Report the whole numbers that the ranks gave together: they may count samples."""
         if tensor.numel() > MAX_COUNTS and tensor.is_floating_point():
             return
-        numbers = ask(lambda: [*tensor.flatten()[:MAX_COUNTS].tolist(), tensor.sum().item()]) or []
-        whole = [int(value) for value in numbers if ask(lambda value: value % 1 == 0, value)]
+        numbers = ask(lambda: [*tensor.flatten()[:MAX_COUNTS].tolist(), tensor.sum().item()])
+        whole = [int(value) for value in numbers or () if ask(lambda value: value % 1 == 0, value)]
         total = number_in(self.tensors)
         report(events.Totalled, values=whole, own=self.own_number, total=total)
 
@@ -154,9 +153,8 @@ def report_in_backward(tensor, kind, line, **values):
     """Report an event if a backward pass goes through this tensor; a leaf is where it ends."""
 
     def report_once(_):
-        with harmless:
-            if is_first(kind, line, *values.values()):
-                report(kind, line, **values)
+        if is_first(kind, line, *values.values()):
+            report(kind, line, **values)
 
     if tensor.requires_grad and not tensor.is_leaf:
         tensor.register_hook(report_once)
@@ -182,7 +180,7 @@ def collective(original, *args, **kwargs):
         state.in_collective = False
     if call:
         with harmless:
-            call.look_at(result)
+            call.report_result(result)
     return result
 
 
@@ -235,12 +233,12 @@ class AfterGather(TorchFunctionMode):
         if self.parts is not None:
             with harmless:
                 name = getattr(func, "__name__", "")
-                self.look_at_length(name, args, result)
+                self.report_length(name, args, result)
                 if len(self.ranks_of) and torch.is_grad_enabled() and name != "detach":
-                    self.look_at_gradient([args, kwargs], result)
+                    self.follow_parts([args, kwargs], result)
         return result
 
-    def look_at_length(self, name, args, result):
+    def report_length(self, name, args, result):
         """Report a cut, and the length of what is compared or read."""
         tensor = args[0] if args else None
         if not isinstance(tensor, torch.Tensor) or not tensor.dim():
@@ -264,11 +262,15 @@ class AfterGather(TorchFunctionMode):
                 equal_in_turns=equal_in_turns,
             )
 
-    def look_at_gradient(self, arguments, result):
+    def follow_parts(self, arguments, result):
         """Follow what is made of the parts alone, until it meets a tensor that has a gradient.
 
         A backward pass through the result then ends at the parts. This rank's own part is excepted
-        if the script has put its tensor with the gradient in that place: `parts[rank] = mine`.
+        if it has the gradient of what was gathered:
+
+            dist.all_gather(parts, mine)  # no part has a gradient
+            parts[rank].copy_(mine)  # now one has
+            torch.cat(parts)  # made of the parts of all ranks; the others have lost theirs
         """
         ranks = set()
         for tensor in tensors_in(arguments):

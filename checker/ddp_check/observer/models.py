@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 from torch.nn.modules import module as hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -49,9 +50,6 @@ class Forward(NamedTuple):
     model: int
     backwards: int  # passes that came before it: the next one follows all calls with this number
     synced: bool  # its gradients will be reduced
-
-
-# ---------------------------------------------------------------- wrapped models
 
 
 @patch(f"{DDP}.__init__")
@@ -145,18 +143,21 @@ def note_inputs(module, args, kwargs):
 
 @hooks.register_module_forward_pre_hook
 def enter_module(module, args):
-    """Look at a call of any module."""
+    """Observe that any module is called."""
     if is_compiling():
         return  # the hooks would become a part of the graph
     state.in_module += 1
+    if is_recorded():
+        return
     with harmless:
         if state.in_module == 1:
             credit_script()
             state.batch_is_unused = False
         if torch.is_grad_enabled():
-            enter_training(module)
-        elif module in state.wrapped or state.in_module == 1:
-            enter_evaluation(module, args)
+            note_bypass(module)
+            watch_sharded_inputs(module)
+        elif is_wrapped(module) or state.in_module == 1:
+            report_evaluation(module, args)
 
 
 @functools.partial(hooks.register_module_forward_hook, always_call=True)
@@ -165,24 +166,42 @@ def leave_module(module, _, __):
     if is_compiling():
         return
     state.in_module -= 1
-    if state.in_module == 0:
+    if state.in_module == 0 and not is_recorded():
         with harmless:
             credit_draws("model")
 
 
-def enter_training(module):
-    """Note a training call that bypasses DDP, and from now on what enters a sharded model."""
+def is_recorded():
+    """Return whether PyTorch records what is computed: the observer must not compute then.
+
+    That is so in torch.jit.trace, and in a mode such as FlopCounterMode.
+    """
+    return torch.jit.is_tracing() or _len_torch_dispatch_stack() > 0
+
+
+def note_bypass(module):
+    """Note a training call of a wrapped model, or of its part, that does not go through DDP."""
     number, bypasses = model_numbers.get(id(module)), state.since_step.bypasses
-    # In a backward pass, checkpointing calls modules again.
-    bypassed = number is not None and not (state.in_forward or in_backward())
-    trains = bypassed and any(value.requires_grad for value in module.parameters())
-    if trains and number not in bypasses:
+    if number is None or number in bypasses:
+        return
+    if state.in_forward or in_backward():  # in a backward pass, checkpointing calls modules again
+        return
+    if any(value.requires_grad for value in module.parameters()):
         bypasses[number] = script_line(outside=model_numbers)
+
+
+def watch_sharded_inputs(module):
+    """Note the inputs of the first sharded model that is called, as of those in DDP."""
     if SHARDED & {kind.__name__ for kind in type(module).__mro__} and is_first("sharded"):
         module.register_forward_pre_hook(note_inputs, with_kwargs=True)
 
 
-def enter_evaluation(module, args):
+def is_wrapped(module):
+    """Return whether a module is the model in a wrapper, by identity: `==` may be the script's."""
+    return any(module is model for model in state.wrapped)
+
+
+def report_evaluation(module, args):
     """Report that a batch is evaluated, and, once in a pass, the model that does it."""
     if isinstance(module, DistributedDataParallel):
         return  # it calls the wrapped model
@@ -199,7 +218,7 @@ def enter_evaluation(module, args):
             steps=state.steps,
             checksums=checksums(values),
             noisy=next((type(part).__name__ for part in module.modules() if is_noisy(part)), ""),
-            wrapped=module in state.wrapped,
+            wrapped=is_wrapped(module),
             pass_number=state.passes,
             inputs=checksum(tensors_in(args), quick=True),
         )

@@ -49,9 +49,9 @@ def are_within(count, before, after):
     """Return whether at most so many numbers were drawn between two states of a generator."""
     generator = torch.Generator()
     generator.set_state(before)
-    numbers = torch.rand(count + WINDOW, generator=generator)
+    numbers = torch.rand(count + WINDOW, generator=generator, device="cpu")
     generator.set_state(after)
-    following = torch.rand(WINDOW, generator=generator)
+    following = torch.rand(WINDOW, generator=generator, device="cpu")
     return bool((numbers.unfold(0, WINDOW, 1) == following).all(dim=1).any())
 
 

@@ -42,12 +42,10 @@ def end_in_fork(_):
 
 def gloo_threads_that_stay():
     """Return how many threads of gloo are there two seconds after the group was destroyed."""
-    threads = count_gloo_threads()
-    for _ in range(20):
-        if threads:
-            time.sleep(0.1)  # Linux lists a thread for a moment after it has ended
-            threads = count_gloo_threads()
-    return threads
+    end = time.monotonic() + 2
+    while (count := count_gloo_threads()) and time.monotonic() < end:
+        time.sleep(0.1)  # Linux lists a thread for a moment after it has ended
+    return count
 
 
 def count_gloo_threads():

@@ -2,9 +2,7 @@
 
 import math
 import re
-import sys
 import time
-import traceback
 from collections import Counter
 
 import torch
@@ -16,6 +14,8 @@ from ddp_check.observer.base import (
     TASK,
     SinceStep,
     ask,
+    callers,
+    depth_of_steps,
     harmless,
     report,
     save_for_checker,
@@ -36,7 +36,6 @@ from ddp_check.protocol import STEPS
 STATISTICS = r"(^|\.)(running_|num_batches_)\w+( of model \d+)?$"  # of normalization layers
 BATCH_COUNT = "num_batches_tracked"  # of BatchNorm, which uses it only without a momentum
 MAX_PROJECTED = 1 << 16  # elements of a parameter that enter a projection
-STEP_WRAPPER = (optimizers.__file__, "wrapper")  # in which PyTorch calls the step of an optimizer
 SCHEDULERS = [  # the others do not call the step of the first one
     "LRScheduler",
     "ReduceLROnPlateau",
@@ -47,19 +46,13 @@ SCHEDULERS = [  # the others do not call the step of the first one
 
 projecting = {}  # identity of a parameter -> the handle of its hook, in the first steps
 
-# ---------------------------------------------------------------- steps
-
 
 @optimizers.register_optimizer_step_pre_hook
 def enter_step(optimizer, args, kwargs):
     """Report a step before it is taken, while the gradients are there."""
-    callers = [frame.f_code for frame, _ in traceback.walk_stack(sys._getframe())]
-    wrappers = [code for code in callers if (code.co_filename, code.co_name) == STEP_WRAPPER]
-    # Read off the stack, for after an exception in a step, `leave_step` is not called.
-    state.in_step = len(wrappers)
-    if state.in_step > 1:
-        return
-    if "_init_optim_state" in {code.co_name for code in callers}:
+    if depth_of_steps() > 1:
+        return  # an optimizer lets another one take its step
+    if "_init_optim_state" in {code.co_name for code in callers()}:
         return  # it makes the state that a sharded checkpoint is loaded into
     if ask(float, getattr(optimizer, "found_inf", None), default=0):
         return  # a fused optimizer skips the step itself when a GradScaler tells it to
@@ -74,12 +67,6 @@ def enter_step(optimizer, args, kwargs):
         report_step(optimizer, closure is not None)
     state.since_step = SinceStep()
     state.no_step_in_pass = False
-
-
-@optimizers.register_optimizer_step_post_hook
-def leave_step(optimizer, args, kwargs):
-    """Note that a step is over, which PyTorch tells only of one that has not failed."""
-    state.in_step -= 1
 
 
 def save_gradients():
@@ -156,17 +143,16 @@ class OptimizerParameters:
 
 def report_step(optimizer, closure):
     """Report the step that an optimizer is about to take, with what happened since the last one."""
-    wrappers = [reference() for reference in state.wrappers]
+    wrappers = [wrapper for reference in state.wrappers if (wrapper := reference()) is not None]
     since, parameters = state.since_step, OptimizerParameters(optimizer)
     gradients = parameters.gradients
     elements = sum(gradient.numel() for gradient in gradients.values())
     report(
         events.Step,
         **since.as_reported(),
-        # A parameter without a gradient has None here, of which the checksum is 0.
-        gradients=checksums({**dict.fromkeys(parameters.by_name), **gradients}, quick=True),
+        gradients=dict.fromkeys(parameters.by_name, 0) | checksums(gradients, quick=True),
         weights=checksums(parameters.by_name) if wants_weights() else None,
-        rates=[float(group.get("lr", 0)) for group in optimizer.param_groups],
+        rates=[ask(float, group.get("lr"), default=0.0) for group in optimizer.param_groups],
         **describe_projections(parameters),
         infinite=parameters.not_finite(since.losses),
         zero=not any(bool(local_part(gradient).any()) for gradient in gradients.values()),
@@ -177,13 +163,13 @@ def report_step(optimizer, closure):
         mesh_dimensions=parameters.mesh_dimensions,
         has_state=bool(optimizer.state),
         closure=closure,
-        synced=all(call.synced for call in since.forwards[-1:]),
-        reductions=most_reductions(since.forwards),
-        reduced=[total for total, _ in since.reduced],
-        reduced_all=sum(count for _, count in since.reduced) >= elements,
+        synced=not since.forwards or since.forwards[-1].synced,
+        reductions=reductions_by_ddp(since.forwards),
+        reduced=[total for total, _ in since.added_up],
+        reduced_all=sum(count for _, count in since.added_up) >= elements,
         training=all(state.wrapped[number].training for number in parameters.models.values()),
         **describe_buffers(),
-        in_join=any(wrapper._join_config.enable for wrapper in wrappers if wrapper),
+        in_join=any(wrapper._join_config.enable for wrapper in wrappers),
     )
 
 
@@ -197,9 +183,12 @@ def wants_weights():
     return state.no_step_in_pass or not state.wrapped or is_power_of_2
 
 
-def most_reductions(forwards):
-    """Return how many backward passes reduced gradients, of the model with the most."""
-    # Calls of a model with the same `backwards` share the next backward pass, which counts once.
+def reductions_by_ddp(forwards):
+    """Return how many backward passes reduced gradients, of the model with the most.
+
+    A GAN may call its discriminator twice for one loss: both calls have the same number of
+    `backwards` before them, so they share the backward pass that follows, and count once.
+    """
     reduced = {(call.model, call.backwards) for call in forwards if call.synced}
     return max(Counter(model for model, _ in reduced).values(), default=0)
 
@@ -243,7 +232,7 @@ def project_own(gradient):
 def projection(gradient):
     """Return a number to compare gradients by: a sum that weighs their elements differently."""
     elements = gradient.detach().flatten()[:MAX_PROJECTED].double().cpu()
-    return float(elements @ torch.arange(len(elements), dtype=torch.double).cos())
+    return float(elements @ torch.arange(len(elements), dtype=torch.double, device="cpu").cos())
 
 
 def describe_projections(parameters):
@@ -254,15 +243,10 @@ def describe_projections(parameters):
         return {"own_gradient": None, "taken_gradient": None}
     taken = sum(map(projection, gradients))
     if state.steps >= STEPS:
-        project_no_longer()
+        for hook in projecting.values():
+            hook.remove()  # as it costs time
+        projecting.clear()
     return {"own_gradient": since.projection, "taken_gradient": taken}
-
-
-def project_no_longer():
-    """Remove the hooks, which cost time."""
-    for handle in projecting.values():
-        handle.remove()
-    projecting.clear()
 
 
 # ---------------------------------------------------------------- GradScaler

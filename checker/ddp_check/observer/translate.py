@@ -1,6 +1,5 @@
 """Runs a script that was written for GPUs on the CPU: translates its calls and reports them."""
 
-import contextlib
 import inspect
 import os
 import re
@@ -98,19 +97,27 @@ def numbers_as_devices(func, args, kwargs):
     return args, kwargs
 
 
-class Idle(contextlib.nullcontext):
-    """A stream, an event or a context of one: on the CPU, everything has happened already."""
+class Ignored:
+    """Stands for what only GPUs need. Each of its methods does nothing, and returns it."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+    def __getattr__(self, name):
+        return lambda *_, **__: self
+
+
+class Idle(Ignored):
+    """A stream or an event: what it is asked for has happened, as an object counts as True."""
 
     def __init__(self, *_, **__):
-        super().__init__(self)  # what `with` gives
         report_translated("a stream or an event")
 
     def elapsed_time(self, _):
         return 1.0
-
-    # Its methods wait for nothing, or ask whether something has happened: an object counts as True.
-    def __getattr__(self, name):
-        return lambda *_: self
 
 
 class Generator(torch.Generator):
@@ -125,7 +132,7 @@ class Generator(torch.Generator):
 torch.Generator = Generator
 for name in ("Stream", "Event", "stream", "current_stream", "default_stream", "device"):
     setattr(torch.cuda, name, Idle)
-torch.cuda.nvtx = torch.cuda.profiler = Idle.__new__(Idle)  # __init__ would report a call
+torch.cuda.nvtx = torch.cuda.profiler = Ignored()
 for name in [name for name in dir(torch.cuda) if name.endswith("Tensor")]:
     setattr(torch.cuda, name, getattr(torch, name))
 ANSWERS = {  # every other function answers 0
@@ -198,20 +205,28 @@ def autocast(original, self, device_type, dtype=None, enabled=True, cache_enable
     original(self, device_type, dtype, enabled, cache_enabled)
 
 
-# DDP refuses SyncBatchNorm, which `normalize` computes, and communication in bfloat16.
+# DDP refuses SyncBatchNorm, which is computed below, and communication in bfloat16.
 for name in ("_passing_sync_batchnorm_handle", "_check_comm_hook"):
     setattr(DistributedDataParallel, name, lambda self, _: None)
 
 
-def sum_over_ranks(tensor, group):
-    """Return the sum of a tensor over the ranks."""
-    result = tensor.detach().clone()
-    group.allreduce([result]).wait()  # not by a function that is patched
-    return result
+class SumOverRanks(torch.autograd.Function):
+    """The sum of a tensor over the ranks of a group. The losses of all of them depend on it."""
+
+    @staticmethod
+    def forward(ctx, tensor, group):
+        ctx.group = group
+        result = tensor.contiguous().clone()
+        group.allreduce([result]).wait()  # not by a function that is patched
+        return result
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return SumOverRanks.apply(gradient, ctx.group), None
 
 
 @patch("torch.nn.SyncBatchNorm.forward")
-def normalize(original, self, tensor):
+def normalize_over_ranks(original, self, tensor):
     """Normalize this rank's samples together with those of the others, as one batch."""
     report_translated("SyncBatchNorm")
     if not (self.training and dist.is_initialized()):
@@ -219,14 +234,11 @@ def normalize(original, self, tensor):
     group = self.process_group or dist.group.WORLD
     rank, sizes = group.rank(), torch.zeros(group.size(), dtype=torch.int)
     sizes[rank] = len(tensor)
-    sizes = sum_over_ranks(sizes, group).tolist()
+    sizes = SumOverRanks.apply(sizes, group).tolist()
     before, after = sum(sizes[:rank]), sum(sizes[rank + 1 :])
     # Each rank fills its place in a batch of zeros, so the sum over the ranks is the whole batch.
     padded = torch.nn.functional.pad(tensor, [0, 0] * (tensor.dim() - 1) + [before, after])
-    if padded.requires_grad:  # the losses of all ranks depend on it
-        padded.register_hook(lambda gradient: sum_over_ranks(gradient, group))
-    # The sum has no gradient, so a difference of zero lends it that of `padded`.
-    batch = sum_over_ranks(padded, group) + (padded - padded.detach())
+    batch = SumOverRanks.apply(padded, group)
     return _BatchNorm.forward(self, batch)[before : before + len(tensor)]
 
 

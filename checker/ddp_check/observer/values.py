@@ -12,10 +12,10 @@ MAX_PER_SAMPLE = 1 << 10  # elements that enter the checksum of a sample
 MAX_QUICK = 1 << 16  # elements of a tensor that enter a quick checksum
 MAX_PARTS = 30  # first items of a list or attributes of an object that enter its fingerprint
 MAX_BYTES = 1e8  # a larger array does not enter a fingerprint
+# The fields of `Batch` that tell of samples, of a batch without tensors:
+UNKNOWN_SAMPLES = {"checksums": None, "label_checksums": None, "width": None, "label_size": None}
 # Types for isinstance: a tensor in float32 on the CPU is a torch.FloatTensor.
 LOWER_PRECISION = (torch.FloatTensor, torch.BFloat16Tensor, torch.HalfTensor)
-
-# ---------------------------------------------------------------- tensors
 
 
 def tensors_in(values):
@@ -81,27 +81,38 @@ def checksums(named, quick=False):
 
 
 def describe_samples(batch):
-    """Return what a `Batch` event says about its samples, each a row in some of its tensors."""
+    """Return the fields of a `Batch` event that tell of its samples.
+
+    A sample has a row in each tensor that is as long as the first: its label is in the one with the
+    shortest rows.
+    """
     tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
     count = len(tensors[0]) if tensors else 0
-    parts = [  # with a row for each sample; the smallest part is its label
+    parts = [
         tensor.detach().cpu().reshape(count, -1)
         for tensor in tensors
         if len(tensor) == count and tensor.numel()
     ]
     parts.sort(key=lambda part: part.shape[1])
-    # Of each sample: of no part, of the first (its label), of the first two, …, of all.
-    totals = [[0] * count]
-    for part in parts:
-        elements = part[:, :: 1 + part.shape[1] // MAX_PER_SAMPLE].contiguous()
-        rows = elements.view(torch.uint8).numpy()
-        totals.append([zlib.crc32(row, total) for row, total in zip(rows, totals[-1])])
+    if not parts:
+        return UNKNOWN_SAMPLES
+    label, *others = parts
+    label_checksums = checksums = with_rows([0] * count, label)
+    for part in others:
+        checksums = with_rows(checksums, part)
     return {
-        "checksums": totals[-1] if parts else None,
-        "label_checksums": totals[1] if len(parts) > 1 else None,
+        "checksums": checksums,
+        "label_checksums": label_checksums if others else None,
         "width": sum(part.shape[1] for part in parts),
-        "label_size": parts[0].shape[1] if parts else None,
+        "label_size": label.shape[1],
     }
+
+
+def with_rows(checksums, part):
+    """Return the checksums of samples, continued by the row that each has in a further tensor."""
+    elements = part[:, :: 1 + part.shape[1] // MAX_PER_SAMPLE].contiguous()
+    rows = elements.view(torch.uint8).numpy()
+    return [zlib.crc32(row, checksum) for row, checksum in zip(rows, checksums)]
 
 
 def fingerprint(value, depth=5):
