@@ -142,11 +142,11 @@ class Counted(Event):
 
 
 class Totalled(Event):
-    """Tensors of numbers were added up over all ranks, or reduced otherwise, or gathered."""
+    """Numbers of all ranks were reduced, or gathered: they may count samples."""
 
-    values: list[int]  # those that are whole numbers, and the sum of all if it is one
-    own: float | None  # of this rank, if it is a single number that was added up
-    total: float | None  # over the ranks, likewise
+    values: list[int]  # the results that are whole numbers, and their sum if that is one
+    own: float | None  # what this rank added, if it is a single number
+    total: float | None  # the result, if it is a single number
 
 
 # ---------------------------------------------------------------- data

@@ -10,7 +10,7 @@ import traceback
 from dataclasses import dataclass, field, fields
 
 import torch
-from torch._C import _current_graph_task_id
+from torch._C import _current_graph_task_id, _len_torch_dispatch_stack
 from torch.optim import optimizer
 from torch.utils.data import get_worker_info
 
@@ -185,6 +185,14 @@ def depth_of_steps():
 def in_backward():
     """Return whether a backward pass is running."""
     return _current_graph_task_id() >= 0
+
+
+def is_recorded():
+    """Return whether PyTorch records what is computed: the observer must not compute then.
+
+    That is so in torch.jit.trace, and in a mode such as FlopCounterMode.
+    """
+    return torch.jit.is_tracing() or _len_torch_dispatch_stack() > 0
 
 
 def save_for_checker(name, values):

@@ -22,6 +22,7 @@ from ddp_check.observer.base import (
     harmless,
     in_backward,
     is_first,
+    is_recorded,
     report,
     script_line,
     state,
@@ -34,7 +35,8 @@ REDUCTIONS = ("all_reduce", "reduce")
 SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 MAX_COUNTS = 64  # numbers that are added up at once, among which may be that of the samples
 TO_ONE_NUMBER = ("sum", "mean")
-READ_OUT = ("__eq__", "eq", "__ne__", "ne", "numpy", "tolist", *TO_ONE_NUMBER)
+EQUALS = ("__eq__", "eq")
+READ_OUT = (*EQUALS, "__ne__", "ne", "numpy", "tolist", *TO_ONE_NUMBER)
 
 
 def meet_here(address):
@@ -230,7 +232,7 @@ class AfterGather(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if self.parts is not None:
+        if self.parts is not None and not is_recorded():
             with harmless:
                 name = getattr(func, "__name__", "")
                 self.report_length(name, args, result)
@@ -249,11 +251,8 @@ class AfterGather(TorchFunctionMode):
             report(events.Cut, dropped=length - len(result), in_blocks=in_blocks)
         elif name in READ_OUT and length > 1:
             equal, equal_in_turns = None, None
-            for own, other in (args[:2], args[1::-1]) if name in ("__eq__", "eq") else ():
-                same_shape = ask(lambda other=other: other.shape) == tensor.shape
-                turns = turns_instead(own, self.parts) if same_shape else None
-                if turns is not None:
-                    equal, equal_in_turns = int(result.sum()), int((turns == other).sum())
+            if name in EQUALS and ask(lambda: args[1].shape) == tensor.shape:
+                equal, equal_in_turns = self.count_equal(*args[:2], result)
             report(
                 events.Counted,
                 length=length,
@@ -261,6 +260,17 @@ class AfterGather(TorchFunctionMode):
                 equal=equal,
                 equal_in_turns=equal_in_turns,
             )
+
+    def count_equal(self, tensor, other, result):
+        """Return how many numbers are equal, and how many would be if the ranks took turns.
+
+        That is None unless one of these tensors has one rank's part behind another's.
+        """
+        for gathered, expected in ((tensor, other), (other, tensor)):
+            turns = turns_instead(gathered, self.parts)
+            if turns is not None:
+                return int(result.sum()), int((turns == expected).sum())
+        return None, None
 
     def follow_parts(self, arguments, result):
         """Follow what is made of the parts alone, until it meets a tensor that has a gradient.
@@ -294,10 +304,10 @@ def turns_instead(tensor, parts):
     """
     if not parts or not all(part.dim() for part in parts):
         return None
-    places = torch.cat([torch.arange(len(part)) for part in parts])
     blocks = ask(torch.cat, parts)
     if blocks is None or blocks.dtype != tensor.dtype:
         return None
+    places = torch.cat([torch.arange(len(part), device=blocks.device) for part in parts])
     turns = blocks[places.argsort(stable=True)]
     in_blocks, in_turns = (tensor.equal(order[: len(tensor)]) for order in (blocks, turns))
     return turns[: len(tensor)] if in_blocks and not in_turns else None

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 from torch.nn.modules import module as hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -22,6 +21,7 @@ from ddp_check.observer.base import (
     harmless,
     in_backward,
     is_first,
+    is_recorded,
     report,
     save_for_checker,
     script_line,
@@ -169,14 +169,6 @@ def leave_module(module, _, __):
     if state.in_module == 0 and not is_recorded():
         with harmless:
             credit_draws("model")
-
-
-def is_recorded():
-    """Return whether PyTorch records what is computed: the observer must not compute then.
-
-    That is so in torch.jit.trace, and in a mode such as FlopCounterMode.
-    """
-    return torch.jit.is_tracing() or _len_torch_dispatch_stack() > 0
 
 
 def note_bypass(module):

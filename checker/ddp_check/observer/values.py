@@ -116,7 +116,10 @@ def with_rows(checksums, part):
 
 
 def fingerprint(value, depth=5):
-    """Return a checksum that is the same for equal data sets, whatever they consist of."""
+    """Return a checksum that is the same for equal data sets, whatever they consist of.
+
+    Others may share it, for only the first parts of each part enter it.
+    """
     if isinstance(value, torch.Tensor):
         return checksum([value])
     if isinstance(value, str | bytes | int | float):
