@@ -25,6 +25,18 @@ def test_this_pytorch_has_what_is_patched(tmp_path):
     assert [event.error for event in run.all(events.Trouble)] == []
 
 
+def test_a_sitecustomize_of_the_machine_runs_too(tmp_path):
+    machine = tmp_path / "machine"
+    machine.mkdir()
+    write(machine / "sitecustomize.py", "import sys\n\nsys.plum = 'blue'\n")
+    script = write(tmp_path / "script.py", "import sys\n\nimport torch\n\nsys.plum\n")
+    how = {"launcher": "python", "env": {"RANK": "0", "PYTHONPATH": str(machine)}}
+    with planned(script, **how) as plan:
+        run = plan.undisturbed
+    assert run.returncode == 0, run.output
+    assert run.all(events.Start)
+
+
 def test_events_are_read_as_they_were_written():
     written = events.Save(where="a.py:3", path=None, keys=["module.a"], shard="", steps=3)
     assert events.read(str(written)) == written

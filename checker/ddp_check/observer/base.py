@@ -54,7 +54,7 @@ class State:
     batch_is_unused: bool = False  # no model was called since the last batch
     batch_is_unevaluated: bool = False  # no model was called without gradients since then
     steps: int = 0  # of the optimizers
-    total_backwards: int = 0  # backward passes, which are no events: tells before from after
+    total_backwards: int = 0  # backward passes so far
     in_forward: bool = False  # of DDP, which calls the unwrapped model
     in_loader: bool = False  # a DataLoader makes its next batch
     unfinished_line: str = ""  # of what is printed
@@ -62,7 +62,7 @@ class State:
     in_collective: bool = False
     in_scheduler: int = 0  # depth of nested calls: one scheduler's step may call another's
     in_module: int = 0  # likewise, of nested modules
-    generator: torch.Tensor | None = None  # state up to which it is known who drew random numbers
+    credited_up_to: torch.Tensor | None = None  # state of PyTorch's generator at the last look
     gradients_scaled: bool = False  # a GradScaler's factor is in them
     gpu: int = 0  # that "cuda" means
     # The models inside DDP, kept because the script may have deleted the wrapper by the end:

@@ -22,7 +22,8 @@ def note_graph(root):
     since, nodes = state.since_step, [root]
     for node in nodes:  # the list grows by the inputs of each
         name = type(node).__name__
-        since.loss_reduced |= name == "_AllReduceBackward"
+        if name == "_AllReduceBackward":
+            since.loss_reduced = True
         if elements := ask(elements_of, node, name):
             since.means_over.append(elements)
         if name.startswith(SCALAR_NODES) and len(nodes) <= MAX_NODES:

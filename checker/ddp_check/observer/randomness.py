@@ -20,8 +20,8 @@ def credit_draws(owner):
     """Note that this owner has drawn what was drawn since the last look at the generator."""
     if state.in_loader:
         return
-    before, after = state.generator, torch.get_rng_state()
-    state.generator = after
+    before, after = state.credited_up_to, torch.get_rng_state()
+    state.credited_up_to = after
     if before is None or after.equal(before):
         return
     since = state.since_step
@@ -42,7 +42,7 @@ def credit_script():
 def forget_draws():
     """Credit nobody with what was drawn since the last look at the generator."""
     if not state.in_loader:
-        state.generator = torch.get_rng_state()
+        state.credited_up_to = torch.get_rng_state()
 
 
 def are_within(count, before, after):

@@ -35,8 +35,8 @@ def end():
 
 
 def end_in_fork(_):
-    """Let a forked multiprocessing.Process call `end`: it runs finalizers, but not atexit's."""
-    if state.pid != os.getpid():  # else it was spawned, and runs atexit's
+    """Let a forked multiprocessing.Process call `end`, as it calls no function of atexit's."""
+    if state.pid != os.getpid():  # else it was spawned, and calls them
         multiprocessing.util.Finalize(None, end, exitpriority=-1000)  # the last to be called
 
 

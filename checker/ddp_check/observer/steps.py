@@ -36,7 +36,7 @@ from ddp_check.protocol import STEPS
 STATISTICS = r"(^|\.)(running_|num_batches_)\w+( of model \d+)?$"  # of normalization layers
 BATCH_COUNT = "num_batches_tracked"  # of BatchNorm, which uses it only without a momentum
 MAX_PROJECTED = 1 << 16  # elements of a parameter that enter a projection
-SCHEDULERS = [  # the others do not call the step of the first one
+SCHEDULERS = [  # that have a step() of their own
     "LRScheduler",
     "ReduceLROnPlateau",
     "ChainedScheduler",

@@ -1,10 +1,12 @@
 """Python imports this file at startup; a process then reports what it does with PyTorch."""
 
-import importlib
+import importlib.machinery
+import importlib.util
 import os
 import sys
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(os.path.dirname(HERE))
 
 
 def load(name):
@@ -16,6 +18,15 @@ def load(name):
         sys.path.remove(ROOT)
 
 
+def run_hidden():
+    """Run the sitecustomize that Python would import without this one, such as a cluster's."""
+    paths = [path for path in sys.path if os.path.abspath(path) != HERE]
+    spec = importlib.machinery.PathFinder.find_spec(__name__, paths)
+    if spec:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
 if "DDP_CHECK" in os.environ and "resource_tracker" not in str(sys.orig_argv):
     # In a process that was forked by one that has imported torch, the observation starts at once.
     load("ddp_check.imports").after_import("torch", lambda: load("ddp_check.observer.start"))
+run_hidden()
