@@ -1,5 +1,6 @@
 """What the observers share: their state, and how they report an event."""
 
+import contextlib
 import faulthandler
 import json
 import multiprocessing
@@ -80,7 +81,7 @@ def report(kind, where="", **values):
     Without `where`, it has the line of the script that is running. A worker reports its random
     numbers alone.
     """
-    with harmless:  # a disk may be full, and a value that cannot be written
+    with harmless():  # the disk may be full, or a value unfit for JSON
         in_worker = get_worker_info() is not None
         if in_worker and kind is not Drawn:
             return
@@ -111,28 +112,19 @@ def ask(question, *arguments, default=None):
         return default
 
 
-class Harmless:
-    """A context in which the observer's own work may fail without breaking the script.
+@contextlib.contextmanager
+def harmless():
+    """Let the observer's own work fail without breaking the script.
 
     What fails is a fault of the observer, so it is reported.
     """
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, traceback):
-        if not isinstance(error, Exception):
-            return False  # there is none, or it is to end the process
-        while traceback.tb_next:
-            traceback = traceback.tb_next
-        file = os.path.basename(traceback.tb_frame.f_code.co_filename)
-        line = f"{file}:{traceback.tb_lineno}"
+    try:
+        yield
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        line = f"{os.path.basename(frame.filename)}:{frame.lineno}"
         if is_first("trouble", line):
-            report(Trouble, error=f"{kind.__name__}: {ask(str, error)} ({line})")
-        return True
-
-
-harmless = Harmless()
+            report(Trouble, error=f"{type(error).__name__}: {ask(str, error)} ({line})")
 
 
 def is_first(*key):

@@ -46,7 +46,7 @@ def make_iterator(original, self, loader):
     """Report the first pass of an iterator over a DataLoader."""
     with ignoring_draws():  # it draws a seed for its workers
         original(self, loader)
-    with harmless:
+    with harmless():
         begin_pass(self, loader)
 
 
@@ -56,7 +56,7 @@ def reset_iterator(original, self, loader, first_iter=False):
     with ignoring_draws():
         original(self, loader, first_iter)
     if not first_iter:
-        with harmless:
+        with harmless():
             begin_pass(self, loader)
 
 
@@ -144,7 +144,7 @@ def make_loader(original, self, dataset, batch_size=1, *args, **kwargs):
 def next_index(original, self):
     """Remember the indices of a batch until it is returned."""
     index = original(self)
-    with harmless:
+    with harmless():
         self._ddp_check.requested.append(index if isinstance(index, list | tuple) else [index])
     return index
 
@@ -157,10 +157,10 @@ def next_batch(original, self):
         with ignoring_draws():  # a sampler draws the order; `fetch` reports random samples
             batch = original(self)
     except StopIteration:
-        with harmless:
+        with harmless():
             end_pass(self._ddp_check)
         raise
-    with harmless:
+    with harmless():
         report_batch(self._ddp_check, batch)
     return in_double_precision(batch) if TASK.scale else batch
 
@@ -250,10 +250,10 @@ def checksum_of_states(generators):
 def fetch(original, self, indices):
     """Report the state from which each generator makes this process's first random sample."""
     before = {}
-    with harmless:
+    with harmless():
         before = states_by_source(self)
     batch = original(self, indices)
-    with harmless:
+    with harmless():
         report_drawn(before, states_by_source(self))
     return batch
 

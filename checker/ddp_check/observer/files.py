@@ -24,7 +24,7 @@ stdout_write = stdout.write  # before it is replaced
 
 def write(text):
     """Report each line that is written to standard output, and write it."""
-    with harmless:
+    with harmless():
         *lines, state.unfinished_line = f"{state.unfinished_line}{text}".split("\n")
         for line in filter(str.strip, lines):
             report(Print, text=line[:MAX_LINE])
@@ -33,7 +33,7 @@ def write(text):
 
 def log(original, self, record):  # a FileHandler is a StreamHandler, too
     """Report what the script logs, unless it goes to standard output, which reports it anyway."""
-    with harmless:
+    with harmless():
         if self.stream is not stdout and ask(is_own, record.pathname):
             text = ask(self.format, record)  # logging itself tells what is wrong with a record
             if text:
@@ -42,7 +42,7 @@ def log(original, self, record):  # a FileHandler is a StreamHandler, too
 
 
 intercept(logging.StreamHandler, "emit", log)
-with harmless:
+with harmless():
     stdout.write = write  # not another stream: a script may ask for any attribute of this one
 
 # ---------------------------------------------------------------- files
@@ -50,7 +50,7 @@ with harmless:
 
 def audit(event, args):
     """Keep the user's own files unchanged, and report what the script opens and renames."""
-    with harmless:
+    with harmless():
         if event == "open":
             audit_open(*args)
         elif event == "sqlite3.connect" and isinstance(args[0], str):
@@ -97,13 +97,13 @@ sys.addaudithook(audit)
 @patch("torch.save")
 def save(original, obj, f, *args, **kwargs):
     """Report a file once it is saved."""
-    with harmless:
+    with harmless():
         if isinstance(f, str | os.PathLike):
             detach(f)  # PyTorch opens it in C++, of which no audit event tells
     steps = state.steps
     result = original(obj, f, *args, **kwargs)
     is_storage = isinstance(obj, torch.TypedStorage | torch.UntypedStorage)  # of what is pickled
-    with harmless:
+    with harmless():
         if script_line() and not (is_storage or state.in_sharded_save):
             report_save(obj, f, steps)
     return result
@@ -144,7 +144,7 @@ def shard_in(items):
 @patch("torch.load")
 def load(original, *args, **kwargs):
     """Report a file that the script itself loads."""
-    with harmless:
+    with harmless():
         if script_line(direct=True):
             weights_only = kwargs.get("weights_only")
             if weights_only is None:  # PyTorch's default

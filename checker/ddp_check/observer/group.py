@@ -170,7 +170,7 @@ def collective(original, *args, **kwargs):
     state.in_collective = True
     call = None
     try:
-        with harmless:
+        with harmless():
             if script_line() and is_on_all_ranks(args, kwargs):
                 call = Call(original.__name__, args, kwargs)
                 call.announce()
@@ -181,7 +181,7 @@ def collective(original, *args, **kwargs):
     finally:
         state.in_collective = False
     if call:
-        with harmless:
+        with harmless():
             call.report_result(result)
     return result
 
@@ -233,7 +233,7 @@ class AfterGather(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if self.parts is not None and not is_recorded():
-            with harmless:
+            with harmless():
                 name = getattr(func, "__name__", "")
                 self.report_length(name, args, result)
                 if len(self.ranks_of) and torch.is_grad_enabled() and name != "detach":

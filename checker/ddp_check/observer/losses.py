@@ -59,7 +59,7 @@ def saved_number(node, operand):
 @patch("torch.autograd.backward")
 def backward(original, tensors, *args, **kwargs):
     """Note the losses of a backward pass, unless they were noted before they were scaled."""
-    with harmless:
+    with harmless():
         state.total_backwards += 1
         state.since_step.backwards += 1
         if not state.gradients_scaled:
@@ -70,7 +70,7 @@ def backward(original, tensors, *args, **kwargs):
 @patch(f"{SCALER}.scale")
 def scale(original, self, outputs):
     """Note losses before a GradScaler scales them."""
-    with harmless:
+    with harmless():
         note_losses(outputs)
         state.gradients_scaled = state.since_step.loss_scaled = self.is_enabled()
     return original(self, outputs)

@@ -64,7 +64,7 @@ def wrap(original, self, module, *args, **kwargs):
     original(self, module, *args, **kwargs)
     if TASK.scale:
         save_for_checker(f"start{number}", module.state_dict())
-    with harmless:
+    with harmless():
         forget_draws()  # what was drawn before made the model
         model_numbers.update((id(part), number) for part in module.modules())
         trainable = [value for value in module.parameters() if value.requires_grad]
@@ -115,7 +115,7 @@ def register_comm_hook(original, *args, **kwargs):
 def forward(original, self, *args, **kwargs):
     """Note the inputs of a training call, and whether its gradients will be reduced."""
     state.in_forward = True
-    with harmless:
+    with harmless():
         if torch.is_grad_enabled():
             number = model_numbers.get(id(self.module), -1)
             call = Forward(number, state.total_backwards, self.require_backward_grad_sync)
@@ -132,7 +132,7 @@ def forward(original, self, *args, **kwargs):
 
 def note_inputs(module, args, kwargs):
     """Note a checksum of what a model is trained on. It is also called by hooks of modules."""
-    with harmless:
+    with harmless():
         if torch.is_grad_enabled():
             total = checksum(tensors_in([args, kwargs]), quick=True)
             state.since_step.inputs.append(total)
@@ -149,7 +149,7 @@ def enter_module(module, args):
     state.in_module += 1
     if is_recorded():
         return
-    with harmless:
+    with harmless():
         if state.in_module == 1:
             credit_script()
             state.batch_is_unused = False
@@ -167,7 +167,7 @@ def leave_module(module, _, __):
         return
     state.in_module -= 1
     if state.in_module == 0 and not is_recorded():
-        with harmless:
+        with harmless():
             credit_draws("model")
 
 
@@ -244,7 +244,7 @@ def describe_models():
 @patch(f"{C10D}.destroy_process_group")
 def destroy_process_group(original, *args, **kwargs):
     """Report the weights before a rank leaves the process group, and how it leaves it."""
-    with harmless:
+    with harmless():
         describe_models()
         live = sum(wrapper() is not None for wrapper in state.wrappers)
         report(events.Leave, live_wrappers=live)

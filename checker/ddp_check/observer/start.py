@@ -25,7 +25,7 @@ def end():
     """Report the final weights, and what is left of the process group."""
     if state.pid != os.getpid() or not is_first("end"):
         return
-    with harmless:
+    with harmless():
         describe_models()
     group_open = dist.is_initialized()
     threads = 0 if group_open else gloo_threads_that_stay()

@@ -58,7 +58,7 @@ def enter_step(optimizer, args, kwargs):
         return  # a fused optimizer skips the step itself when a GradScaler tells it to
     state.steps += 1
     time.sleep(TASK.pause)
-    with harmless:
+    with harmless():
         after_gather.stop()
         credit_script()
         if TASK.scale and state.steps <= STEPS and state.wrapped:
@@ -212,7 +212,7 @@ def describe_buffers():
 def add_param_group(original, self, *args, **kwargs):
     """Project the gradients that this rank computes, before anything reduces them."""
     result = original(self, *args, **kwargs)
-    with harmless:
+    with harmless():
         forget_draws()  # what was drawn before made a model
         for value in self.param_groups[-1]["params"]:
             if mesh_dimensions([value]):
@@ -224,7 +224,7 @@ def add_param_group(original, self, *args, **kwargs):
 
 def project_own(gradient):
     """Add the projection of a gradient that a backward pass gives to a parameter."""
-    with harmless:
+    with harmless():
         if not gradient.is_sparse:
             state.since_step.projection += projection(gradient)
 
@@ -265,7 +265,7 @@ def step_scaled(original, self, *args, **kwargs):
     state.gradients_scaled = False
     steps = state.steps
     result = original(self, *args, **kwargs)
-    with harmless:
+    with harmless():
         if self.is_enabled() and state.steps == steps:
             report(events.SkippedStep)
     state.since_step = SinceStep()
@@ -287,7 +287,7 @@ def load_state_dict(original, self, *args, **kwargs):
     """Report that a state is loaded."""
     report(events.StateLoaded, wraps=len(state.wrapped))
     result = original(self, *args, **kwargs)
-    with harmless:
+    with harmless():
         unexpected = ask(lambda: result.unexpected_keys)  # an optimizer returns nothing
         if unexpected and len(unexpected) == len(args[0] if args else kwargs["state_dict"]):
             report(events.NothingLoaded, name=unexpected[0])

@@ -39,8 +39,8 @@ a right script. It returns a verdict, or None if it found no fault:
    (observer/steps.py), or of `BetweenSteps`, filled wherever it is seen. What is needed to fill it
    is kept in `SinceStep`, which a step of any optimizer resets, or in `State` if it must last
    (observer/base.py). Anything else is a class in events.py, reported by a function under `@patch`
-   in a module of observer/. Wrap the observer's own work in `with harmless:`, and pass on what you
-   have read of an iterator. A step that a GradScaler skips is only seen in `step_scaled`.
+   in a module of observer/. Wrap the observer's own work in `with harmless():`, and pass on what
+   you have read of an iterator. A step that a GradScaler skips is only seen in `step_scaled`.
 6. It has to pass on 05_gather_eval.py, or to be named in `UNSHOWN` of tests/test_ddp_check.py. It
    gets a line in CHANGELOG.md under the version at its top, and changes the counts in the report
    that README.md shows. Then run `ruff`, `python diffs/generate.py`, and `.ci/budgets`, in which a
