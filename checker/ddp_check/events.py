@@ -284,6 +284,7 @@ class Scheduled(Event):
     """A learning rate scheduler takes a step, after an optimizer has taken one."""
 
     metric: float | None  # that ReduceLROnPlateau gets
+    length: int | None  # of the whole schedule in steps, if the scheduler says
 
 
 class SkippedStep(Event):

@@ -773,6 +773,16 @@ KINDS = {
         r"from step 2 on.+takes 18 steps on rank 0 and 0 steps on rank 1.+\(rank or schedule.step",
         SCHEDULE,
     ),
+    "a schedule for the steps of one process": Kind(
+        {"schedule_is_finished": UNSURE},
+        [("3 * len(loader)", "3 * len(data) // 8")],
+        r"it takes 18 steps of 36.+\(schedule.step",
+        [
+            before(READY, "    Cosine = torch.optim.lr_scheduler.CosineAnnealingLR\n"),
+            before(READY, "    schedule = Cosine(optimizer, 3 * len(loader))\n"),
+            SCHEDULE[2],
+        ],
+    ),
     "a plateau of one rank": Kind(
         {"rates_are_equal": UNSURE},
         [

@@ -294,13 +294,20 @@ def load_state_dict(original, self, *args, **kwargs):
     return result
 
 
+def length_of_schedule(scheduler):
+    """Return how many steps a schedule has; those of transformers keep it with their function."""
+    if hasattr(scheduler, "lr_lambdas"):
+        return int(scheduler.lr_lambdas[0].keywords["num_training_steps"])
+    return int(scheduler.T_max if hasattr(scheduler, "T_max") else scheduler.total_steps)
+
+
 @patch(*(f"torch.optim.lr_scheduler.{name}.step" for name in SCHEDULERS))
 def step_scheduler(original, self, *args, **kwargs):
     """Report the step of a scheduler, but none that it lets another one take."""
     if state.steps and not state.in_scheduler:
         is_plateau = isinstance(self, lr_scheduler.ReduceLROnPlateau)
         metric = (args[0] if args else kwargs.get("metrics")) if is_plateau else None
-        report(events.Scheduled, metric=ask(float, metric))
+        report(events.Scheduled, metric=ask(float, metric), length=ask(length_of_schedule, self))
     state.in_scheduler += 1
     try:
         return original(self, *args, **kwargs)

@@ -11,6 +11,8 @@ from ddp_check.source import divisions_by_world_size
 NOT_FINITE = unseen("they are not finite: equal ones prove nothing")
 WRONG_RESULTS = "lookup/wrong_results"  # the page about wrong results without an error
 UNEQUAL = 1.05  # times as many elements on one rank as on another: fewer are as good as equal
+RATES = "recipes/learning_rate"  # the page about them
+ENOUGH = 8  # steps: a schedule of fewer may be longer by chance
 FACTOR_TOLERANCE = 1e-3  # of a factor between gradients, which are sums of float32
 
 
@@ -310,3 +312,20 @@ def differing_metrics(run):
         if None not in metrics and not all(close(value, metrics[0]) for value in metrics):
             return row
     return None
+
+
+def schedule_is_finished(run):
+    """a schedule of learning rates ends with the training"""
+    if run.returncode != 0:
+        return unseen("the script did not finish")
+    schedules = {}  # (line, length) -> the steps that it takes
+    for event in run.of_lowest_rank(events.Scheduled):
+        if event.length:
+            schedules.setdefault((event.where, event.length), []).append(event)
+    if not schedules:
+        return unseen("no scheduler says how many steps it has")
+    for (where, length), taken in schedules.items():
+        is_of_all = run.world_size > 1 and close(length, len(taken) * run.world_size, UNEQUAL - 1)
+        if is_of_all and len(taken) >= ENOUGH:
+            text = f"it takes {len(taken)} steps of {length}: are they counted as one process, "
+            return unsure(f"{text}which reads all the data, would take them?", where, RATES)
