@@ -152,6 +152,10 @@ class Totalled(Event):
 # ---------------------------------------------------------------- data
 
 
+class SumKept(Event):
+    """A tensor is added up over the ranks again, with the earlier sum of all ranks still in it."""
+
+
 class PassBegun(Event):
     """A pass over a DataLoader begins."""
 

@@ -910,6 +910,11 @@ KINDS = {
         r"is no share of 21 samples, 0\.\d+ is: .+\(rank or print",
         SHARE,
     ),
+    "a sum that is kept": Kind(
+        {"sums_begin_anew": WRONG},
+        [("        total = torch.zeros(2)\n", ""), before(READY, "    total = torch.zeros(2)\n")],
+        r"the sum of all 2 ranks stays in the tensor.+\(dist.all_reduce\(total",
+    ),
     "accuracies added up": Kind(
         {"accuracy_is_of_samples": WRONG},
         [("share.item() / size", "share.item()")],

@@ -33,9 +33,11 @@ from ddp_check.observer.values import checksum, tensors_in
 COLLECTIVE = "all_|reduce(?!_op)|broadcast|gather|scatter|barrier|monitored_barrier"
 REDUCTIONS = ("all_reduce", "reduce")
 SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+ROUNDS = 2  # in which a sum has to be kept: once may be chance
 MAX_COUNTS = 64  # numbers that are added up at once, among which may be that of the samples
 TO_ONE_NUMBER = ("sum", "mean")
 EQUALS = ("__eq__", "eq")
+sums = WeakTensorKeyDictionary()  # a tensor that was added up -> (rounds, the sum over the ranks)
 READ_OUT = (*EQUALS, "__ne__", "ne", "numpy", "tolist", *TO_ONE_NUMBER)
 
 
@@ -92,6 +94,8 @@ class Call:
         # A gather fills the list that is its first argument with what each rank gave:
         self.parts = args[0] if args and isinstance(args[0], list) else []
         self.own_number = number_in(self.tensors) if self.sums else None  # it will be overwritten
+        adds = self.sums and dist.ReduceOp.AVG not in operations and len(self.tensors) == 1
+        self.rounds = rounds_of(self.tensors[0]) if adds else None
         self.requires_gradient = any(tensor.requires_grad for tensor in self.tensors)
         self.cuts_gradient = self.requires_gradient and torch.is_grad_enabled()
 
@@ -117,15 +121,18 @@ class Call:
             for tensor in self.tensors:
                 elements = tensor.numel()
                 report_in_backward(tensor, events.ReducedInPlace, self.line, elements=elements)
-        if isinstance(result, dist.Work):  # it is not finished
-            return
-        if self.name in REDUCTIONS:
+        is_done = not isinstance(result, dist.Work)
+        if self.name in REDUCTIONS and is_done:
             self.report_numbers(self.tensors[0])
+            if self.rounds is not None:
+                sums[self.tensors[0]] = (self.rounds, self.tensors[0].detach().clone())
+            if self.rounds == ROUNDS:
+                report(events.SumKept, self.line)
         if "gather" in self.name:
             loses_gradient = self.cuts_gradient and self.name == "all_gather"
             parts = tensors_in(self.parts) or ask(lambda: [*map(torch.as_tensor, self.parts)])
             after_gather.start(parts or [], self.line if loses_gradient else "")
-            total = ask(sum, parts) if self.name == "all_gather" else None
+            total = ask(sum, parts) if self.name == "all_gather" and is_done else None
             if isinstance(total, torch.Tensor):
                 self.report_numbers(total)
 
@@ -137,6 +144,19 @@ class Call:
         whole = [int(value) for value in numbers or () if ask(lambda value: value % 1 == 0, value)]
         total = number_in(self.tensors)
         report(events.Totalled, values=whole, own=self.own_number, total=total)
+
+
+def rounds_of(tensor):
+    """Return how often in a row a tensor is added up with the earlier sum of all ranks still in it.
+
+    It is None for a large tensor, and for a gradient.
+    """
+    is_gradient = any(tensor is value.grad for value in state.parameters.values())
+    if is_gradient or tensor.numel() > MAX_COUNTS:
+        return None
+    rounds, latest = sums.get(tensor, (0, None))
+    has_grown = latest is not None and bool((tensor >= latest).all() and (tensor > latest).any())
+    return rounds + 1 if has_grown else 0
 
 
 def number_in(tensors):

@@ -154,6 +154,16 @@ def safe_loads(run):
             return fragile("an untrusted file could run code", event.where, "weights_only_false")
 
 
+def sums_begin_anew(run):
+    """what is added up over the ranks is not added up again"""
+    if not any(call.sums for call in run.all(events.Collective)):
+        return unseen("nothing is added up over the ranks")
+    for event in run.all(events.SumKept):
+        text = f"the sum of all {run.world_size} ranks stays in the tensor, and is added up again "
+        text += "by each of them the next time: set it to 0, or add up a copy"
+        return wrong(text, event.where, "rank_0_loss")
+
+
 def loaded_names_fit(run):
     """a model has the names that it loads"""
     for event in run.all(events.NothingLoaded):
