@@ -7,16 +7,7 @@ from itertools import chain, zip_longest
 from ddp_check import events
 from ddp_check.protocol import FRAME, is_own
 from ddp_check.ranks import counted, differing_ranks, of_lowest_rank, short
-from ddp_check.rules.base import (
-    WRONG,
-    fragile,
-    not_applicable,
-    note,
-    passed,
-    unseen,
-    unsure,
-    wrong,
-)
+from ddp_check.rules.base import WRONG, fragile, not_applicable, note, passed, unseen, unsure, wrong
 from ddp_check.run import LACKS_GPUS, OF_OTHERS
 
 NETWORK = (
