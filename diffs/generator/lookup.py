@@ -17,6 +17,7 @@ ROOMS = (  # pages outside, whose sections are entries, too
     "checker/README.md",
 )
 LIST = re.compile(r"(<!-- Written by diffs/generate.py -->\n\n)((?s:.*?))(?=\n<!-- end -->\n)")
+NOISE = re.compile(r'File "[^"]*", line \d+(?:, in \S+)?|https?://\S+|[^\w\s/.:"\'-]')
 LINKED = re.compile(r"\]\(\.\./\w+/(\w+)\.md\)")
 
 
@@ -79,7 +80,11 @@ def aliases(root, ids):
     known = json.loads((root / "lookup" / "aliases.json").read_text(encoding="utf-8"))
     if gone := sorted(known.keys() - ids.keys()):
         raise Problem(f"lookup/aliases.json: no such heading or page: {gone[0]}")
-    text = json.dumps({ids[address]: texts for address, texts in known.items()}).encode()
+    script = (root / "diffs" / "generator" / "search.js").read_text(encoding="utf-8")
+    common = "|".join(re.search("COMMON = new Set.`([^`]+)", script)[1].split())
+    needless = re.compile(rf"{NOISE.pattern}|\b(?:{common})\b(?![\w'/.]) ?", re.IGNORECASE)
+    brief = {ids[name]: [needless.sub(" ", each) for each in known[name]] for name in known}
+    text = json.dumps(brief, separators=(",", ":")).encode()
     page = (root / "diffs" / "index.html").read_text(encoding="utf-8")
     old = page.partition('id="aliases">')[2].partition("<")[0]
     if gzip.decompress(base64.b64decode(old)) == text:

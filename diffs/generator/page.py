@@ -3,10 +3,11 @@
 import re
 from difflib import SequenceMatcher
 from functools import cache
+from html import escape
 from itertools import groupby, pairwise, takewhile
 
 from hunks import Diff, anchor, brief
-from markupsafe import Markup, escape
+from markupsafe import Markup
 from patches import KINDS, readme
 from pygments.lexers import PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, Operator, String
@@ -14,15 +15,15 @@ from templates import ENV, FIGURES
 
 from lookup import aliases, entries
 
-STYLES = {  # the CSS class for each of Pygments' token types that the page colours
-    Comment: "c",
-    String: "s",
-    Number: "n",
-    Keyword: "k",
-    Operator.Word: "k",
-    Name.Function: "f",
-    Name.Class: "f",
-    Name.Decorator: "f",
+STYLES = {  # the element for each of Pygments' token types that the page colours
+    Comment: "i",
+    String: "q",
+    Number: "u",
+    Keyword: "b",
+    Operator.Word: "b",
+    Name.Function: "dfn",
+    Name.Class: "dfn",
+    Name.Decorator: "dfn",
 }
 TAGS = {" ": "span", "-": "del", "+": "ins"}
 ALIKE = 0.5  # of lines less similar than this, no words are marked
@@ -34,22 +35,22 @@ STEPS_WIDTH, PATCHES_WIDTH = 33, 48  # characters that a line has in a column be
 
 @cache  # most patches start from the same script
 def highlight(lines):
-    """Return the CSS class of each character of each line."""
+    """Return the element of each character of each line."""
     found = []
     for kind, text in PythonLexer(stripnl=False).get_tokens("\n".join(lines)):
-        css = next((STYLES[each] for each in reversed(kind.split()) if each in STYLES), "")
-        found += [css] * len(text)
+        tag = next((STYLES[each] for each in reversed(kind.split()) if each in STYLES), "")
+        found += [tag] * len(text)
     rest = iter(found)
-    return [[css for _, css in zip(f"{line}\n", rest)] for line in lines]
+    return [[tag for _, tag in zip(f"{line}\n", rest)] for line in lines]
 
 
 def paint(line, styles, marked):
     """Return a line as HTML, with this range of characters marked as changed."""
     html = []
-    kinds = iter((css, number in marked) for number, css in enumerate(styles))
-    for (css, inside), run in groupby(line, lambda _: next(kinds)):
-        text = escape("".join(run))
-        shown = Markup("<b class={}>{}</b>").format(css, text) if css else text
+    kinds = iter((tag, number in marked) for number, tag in enumerate(styles))
+    for (tag, inside), run in groupby(line, lambda _: next(kinds)):
+        text = Markup(escape("".join(run), quote=False))
+        shown = Markup("<{0}>{1}</{0}>").format(tag, text) if tag else text
         html.append(Markup("<mark>{}</mark>").format(shown) if inside else shown)
     return Markup().join(html).replace(Markup("</mark><mark>"), Markup())
 

@@ -3,6 +3,7 @@ const KEPT = 8; // hits shown
 const PARTICULAR = [ // what differs from run to run, or stands above every error
   /Traceback \(most recent call last\):?/g,
   /\bFile "[^"]*", line \d+(, in \S+)?/g,
+  /Compile with `?TORCH_USE_CUDA_DSA`? to enable device-side assertions\.?/g,
   /CUDA kernel errors might be asynchronously.*?incorrect\.?(?:\s*For debugging.*?=1\.?)?(?:\s*Compile with.*?assertions\.?)?/g,
   /\bFile [~/\w]\S*:\d+, in \w+(?:\(.*?\))?/g, // of a notebook's traceback
   /\bhttps?:\/\/\S+/g,
@@ -32,7 +33,7 @@ function words(text) {
   return (text.match(/[A-Za-z_]+|№\d+/g) || []).filter((word) => word.length > 1);
 }
 
-const NAMED = /\w(?:Error|Exception|Warning)\b *(?=:|$)/m; // not in the middle of a question
+const NAMED = /\w(?:Error|Exception|Warning)\b *(?=:|$)/m; // an error's own name, not in the middle of a question
 const COMMON = new Set(`a an and any are as at be been but by can cant could do does doesn doesnt did don dont for from get gets had has have how however i
   if in into is isn isnt it its me my no not of on one or our out so some still than that the their them then there these they this
   to up use used using was we what when where which while who why will with wont would you your`.split(/\s+/));
@@ -44,8 +45,8 @@ const ALIKE = { freez: "hang", stuck: "hang", hung: "hang", deadlock: "hang", sl
 function stem(word) {
   const lower = word.toLowerCase().replace(/^_+|_+$/g, "");
   const ended = lower.replace(/(?<=[a-z]{3})(?:ing|ed|es|s|e)$/, "");
-  const root = meant(ended.replace(/([b-df-hj-np-tv-z])\1$/, "$1")); // running is run
-  return Object.hasOwn(ALIKE, root) ? ALIKE[root] : root;
+  const root = ended.replace(/([b-df-hj-np-tv-z])\1$/, "$1"); // running is run
+  return Object.hasOwn(ALIKE, root) ? ALIKE[root] : meant(root);
 }
 
 // A word, and what is left of it without one of its letters: words that share one differ by a slip.
@@ -95,7 +96,7 @@ function found(link, title, why, messages, text, more = {}) {
     let weight = body.has(term) ? 1.4 : 1;
     if (!term.includes(" ")) weight += 0.6 * Math.log(1 + count);
     else if (sets[0].has(term)) weight += 0.35;
-    weights.set(term, weight / counts.size ** 0.15);
+    weights.set(term, weight / counts.size ** 0.1);
   }
   return { link, title, why, messages: sets, weights, worth: 1, typed: [], ...more };
 }
@@ -200,7 +201,7 @@ function collect() {
   recount(entries);
   const rarity = new Map();
   for (const [term, count] of counts) {
-    const part = CLASS.test(term) ? 0.2 : term.includes(" ") ? 0.3 : 1;
+    const part = CLASS.test(term) ? 0.2 : term.includes(" ") ? 0.2 : 1;
     rarity.set(term, Math.log(1 + entries.length / count) * part);
   }
   const postings = new Map([...rarity.keys()].map((term) => [term, []])); // {term: where it stands}
@@ -234,13 +235,12 @@ function meet(asked, log) {
   return [...met];
 }
 
-// Found on wordings of strangers, as are all weights: the first hit is the more often right, the higher
-// its score and its lead over the second. Two thirds of those at SURE are right, a third of those at LEAST.
-// A question costs little to be wrong about: from NEAR on, half have the right one among the first three.
-const SURE = 9;
-const LEAST = 4.2;
-const NEAR = 3;
+// A logistic regression on wordings of strangers, and on texts of other subjects: of those at SURE,
+// three in five are right, of those at LEAST a third.
+const ODDS = { trust: 1.6, present: 1.3, covered: 0.6 };
 const COMMON_WORD = 2; // less than this is a word that stands in many entries
+const SURE = 5.7;
+const LEAST = 4.65;
 const LOG = 40; // more than this is no question
 let index = null;
 
@@ -259,7 +259,7 @@ function find(text) {
     const whole = share.some((part, at) => part > 0.7 && one.masses[at] > 16);
     const named = parts[0] / Math.sqrt(one.masses[0] * all);
     const alike = Math.max(...parts.map((part, at) => part / Math.sqrt(one.masses[at] * all))); // 1: word for word
-    const score = shared * (30 / all + covered + named + 2 * alike ** 4) * (log ? one.worth : one.worth ** 0.4);
+    const score = shared * (50 / all + covered + named + 2 * alike ** 4) * (log ? one.worth : one.worth ** 0.4);
     return { ...one, present, covered, whole, score };
   });
   // Only an entry can be an error in place of the warning, or the cause in place of the report.
@@ -281,15 +281,11 @@ function find(text) {
 // Whether the first hit is about the text; and whether it surely is.
 function fits([first, second], text, all) {
   const { score, present, covered } = first;
-  const trust = score - 0.83 * (second?.score ?? 0);
-  first.sure = covered > 0.8 || (trust > SURE && (present > 0.4 * all || covered > 0.7));
-  const error = NAMED.test(text); // whose message is what one looks for
-  const question = !error && all <= LOG;
-  const least = question && covered > 0.3 ? NEAR : (error ? 1.2 : 1) * LEAST;
-  if (present < COMMON_WORD || (error && covered < 0.25 && present < 0.85 * all)) return false;
-  if (trust < least && covered < (question ? 0.8 : 0.6)) return false;
-  // most of a question, or of a message that is not lost in a log of something else
-  return present > 0.42 * all || covered > (present > 0.12 * all ? 0.45 : 0.8);
+  const trust = Math.log(score - 0.83 * (second?.score ?? 0.3 * score)); // its lead: others are left out
+  const odds = ODDS.trust * trust + (ODDS.present * present) / all + ODDS.covered * covered;
+  first.sure = covered > 0.8 || odds > SURE;
+  if (present < COMMON_WORD || (NAMED.test(text) && covered < 0.4)) return false;
+  return first.sure || odds > LEAST;
 }
 
 // ---------------------------------------------------------------- what is shown
@@ -360,7 +356,12 @@ document.addEventListener("click", (event) => {
   if (!search.parentElement.contains(event.target) && !event.target.closest("#hits")) close();
 });
 for (const pre of document.querySelectorAll("#troubleshooting .entry pre")) copied(pre);
-for (const td of document.querySelectorAll(":is(.entry, .note) td")) { // on a phone, a row is a card that names its lines
+// On a phone, a row of a table is a card that names its lines; it is a table only by its roles.
+const ROLES = { table: "table", thead: "rowgroup", tbody: "rowgroup", tr: "row", th: "columnheader", td: "cell" };
+for (const [tag, role] of Object.entries(ROLES)) {
+  for (const part of document.getElementsByTagName(tag)) part.setAttribute("role", role);
+}
+for (const td of document.querySelectorAll(":is(.entry, .note) td")) {
   td.dataset.head = td.closest("table").tHead.rows[0].cells[td.cellIndex].textContent;
 }
 unpacked(document.getElementById("aliases")).catch(() => ({})).then((aliases) => {

@@ -29,14 +29,6 @@ ENV.globals["places"] = {  # the step, tab or hunk at which figures stand
     "recipes": ["which-one"],
 }
 PARSER = MarkdownIt("commonmark").enable("table")
-ROLES = {  # a table that is shown as a list of cards is one only by its roles
-    "table_open": "table",
-    "thead_open": "rowgroup",
-    "tbody_open": "rowgroup",
-    "tr_open": "row",
-    "th_open": "columnheader",
-    "td_open": "cell",
-}
 
 
 def markdown(text, place="diffs/README.md"):
@@ -51,12 +43,8 @@ def inline(text, links=True):
 
 
 def adapt(state):
-    """Change what was parsed: links lead from diffs/, tables have roles, code has no language."""
+    """Change what was parsed: links lead from diffs/, code has no language."""
     for token in state.tokens:
-        if token.type in ROLES:
-            token.attrSet("role", ROLES[token.type])
-        if token.type == "th_open":
-            token.attrSet("scope", "col")
         if token.type == "fence":
             token.info = ""
         for child in token.children or []:
