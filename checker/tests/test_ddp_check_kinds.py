@@ -1018,6 +1018,10 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
         ],
         {"evaluated_models_agree": PASS},
     ),
+    "a default device": (
+        [before(READY, '    torch.set_default_device("cpu")\n')],
+        {"each_sample_is_evaluated_once": PASS},
+    ),
     "a model made between two steps": (
         [SAME_SEED, before(SUM, "        torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)\n")],
         {"random_numbers_differ": UNSEEN},

@@ -36,6 +36,7 @@ SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 ROUNDS = 2  # in which a sum has to be kept: once may be chance
 MAX_COUNTS = 64  # numbers that are added up at once, among which may be that of the samples
 TO_ONE_NUMBER = ("sum", "mean")
+HARMLESS_MODES = ("ddp_check.", "torch.utils._device")  # modules; torch.set_default_device's
 EQUALS = ("__eq__", "eq")
 sums = WeakTensorKeyDictionary()  # a tensor that was added up -> (rounds, the sum over the ranks)
 READ_OUT = (*EQUALS, "__ne__", "ne", "numpy", "tolist", *TO_ONE_NUMBER)
@@ -241,8 +242,8 @@ class AfterGather(TorchFunctionMode):
     def resume(self):
         """Enter the mode, unless the script has entered one of its own."""
         current = _get_current_function_mode()
-        others = current is not None and not type(current).__module__.startswith("ddp_check.")
-        if self.parts is not None and current is not self and not others:
+        is_free = current is None or type(current).__module__.startswith(HARMLESS_MODES)
+        if self.parts is not None and current is not self and is_free:
             self.__enter__()
 
     def stop(self):
