@@ -176,6 +176,7 @@ class Calm(nn.Sequential):
         "    dist.barrier()\n",
         """    inputs, layer = torch.ones(1, 4), nn.Linear(4, 4)
     assert torch.jit.trace(net.eval(), inputs)(inputs).equal(net(inputs))
+    torch.optim.SGD(nn.LazyLinear(2).parameters())
     with Recorder() as recorder, torch.no_grad():
         layer(inputs)
     assert recorder.calls == ["t", "addmm"], recorder.calls

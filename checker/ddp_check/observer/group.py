@@ -264,7 +264,7 @@ class AfterGather(TorchFunctionMode):
     def report_length(self, name, args, result):
         """Report a cut, and the length of what is compared or read."""
         tensor = args[0] if args else None
-        if not isinstance(tensor, torch.Tensor) or not tensor.dim():
+        if not isinstance(tensor, torch.Tensor) or not ask(tensor.dim):  # lazy ones do not tell
             return
         length = len(tensor)
         if name == "__getitem__" and isinstance(args[1], slice) and len(result) < length:

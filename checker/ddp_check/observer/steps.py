@@ -6,6 +6,7 @@ import time
 from collections import Counter
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim import lr_scheduler
 from torch.optim import optimizer as optimizers
 
@@ -215,8 +216,8 @@ def add_param_group(original, self, *args, **kwargs):
     with harmless():
         forget_draws()  # what was drawn before made a model
         for value in self.param_groups[-1]["params"]:
-            if mesh_dimensions([value]):
-                continue  # the slice of a sharded gradient would communicate
+            if is_lazy(value) or mesh_dimensions([value]):
+                continue  # a lazy one takes no hook; the slice of a sharded gradient communicates
             if value.requires_grad and value.is_leaf and id(value) not in projecting:
                 projecting[id(value)] = value.register_hook(project_own)
     return result
@@ -239,7 +240,8 @@ def describe_projections(parameters):
     """Return the projections of this rank's gradients, and of those that the optimizer takes."""
     since, gradients = state.since_step, parameters.gradients.values()
     sparse = any(gradient.is_sparse for gradient in gradients)  # other elements on each rank
-    if not projecting or since.loss_scaled or parameters.mesh_dimensions or sparse:
+    hooked = all(id(parameters.by_name[name]) in projecting for name in parameters.gradients)
+    if not projecting or not hooked or since.loss_scaled or sparse:
         return {"own_gradient": None, "taken_gradient": None}
     taken = sum(map(projection, gradients))
     if state.steps >= STEPS:
