@@ -149,11 +149,11 @@ class Totalled(Event):
     total: float | None  # the result, if it is a single number
 
 
-# ---------------------------------------------------------------- data
-
-
 class SumKept(Event):
     """A tensor is added up over the ranks again, with the earlier sum of all ranks still in it."""
+
+
+# ---------------------------------------------------------------- data
 
 
 class PassBegun(Event):

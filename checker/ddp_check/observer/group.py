@@ -38,7 +38,7 @@ MAX_COUNTS = 64  # numbers that are added up at once, among which may be that of
 TO_ONE_NUMBER = ("sum", "mean")
 HARMLESS_MODES = ("ddp_check.", "torch.utils._device")  # modules; torch.set_default_device's
 EQUALS = ("__eq__", "eq")
-sums = WeakTensorKeyDictionary()  # a tensor that was added up -> (rounds, the sum over the ranks)
+latest_sums = WeakTensorKeyDictionary()  # a tensor that was added up -> its `rounds_of`, the sum
 READ_OUT = (*EQUALS, "__ne__", "ne", "numpy", "tolist", *TO_ONE_NUMBER)
 
 
@@ -125,10 +125,7 @@ class Call:
         is_done = not isinstance(result, dist.Work)
         if self.name in REDUCTIONS and is_done:
             self.report_numbers(self.tensors[0])
-            if self.rounds is not None:
-                sums[self.tensors[0]] = (self.rounds, self.tensors[0].detach().clone())
-            if self.rounds == ROUNDS:
-                report(events.SumKept, self.line)
+            self.keep_sum(self.tensors[0])
         if "gather" in self.name:
             loses_gradient = self.cuts_gradient and self.name == "all_gather"
             parts = tensors_in(self.parts) or ask(lambda: [*map(torch.as_tensor, self.parts)])
@@ -136,6 +133,13 @@ class Call:
             total = ask(sum, parts) if self.name == "all_gather" and is_done else None
             if isinstance(total, torch.Tensor):
                 self.report_numbers(total)
+
+    def keep_sum(self, tensor):
+        """Keep a sum for the next time that its tensor is added up: it may still be in there."""
+        if self.rounds is not None:
+            latest_sums[tensor] = (self.rounds, tensor.detach().clone())
+        if self.rounds == ROUNDS:
+            report(events.SumKept, self.line)
 
     def report_numbers(self, tensor):
         """Report the whole numbers that the ranks gave together: they may count samples."""
@@ -152,10 +156,11 @@ def rounds_of(tensor):
 
     It is None for a large tensor, and for a gradient.
     """
-    is_gradient = any(tensor is value.grad for value in state.parameters.values())
-    if is_gradient or tensor.numel() > MAX_COUNTS:
+    if tensor.numel() > MAX_COUNTS:
         return None
-    rounds, latest = sums.get(tensor, (0, None))
+    if any(tensor is value.grad for value in state.parameters.values()):
+        return None
+    rounds, latest = latest_sums.get(tensor, (0, None))
     has_grown = latest is not None and bool((tensor >= latest).all() and (tensor > latest).any())
     return rounds + 1 if has_grown else 0
 
