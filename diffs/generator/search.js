@@ -30,7 +30,7 @@ function words(text) {
   text = text.replace(CODE, "$1 №$2 "); // the one kind of number that tells something
   text = text.replace(SEVERAL, "several GPU");
   text = text.replace(/\bout[ -]of[ -]memory\b|\bOutOfMemory(?:Error)?\b|\bOOM\b/gi, "OOM");
-  return (text.match(/[A-Za-z_]+|№\d+/g) || []).filter((word) => word.length > 1);
+  return text.match(/[A-Za-z_]{2,}|№\d+|[\u4e00-\u9fff]/g) || []; // of Chinese, each letter, as neighbours make terms
 }
 
 const NAMED = /\w(?:Error|Exception|Warning)\b *(?=:|$)/m; // an error's own name, not in the middle of a question
@@ -240,7 +240,7 @@ function meet(asked, log) {
 const ODDS = { trust: 1.6, present: 1.3, covered: 0.6 };
 const COMMON_WORD = 2; // less than this is a word that stands in many entries
 const SURE = 5.7;
-const LEAST = 4.65;
+const LEAST = 4.4;
 const LOG = 40; // more than this is no question
 let index = null;
 
@@ -284,7 +284,8 @@ function fits([first, second], text, all) {
   const trust = Math.log(score - 0.83 * (second?.score ?? 0.3 * score)); // its lead: others are left out
   const odds = ODDS.trust * trust + (ODDS.present * present) / all + ODDS.covered * covered;
   first.sure = covered > 0.8 || odds > SURE;
-  if (present < COMMON_WORD || (NAMED.test(text) && covered < 0.4)) return false;
+  const part = NAMED.test(text) ? covered : Math.max(covered, present / all); // of an error, or of a question
+  if (present < COMMON_WORD || part < 0.4) return false;
   return first.sure || odds > LEAST;
 }
 
