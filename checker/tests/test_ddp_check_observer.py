@@ -100,6 +100,15 @@ class Pathless:
         pass
 
 
+class Loud(torch.Tensor):
+    calls = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        Loud.calls.append(func.__name__)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
 class Recorder(TorchDispatchMode):
     """Records what is computed, as a profiler would."""
 
@@ -180,6 +189,10 @@ class Calm(nn.Sequential):
     with Recorder() as recorder, torch.no_grad():
         layer(inputs)
     assert recorder.calls == ["t", "addmm"], recorder.calls
+    loud = inputs.as_subclass(Loud)
+    with torch.no_grad():
+        net(loud)
+    assert Loud.calls == ["linear", "relu", "linear"], Loud.calls
     with sys.stdout as stdout:
         assert isinstance(stdout, io.TextIOBase)
     os.chdir(made := tempfile.mkdtemp())

@@ -11,7 +11,11 @@ import traceback
 from dataclasses import dataclass, field, fields
 
 import torch
-from torch._C import _current_graph_task_id, _len_torch_dispatch_stack
+from torch._C import (
+    DisableTorchFunctionSubclass,
+    _current_graph_task_id,
+    _len_torch_dispatch_stack,
+)
 from torch.optim import optimizer
 from torch.utils.data import get_worker_info
 
@@ -116,10 +120,12 @@ def ask(question, *arguments, default=None):
 def harmless():
     """Let the observer's own work fail without breaking the script.
 
-    What fails is a fault of the observer, so it is reported.
+    What fails is a fault of the observer, so it is reported. A subclass of Tensor that the script
+    has written does not notice what is asked of its tensors.
     """
     try:
-        yield
+        with DisableTorchFunctionSubclass():
+            yield
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         line = f"{os.path.basename(frame.filename)}:{frame.lineno}"

@@ -269,9 +269,9 @@ class AfterGather(TorchFunctionMode):
     def report_length(self, name, args, result):
         """Report a cut, and the length of what is compared or read."""
         tensor = args[0] if args else None
-        if not isinstance(tensor, torch.Tensor) or not ask(tensor.dim):  # lazy ones do not tell
-            return
-        length = len(tensor)
+        length = ask(len, tensor) if isinstance(tensor, torch.Tensor) else None
+        if length is None:
+            return  # a single number, or a lazy parameter, has none
         if name == "__getitem__" and isinstance(args[1], slice) and len(result) < length:
             in_blocks = turns_instead(tensor, self.parts) is not None
             report(events.Cut, dropped=length - len(result), in_blocks=in_blocks)
