@@ -83,7 +83,10 @@ def aliases(root, ids):
     script = (root / "diffs" / "generator" / "search.js").read_text(encoding="utf-8")
     common = "|".join(re.search("COMMON = new Set.`([^`]+)", script)[1].split())
     needless = re.compile(rf"{NOISE.pattern}|\b(?:{common})\b(?![\w'/.]) ?", re.IGNORECASE)
-    brief = {ids[name]: [needless.sub(" ", each) for each in known[name]] for name in known}
+    brief = {
+        ids[name]: [" ".join(needless.sub(" ", each).split()) for each in texts]
+        for name, texts in known.items()
+    }
     text = json.dumps(brief, separators=(",", ":")).encode()
     page = (root / "diffs" / "index.html").read_text(encoding="utf-8")
     old = page.partition('id="aliases">')[2].partition("<")[0]

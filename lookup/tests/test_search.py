@@ -58,8 +58,7 @@ def hits(page, *texts):
 def test_a_pasted_text_brings_its_entry_first(page):
     wrong = []
     rows = page.evaluate("rows => rows.map(bare)", [pasted["row"] for pasted in PASTED])
-    texts = [pasted["text"] for pasted in PASTED]
-    for row, pasted, found in zip(rows, PASTED, hits(page, *texts)):
+    for row, pasted, found in zip(rows, PASTED, hits(page, *(one["text"] for one in PASTED))):
         if not found or row not in found[0][2]:
             wrong.append((pasted["row"], pasted["source"], [hit[:2] for hit in found[:2]]))
     assert wrong == []
