@@ -139,6 +139,7 @@ class Counted(Event):
     # and how many would be if the ranks took turns in it.
     equal: int | None
     equal_in_turns: int | None
+    read_in_blocks: bool  # it became an array or a list in that order
 
 
 class Totalled(Event):

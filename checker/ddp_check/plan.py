@@ -21,7 +21,9 @@ from ddp_check.run import Run, without_own_steps
 
 CHECKPOINT = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".new", ".interrupted")
 SMALL = 1 << 16  # bytes of a file that is copied, not linked
-STARTS = r"\bspawn\(|\bstart_processes\(|\bProcess\(\s*target"  # starts its own processes
+STARTS = (  # in a script that starts its own processes
+    r"(?<!\.)\bspawn\(|\b(mp|multiprocessing)\.spawn\(|\bstart_processes\(|\bProcess\(\s*target"
+)
 SETS = r"""environ\[["'](\w+)["']\]\s*=[^=]"""
 ASKS = r"""(?:environ(?:\.get)?|getenv)[\[(]["']((?:LOCAL_)?RANK)["'][\],)]"""
 USES_GPUS = r"nccl|cuda|device_ids|torch\.accelerator|\.to\(\w*rank\)"
@@ -195,9 +197,9 @@ def planned(script, arguments=(), nproc=2, timeout=300, launcher=None, **options
 
 def launcher_of(text):
     """Return which launcher a script is written for."""
-    if re.search(STARTS, text):
-        return "python"
     needs_torchrun = set(re.findall(ASKS, text)) - set(re.findall(SETS, text))
+    if re.search(STARTS, text) and not needs_torchrun:
+        return "python"
     return "srun" if "SLURM_PROCID" in text and not needs_torchrun else "torchrun"
 
 

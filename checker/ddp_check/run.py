@@ -17,9 +17,10 @@ from ddp_check.ranks import differing_ranks, of_lowest_rank
 LACKS_GPUS = r"(?i)cuda|nccl|nvidia|\bgpu|accelerator"  # in an error message
 # In an error that may only follow from what another rank did:
 OF_OTHERS = r"(?i)gloo|nccl|connection|timed ?out|reduction|unpickl|\brank|\bpeer|\bstore"
+SENDS = r"\b(i?send|send_object_list|batch_isend_irecv)\("
 PREFIX = r"(?:\[rank\d+\]: ?)?"  # that PyTorch puts before each line of a traceback
 CHAINED = r"\s+(?:\[rank\d+\]:\s*)*(?:During handling of|The above exception was)"
-ERROR = rf"^{PREFIX}([\w.]*(?:Error|Exception)(?:: .+)?|[\w.-]+: error: .+)$(?!{CHAINED})"
+ERROR = rf"^{PREFIX}([A-Za-z_][\w.]*(?:Error|Exception)(?:: .+)?|[\w.-]+: error: .+)$(?!{CHAINED})"
 REPORT = r"^[EW]\d{4} .*torch/distributed"  # torchrun's, of a failure, and of which rank:
 FIRST_FAILURE = r"Root Cause.*\n(?:.*\n)*?\s+rank\s+: (\d+).*\n\s+exitcode\s+: (-?\d+)"
 
@@ -180,8 +181,8 @@ class Run:
                 continue
             for latest_of_rank, value in zip(latest, values):
                 latest_of_rank.update(value if isinstance(value, dict) else enumerate(value))
-            for name, value in latest[0].items():
-                if any(latest_of_rank.get(name) != value for latest_of_rank in latest):
+            for name in dict.fromkeys(chain(*latest)):
+                if any(of_rank.get(name) != latest[0].get(name) for of_rank in latest):
                     return FaultyStep(number, row, name)
         return None
 
@@ -198,17 +199,31 @@ class Run:
     def averages_weights(self):
         """Whether the ranks take steps of their own, and average their weights now and then.
 
-        That is inferred: without DDP, gradients differ in a step, and weights agree later on.
+        That is inferred: without DDP, gradients and weights differ, and weights agree later on.
         """
         hooks = [event.name for event in self.all(events.CommHook)]
         if any("localsgd" in name.lower() for name in hooks):
             return True
-        first = self.first_difference("gradients")
+        first = self.first_difference("gradients") and self.first_difference("weights")
         if not first or self.all(events.Wrap) or not self.all(events.Collective):
             return False
         later, final = self.step_rows[first.number :], self.final_weights
         agree = any(all(step.weights == row[0].weights for step in row) for row in later)
         return agree or (bool(final) and differing_ranks(final) is None)
+
+    @cached_property
+    def trains_own_models(self):
+        """Whether each rank seems to train a model of its own on purpose: an ensemble, a pipeline.
+
+        Nothing is wrapped, and no sampler divides the data; the ranks begin with other weights and
+        other gradients, and yet give each other more than single numbers.
+        """
+        if self.all(events.Wrap) or any(each.distributed for each in self.all(events.PassBegun)):
+            return False
+        differences = map(self.first_difference, ("weights", "gradients"))
+        own = all(first and first.number == 1 for first in differences)
+        exchanges = any(call.elements > 1 for call in self.all(events.Collective))
+        return own and not self.averages_weights and (exchanges or re.search(SENDS, self.source))
 
     @property
     def final_weights(self):

@@ -475,6 +475,7 @@ LENGTHS = [  # batches that are padded to a length of their own
     ),
     (LOOP, LOOP.replace("targets in", "targets, _ in")),
 ]
+EVEN = [("randn(117", "randn(116"), ("(96, 21)", "(96, 20)")]  # no sample is left over
 ADDED = [  # each rank counts its own part, and the counts are added up
     (
         BASE[BASE.index("    parts = [") : BASE.index("\n\ndef main")],
@@ -485,8 +486,7 @@ ADDED = [  # each rank counts its own part, and the counts are added up
     return right.item()
 """,
     ),
-    ("randn(117, 4)", "randn(116, 4)"),
-    ("(96, 21)", "(96, 20)"),
+    *EVEN,
     ("net, test)\n", 'net, test)\n        rank or print(f"accuracy {right / 20:.4f}")\n'),
 ]
 NOISE = [
@@ -834,7 +834,13 @@ KINDS = {
         SINGLE,
         [("stack(parts, dim=1).flatten()", "cat(parts)")],
         r"in another order than the labels.+: \d+ of 20 agree, and 20 if the ranks take turns",
-        [("randn(117", "randn(116"), ("(96, 21)", "(96, 20)"), ("[model(inputs)", "[inputs")],
+        [*EVEN, ("[model(inputs)", "[inputs")],
+    ),
+    "not cut, in order, as an array": Kind(
+        {"each_sample_is_evaluated_once": UNSURE},
+        [("stack(parts, dim=1).flatten()", "cat(parts)")],
+        "are the labels in the order of the parts, too",
+        [*EVEN, (CORRECT, "(guesses.numpy() == test[:][1].numpy())")],
     ),
     "gathered as one number": Kind(
         SINGLE,

@@ -28,6 +28,8 @@ def cannot_compare(run):
     """Return why the undisturbed run shows that the steps cannot be compared, or ""."""
     if run.returncode != 0 and len(run.steps) <= STEPS:
         return f"the script fails without the drill: {launch.script_ends(run).text}"
+    if run.nproc == 1:
+        return "there is one process only: run it with --nproc 2"
     if not run.all(events.Wrap):
         return "no model is wrapped in DistributedDataParallel"
     if run.averages_weights:

@@ -39,7 +39,8 @@ TO_ONE_NUMBER = ("sum", "mean")
 HARMLESS_MODES = ("ddp_check.", "torch.utils._device")  # modules; torch.set_default_device's
 EQUALS = ("__eq__", "eq")
 latest_sums = WeakTensorKeyDictionary()  # a tensor that was added up -> its `rounds_of`, the sum
-READ_OUT = (*EQUALS, "__ne__", "ne", "numpy", "tolist", *TO_ONE_NUMBER)
+CONVERTS = ("numpy", "tolist")
+READ_OUT = (*EQUALS, "__ne__", "ne", *CONVERTS, *TO_ONE_NUMBER)
 
 
 def meet_here(address):
@@ -285,6 +286,7 @@ class AfterGather(TorchFunctionMode):
                 reduced=name in TO_ONE_NUMBER,
                 equal=equal,
                 equal_in_turns=equal_in_turns,
+                read_in_blocks=name in CONVERTS and turns_instead(tensor, self.parts) is not None,
             )
 
     def count_equal(self, tensor, other, result):
@@ -328,7 +330,7 @@ def turns_instead(tensor, parts):
 
     If it has not, or both orders are the same, it is None. The end of the tensor may be cut off.
     """
-    if not parts or not all(part.dim() for part in parts):
+    if not parts or not all(part.dim() for part in parts) or len(tensor) <= len(parts[0]):
         return None
     blocks = ask(torch.cat, parts)
     if blocks is None or blocks.dtype != tensor.dtype:

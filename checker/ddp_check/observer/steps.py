@@ -1,5 +1,6 @@
 """Observes the steps of optimizers, schedulers and GradScalers."""
 
+import inspect
 import math
 import re
 import time
@@ -297,9 +298,11 @@ def load_state_dict(original, self, *args, **kwargs):
 
 
 def length_of_schedule(scheduler):
-    """Return how many steps a schedule has; those of transformers keep it with their function."""
+    """Return how many steps a schedule has: of a function, the largest whole number it keeps."""
     if hasattr(scheduler, "lr_lambdas"):
-        return int(scheduler.lr_lambdas[0].keywords["num_training_steps"])
+        function = scheduler.lr_lambdas[0]
+        kept = getattr(function, "keywords", None) or inspect.getclosurevars(function).nonlocals
+        return max(value for value in kept.values() if type(value) is int)
     return int(scheduler.T_max if hasattr(scheduler, "T_max") else scheduler.total_steps)
 
 

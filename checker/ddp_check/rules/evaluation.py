@@ -15,7 +15,7 @@ from ddp_check.rules.output import sum_is_printed
 from ddp_check.rules.printed import SAYS_RANK, numbers_in
 
 ACCURACY = r"(?i)(?<!train )(?<!training )\bacc[a-z]*(?:@\d+)?\W*$"  # before a number
-SHARE = r"(?i)(\bacc|\bf1|\biou|\bauc|precision|recall)[^\n\d]*$"  # before a number
+SHARE = r"(?i)(\bacc(uracy)?\b|\bf1|\biou|\bauc|precision|recall)[^\n\d]*$"  # before a number
 RESULT = r"(?i)(?<![a-z])(acc|val|test|eval|score|correct|right|top|best|hit|f1)"  # in a line
 ENDS_AN_EVALUATION = events.Step | events.Batch | events.PassBegun
 
@@ -90,11 +90,16 @@ def in_another_order(parts):
     samples = [part.values("indices") for part in parts]
     if any(not of_rank or of_rank[0] != rank for rank, of_rank in enumerate(samples)):
         return None
-    for event in chain(*(part.events_of(events.Counted) for part in parts)):
+    used = [event for part in parts for event in part.events_of(events.Counted)]
+    for event in used:
         if event.equal is not None and event.equal_in_turns > event.equal + 2 * event.length**0.5:
             text = "what is gathered is in another order than the labels, one rank's part behind "
             text += f"another's: {event.equal} of {event.length} agree, and "
             return wrong(f"{text}{event.equal_in_turns} if the ranks take turns")
+    gathers = [call for call in sums_and_gathers(parts[0]) if "gather" in call.name]
+    if len(gathers) == 1 and any(event.read_in_blocks for event in used):
+        text = "what is gathered holds one rank's part behind another's, but the ranks got the "
+        return unsure(f"{text}samples in turns: are the labels in the order of the parts, too?")
     return None
 
 

@@ -1,5 +1,6 @@
 """Rules about losses, gradients and learning rates."""
 
+import math
 from collections import Counter
 
 from ddp_check import events
@@ -9,6 +10,7 @@ from ddp_check.rules.base import not_applicable, passed, slow, unseen, unsure, w
 from ddp_check.source import divisions_by_world_size
 
 NOT_FINITE = unseen("they are not finite: equal ones prove nothing")
+OWN_MODELS = not_applicable("each rank trains a model of its own")
 WRONG_RESULTS = "lookup/wrong_results"  # the page about wrong results without an error
 UNEQUAL = 1.05  # times as many elements on one rank as on another: fewer are as good as equal
 RATES = "recipes/learning_rate"  # the page about them
@@ -36,6 +38,8 @@ def gradients_are_averaged(run):
         return unseen("a closure computes the gradients")
     if run.averages_weights:
         return not_applicable("the ranks average their weights instead")
+    if run.trains_own_models:
+        return OWN_MODELS
     # Infinite numbers do not hide these three:
     if verdict := all_zero(run) or unequal_step_counts(run) or gradients_differ(run):
         return verdict
@@ -149,7 +153,8 @@ def sum_or_divided_twice(run):
         text = f"the gradients are the sum over the ranks, {ranks} times their mean: "
         text += "DDP has averaged them before" if wrapped else f"divide them by {ranks}"
         return wrong(text, where, WRONG_RESULTS)
-    if ranks > 1 and is_factor(factor, 1 / ranks):
+    accumulates = any(step.backwards > 1 for step in run.all(events.Step))  # and may divide by that
+    if ranks > 1 and is_factor(factor, 1 / ranks) and not accumulates:
         text = f"the gradients are 1/{ranks} of the mean over the ranks: "
         text += "DDP has divided them already" if wrapped else "they are divided twice"
         return wrong(text, where, WRONG_RESULTS)
@@ -244,7 +249,8 @@ def no_fault_in_gradients(run):
     if run.in_join:
         return unseen("inside of join(), the steps of a rank that ran out have no counterpart")
     text = counted(len(run.of_lowest_rank(events.Step)), "step")
-    if not run.all(events.Wrap) and not is_factor(factor_of_mean(run), 1):
+    by_hand = not run.all(events.Wrap) or any(step.reduced_all for step in run.all(events.Step))
+    if by_hand and not is_factor(factor_of_mean(run), 1):
         text += ", equal on all ranks: whether the mean or the sum, is not seen"
     return passed(text, run.all(events.Step)[0].where)
 
@@ -284,6 +290,8 @@ def clipping_comes_after_unscale(run):
 
 def rates_are_equal(run):
     """all ranks have the same learning rate"""
+    if run.trains_own_models:
+        return OWN_MODELS
     counts = counts_that_differ(run, events.Scheduled)
     metrics_row = differing_metrics(run)
     reason = f"the scheduler takes {counts}" if counts else ""
@@ -291,12 +299,17 @@ def rates_are_equal(run):
         values = two_that_differ([event.metric for event in metrics_row], ".4g")
         reason = f"the scheduler gets another value on each rank, {values}"
     if first := run.first_difference("rates"):
-        rates = two_that_differ([step.rates[first.name] for step in first.row], ".3g")
-        text = f"from step {first.number} on, they differ from rank to rank: {rates}"
+        text = f"from step {first.number} on, they differ from rank to rank"
+        if all(first.name < len(step.rates) for step in first.row):
+            rates = [step.rates[first.name] for step in first.row]
+            text += f": {two_that_differ(rates, '.3g')}"
         step = first.row[0]
         before = [event for event in run.all(events.Scheduled) if event.time < step.time]
         where = max(before, key=lambda event: event.time, default=step).where
-        return wrong(f"{text}; {reason}" if reason else text, where, WRONG_RESULTS)
+        text = f"{text}; {reason}" if reason else text
+        if run.averages_weights:
+            return unsure(f"{text}: is that intended?", where, WRONG_RESULTS)
+        return wrong(text, where, WRONG_RESULTS)
     if metrics_row:
         text = f"{reason}: sooner or later, they will lower their learning rates at other times"
         return wrong(text, metrics_row[0].where, WRONG_RESULTS)
@@ -309,7 +322,8 @@ def differing_metrics(run):
     """Return the first step of all ranks' plateau schedulers that gets other values, or None."""
     for row in run.rows(events.Scheduled):
         metrics = [event.metric for event in row]
-        if None not in metrics and not all(close(value, metrics[0]) for value in metrics):
+        finite = None not in metrics and all(map(math.isfinite, metrics))
+        if finite and not all(close(value, metrics[0]) for value in metrics):
             return row
     return None
 

@@ -19,6 +19,8 @@ DROP_THE_MODEL = "drop every reference to the DDP model (del model) before destr
 PASSED_ON = "in __torch_function__"  # ends the frame of a call that the observer passes on
 BUFFERS = "Buffers wait for all ranks to call the DDP model: evaluate model.module"
 UNTRANSLATED = rf"{LACKS_GPUS}|Tensor-likes"
+# In a script that knows the option of PyTorch's former launcher alone:
+ASKS_LOCAL_RANK = r"(?s)^(?!.*LOCAL_RANK).*--local[_-]rank"
 PAGES = {  # part of an error: the pitfall that explains it
     "Expected to have finished reduction": "unused_parameters",
     'key(s) in state_dict: "module.': "module_prefix_saved",
@@ -111,6 +113,8 @@ def failure(run):
     if run.missed_checkpoints:
         names = ", ".join(run.missed_checkpoints)
         text += f"; {names} could be a checkpoint and was left out: give its absolute path"
+    elif re.search(ASKS_LOCAL_RANK, run.source) and re.search("(?i)device|rank", run.ending):
+        text += '; torchrun passes no --local_rank: read int(os.environ["LOCAL_RANK"])'
     page = next((page for message, page in PAGES.items() if message in run.output), "")
     return with_cause(run, text, run.error_where, page, details)
 
@@ -133,7 +137,8 @@ def is_about_gpus(run):
     innermost = run.traceback[frames[-1] :] if frames else [""]
     if "ddp_check/observer" in innermost[0] and not innermost[0].endswith(PASSED_ON):
         return True
-    return bool(re.search(UNTRANSLATED, " ".join([run.ending, *innermost[1:]])))
+    text = " ".join([run.ending, *innermost[1:]])
+    return bool(re.search(UNTRANSLATED, text)) and "Invalid device string" not in text
 
 
 def one_group(run):
@@ -191,7 +196,7 @@ def no_thread_left(run):
         return not_applicable("a library joined the group, or keeps it for sharded parameters")
     exits = run.by_rank(events.Exit)
     for rank, event in ((rank, event) for rank, of_rank in exits.items() for event in of_rank):
-        if event.gloo_threads:
+        if event.gloo_threads and rank in run.joins:
             return thread_left(run, rank, event)
     if not all(exits.values()) or any(event.group_open for event in run.all(events.Exit)):
         return unseen("a rank did not finish, or did not destroy the process group")

@@ -15,7 +15,7 @@ LOSS = r"(?i)(loss|nll|perplexity|\bppl)\w*[^\w\n]{0,12}$"  # before a number
 NAMED_SUM = r"(?i)sum|total"  # before a number
 RIGHT, THE_SUM = "the mean over all ranks", "the sum over the ranks"  # what a number may be
 COLOUR = r"\x1b\[[\d;]*m"  # an ANSI code
-SYNCHRONIZES = events.Step | events.Collective
+SYNCHRONIZES = events.Join | events.Wrap | events.Step | events.Collective
 WRITES = events.Written | events.Save
 # In a script that may wait for a file in a way of its own:
 POLLS = r"\bsleep\(|\.wait\(|(?i:file_?lock)|flock\("
@@ -35,7 +35,7 @@ def one_rank_prints(run):
 def tell_their_ranks(lines_by_rank):
     """Return whether the number of its rank stands at one and the same place in each line."""
     rows = [
-        [number == str(rank) for number in re.findall(r"\d+", line.text)]
+        [number == str(rank) for number in re.findall(r"(?<![\d.])\d+(?!\.?\d)", line.text)]
         for rank, lines in lines_by_rank.items()
         for line in lines
     ]
@@ -280,12 +280,12 @@ def possible_values(rows):
     if divided or any(step.loss_reduced for step in steps):
         return values  # these losses are no means, which another rule tells
     for value in (mean_over_samples(of_rank_0), mean_over_batches(of_rank_0)):
-        values.setdefault(value, f"the loss of rank 0, that of all ranks is {over_batches:.4g}")
+        values.setdefault(value, f"the loss of rank 0, that of all ranks is {over_batches:.6g}")
         text = "the loss of rank 0 divided by the number of ranks, without those of the others"
         values.setdefault(value / ranks, text)
-    text = f"{THE_SUM}, their mean is {over_batches:.4g}"
+    text = f"{THE_SUM}, their mean is {over_batches:.6g}"
     values.setdefault(ranks * over_batches, text)
-    text = f"a mean over batches of unequal size, over samples it is {over_samples:.4g}"
+    text = f"a mean over batches of unequal size, over samples it is {over_samples:.6g}"
     values.setdefault(over_batches, text)
     return values
 

@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 from ddp_check.numbers import close
 
-DECIMAL = r"(-?\d+\.(\d+))(?!\.?\d)(?:e([+-]?\d+))?( ?%)?"  # but not a version, such as 2.8.0
-SAYS_RANK = r"(?i)\brank[ _-]?\d"  # so the line says whose number it is
+# But not a part of a version, such as 2.8.0:
+DECIMAL = r"(?<![\d.,])(-?\d+\.(\d+))(?!\.?\d)(?:e([+-]?\d+))?( ?%)?"
+SAYS_RANK = r"(?i)\brank\W{0,3}\d"  # so the line says whose number it is
 
 
 class Number(NamedTuple):

@@ -17,6 +17,9 @@ def weights_agree(run):
         return unseen("nothing was trained")
     if run.averages_weights:
         return passed("the ranks average them", steps[0].where)
+    if run.trains_own_models:
+        text = "each rank trains a model of its own, from weights of its own: is that intended?"
+        return unsure(text, steps[0].where)
     if verdict := nothing_is_wrapped(run) or foreign_parameters(run) or weights_differ(run):
         return verdict
     if first := run.first_difference("buffers"):
