@@ -299,6 +299,7 @@ class SkippedStep(Event):
 class StateLoaded(Event):
     """A model or an optimizer loads a state."""
 
+    by_model: bool  # not by an optimizer
     wraps: int  # how many models had been wrapped before
 
 

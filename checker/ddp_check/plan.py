@@ -20,6 +20,7 @@ from ddp_check.protocol import HERE, STACKS, VARIABLE, Task
 from ddp_check.run import Run, without_own_steps
 
 CHECKPOINT = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".new", ".interrupted")
+MAX_DEPTH, MAX_ENTRIES = 9, 1000  # of folders that are copied, not linked
 SMALL = 1 << 16  # bytes of a file that is copied, not linked
 STARTS = (  # in a script that starts its own processes
     r"(?<!\.)\bspawn\(|\b(mp|multiprocessing)\.spawn\(|\bstart_processes\(|\bProcess\(\s*target"
@@ -48,7 +49,7 @@ SLURM = {  # value: variables that srun sets to it on one node; their names begi
 }
 
 
-def mirror(source, target, depth=3):
+def mirror(source, target, depth=MAX_DEPTH):
     """Copy the small files of a folder into a new one, and link large ones, without checkpoints.
 
     Python would import from the folder that a link points to, and a library in C that opens a file
@@ -59,12 +60,18 @@ def mirror(source, target, depth=3):
         new = target / path.name
         if path.name.startswith(".") or path.name == "__pycache__" or path.suffix in CHECKPOINT:
             continue
-        if path.is_dir() and depth and "data" not in path.name and os.access(path, os.R_OK):
+        readable = os.access(path, os.R_OK)
+        if path.is_dir() and readable and depth and not is_data(path):
             mirror(path, new, depth - 1)
-        elif path.is_file() and (path.suffix == ".py" or path.stat().st_size < SMALL):
+        elif path.is_file() and readable and (path.suffix == ".py" or path.stat().st_size < SMALL):
             shutil.copy(path, new)
         else:
             new.symlink_to(path)
+
+
+def is_data(folder):
+    """Return whether a folder is linked as a whole: it seems to hold a data set."""
+    return "data" in folder.name or len(os.listdir(folder)) > MAX_ENTRIES
 
 
 @dataclass

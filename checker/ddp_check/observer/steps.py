@@ -288,7 +288,8 @@ def clip(original, *args, **kwargs):
 @patch("torch.nn.Module.load_state_dict", "torch.optim.Optimizer.load_state_dict")
 def load_state_dict(original, self, *args, **kwargs):
     """Report that a state is loaded."""
-    report(events.StateLoaded, wraps=len(state.wrapped))
+    by_model = isinstance(self, torch.nn.Module)
+    report(events.StateLoaded, by_model=by_model, wraps=len(state.wrapped))
     result = original(self, *args, **kwargs)
     with harmless():
         unexpected = ask(lambda: result.unexpected_keys)  # an optimizer returns nothing

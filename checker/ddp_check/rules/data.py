@@ -6,7 +6,7 @@ from itertools import chain, pairwise
 
 from ddp_check import events
 from ddp_check.ranks import counted, differ, of_lowest_rank
-from ddp_check.rules.base import UNSEEN, not_applicable, passed, unseen, unsure, worst, wrong
+from ddp_check.rules.base import PASS, UNSEEN, not_applicable, passed, unseen, unsure, worst, wrong
 
 ENOUGH = 8  # samples: fewer may be equal, or in the same order, by chance
 RANDOM_NUMBERS = {  # by who draws them
@@ -21,7 +21,7 @@ def ranks_share_data(run):
     on_a_mesh = any(step.mesh_dimensions > 1 for step in run.all(events.Step))
     if run.is_sharded and (on_a_mesh or not rows):
         return not_applicable("ranks that share a model have to have the same batches")
-    verdict = verdict_on_epochs(run.training_passes)
+    verdict = verdict_on_epochs(run.training_passes, bool(run.all(events.Drawn)))
     if not verdict:  # no rank trains on another's samples
         return never_used(run)
     if verdict.status != UNSEEN:
@@ -30,24 +30,29 @@ def ranks_share_data(run):
     # if no DataLoader was used, those of any step.
     if rows and all(step.inputs == row[0].inputs for row in rows for step in row):
         text = "in each step, all ranks train on the same batch"
-        return wrong(text, rows[0][0].where, "no_sampler")
+        if all(step.losses == row[0].losses for row in rows for step in row):
+            return wrong(text, rows[0][0].where, "no_sampler")
+        if run.draws_numbers:
+            return unsure(f"{text}: on other parts of it?", rows[0][0].where, "no_sampler")
     if run.training_passes:
         return verdict
     return same_stream(run) or verdict
 
 
-def verdict_on_epochs(epochs):
+def verdict_on_epochs(epochs, samples_are_random):
     """Return the worst verdict on the epochs, or None if each rank has samples of its own."""
     if not epochs:
         return unseen("no DataLoader was used to train, so no sample has an index")
-    return worst(
+    verdicts = [
         replace(verdict, text=f"epoch {number}: {verdict.text}", where=of_lowest_rank(epoch).where)
         for number, epoch in enumerate(epochs, 1)
-        if (verdict := verdict_on_epoch(epoch))
-    )
+        if (verdict := verdict_on_epoch(epoch, samples_are_random))
+    ]
+    faults = [verdict for verdict in verdicts if verdict.status != PASS]  # or `unseen`
+    return worst(faults or verdicts)
 
 
-def verdict_on_epoch(epoch):
+def verdict_on_epoch(epoch, samples_are_random):
     """Return the verdict on the samples of an epoch, or None if each rank has its own."""
     if of_lowest_rank(epoch).iterable:
         return verdict_on_streams(epoch)
@@ -62,8 +67,12 @@ def verdict_on_epoch(epoch):
     same_for_all = shared and all(set(of_rank) == set(samples[0]) for of_rank in samples)
     is_whole = all(data_pass.is_whole for data_pass in epoch.values())
     if shared <= padding_allowed(list(epoch.values())) and not (same_for_all and is_whole):
-        return None
+        if is_whole or of_lowest_rank(epoch).distributed or not shared:
+            return None
+        return unseen("the ranks leave the loop early: too few samples to tell")
     if dealt_by_data_set(epoch):
+        if samples_are_random and of_lowest_rank(epoch).values("label_checksums") is None:
+            return unsure("the ranks ask for the same indices, and get samples made at random")
         return passed("the ranks ask for the same indices, and get other samples")
     if same_for_all:
         text = f"each rank trains on the same {counted(len(samples[0]), 'sample')}"

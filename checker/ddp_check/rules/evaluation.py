@@ -13,6 +13,7 @@ from ddp_check.rules.base import passed, unseen, unsure, worst, wrong
 from ddp_check.rules.data import padding_allowed, repeated
 from ddp_check.rules.output import sum_is_printed
 from ddp_check.rules.printed import SAYS_RANK, numbers_in
+from ddp_check.run import SENDS
 
 ACCURACY = r"(?i)(?<!train )(?<!training )\bacc[a-z]*(?:@\d+)?\W*$"  # before a number
 SHARE = r"(?i)(\bacc(uracy)?\b|\bf1|\biou|\bauc|precision|recall)[^\n\d]*$"  # before a number
@@ -33,7 +34,8 @@ def evaluations(run):
         if data_pass.dataset in trained or not (data_pass.batches and data_pass.sample_count):
             return False
         is_left_early = data_pass.dataset not in read_whole  # in every pass, so that is meant
-        return data_pass.is_whole or (is_left_early and data_pass.events_of(events.BatchEvaluated))
+        is_meant = is_left_early and run.returncode == 0
+        return data_pass.is_whole or (is_meant and data_pass.events_of(events.BatchEvaluated))
 
     evaluating = {rank: filter(evaluates, of_rank) for rank, of_rank in run.passes_by_rank.items()}
     ranks_needed = 1 if run.returncode == 0 else run.world_size
@@ -162,7 +164,7 @@ def padded(parts, twice):
         return wrong(text) if gathers == 1 else unsure(text)  # of several, each may hold one batch
     if any(event.length == distinct for event in used):
         return None
-    of_tensors = not any("object" in call.name for call in chain(*gathered))
+    of_tensors = gathers and not any("object" in call.name for call in chain(*gathered))
     too_few = sum(call.elements for call in gathered[0]) < len(parts[0].values("indices"))
     if (of_tensors and too_few) or all(calls and calls[0].sums for calls in calls_by_rank):
         totals = totals_after(parts)
@@ -256,6 +258,9 @@ def own_part_printed(run, parts):
         )
         if is_share or re.search(rf"\d+ ?/ ?{own}\b", line.text):
             text = f'{own_part(parts)} when it prints "{line.text.strip()[:60]}"'
+            files = run.following(last, events.Read, ENDS_AN_EVALUATION)
+            if files or re.search(SENDS, run.source):
+                return unsure(f"{text}: or do files or send() bring it?", line.where, "rank_0_loss")
             return wrong(text, line.where, "rank_0_loss")
 
 

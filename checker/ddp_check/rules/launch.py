@@ -33,7 +33,8 @@ def script_ends(run):
     rank, code = run.first_failure
     if run.returncode == 0:
         return passed(text)
-    if run.hangs:
+    functions = {function for stack in run.stacks.values() for _, _, function in stack}
+    if run.hangs and (run.joins or "init_process_group" in functions):  # else: a download, perhaps
         return hang(run)
     if run.returncode is None:
         return unsure(f"still busy {text}: shorten the run, or raise --timeout")

@@ -166,6 +166,8 @@ def sums_begin_anew(run):
 
 def loaded_names_fit(run):
     """a model has the names that it loads"""
+    if not any(event.by_model for event in run.all(events.StateLoaded)):
+        return unseen("no model loads a state")
     for event in run.all(events.NothingLoaded):
         text = f"with strict=False, nothing is loaded: the model has no {event.name}, nor any other"
         page = "module_prefix_saved" if event.name.startswith("module.") else ""

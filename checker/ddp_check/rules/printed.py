@@ -6,7 +6,7 @@ from typing import NamedTuple
 from ddp_check.numbers import close
 
 # But not a part of a version, such as 2.8.0:
-DECIMAL = r"(?<![\d.,])(-?\d+\.(\d+))(?!\.?\d)(?:e([+-]?\d+))?( ?%)?"
+DECIMAL = r"(?<![\d.])(-?\d+\.(\d+))(?!\.?\d)(?:e([+-]?\d+))?( ?%)?"
 SAYS_RANK = r"(?i)\brank\W{0,3}\d"  # so the line says whose number it is
 
 

@@ -1,5 +1,6 @@
 """Rules about weights and buffers, and the mode that a model is in."""
 
+import math
 import re
 
 from ddp_check import events
@@ -79,13 +80,21 @@ def with_earlier_cause(run, number, verdict_without, text, where=""):
         if earlier and earlier.number < number:
             text += f"; it follows from the {words} in step {earlier.number}"
             return wrong(text, where, follows=True)
-    loads = [load for load in run.all(events.StateLoaded) if load.wraps]
+    rows = run.step_rows
+    before = rows[number - 1][0].time if number <= len(rows) else math.inf
+    reported = [row[0].time for row in rows[: number - 1] if row[0].weights is not None]
+    agreed = max(reported, default=0.0)  # when the weights of all ranks agreed
+    state_loads = [load for load in run.all(events.StateLoaded) if load.wraps]
+    loads = [load for load in state_loads if agreed < load.time < before]
     page = "edit_on_one_rank"
     if line := line_of_some_ranks(run):
         text, where = f"{text}: not all ranks load a state here", line
-    elif number == 1 and loads:
+    elif loads:
         text += ": after the model was wrapped, each rank loads a state of its own here"
-        where = loads[-1].where
+        if number > 1:
+            text += " (does one read the file before it is written?)"
+            page = "missing_barrier"
+        where = loads[0].where
     elif number == 1 and not run.all(events.Wrap):
         text += "; broadcast them at the start, or seed all ranks alike"
         page = "recipes/in_buckets"
