@@ -222,7 +222,7 @@ class Run:
             return False
         differences = map(self.first_difference, ("weights", "gradients"))
         own = all(first and first.number == 1 for first in differences)
-        exchanges = any(call.elements > 1 for call in self.all(events.Collective))
+        exchanges = any(call.elements > 8 for call in self.all(events.Collective))
         return own and not self.averages_weights and (exchanges or re.search(SENDS, self.source))
 
     @property

@@ -749,6 +749,17 @@ KINDS = {
     "summed by hooks, not divided": Kind(
         GRADIENTS, [("value.grad /= size", "0")], r"are the sum over the ranks", HOOKED
     ),
+    "models of their own": Kind(
+        {"weights_agree": UNSURE},
+        [
+            (WRAP, "    model = net\n"),
+            after(DATA, SEEDS_APART),
+            ("sampler=sampler", "sampler=range(rank, 96, 2)"),
+            before(SUM, "        dist.all_reduce(x.clone())\n"),
+        ],
+        "a model of its own, from weights of its own: is that intended",
+        [UNEVALUATED],
+    ),
     "without the first broadcast": Kind(
         WEIGHTS,
         [after(DATA, SEEDS_APART)],
@@ -1055,6 +1066,26 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
             *SHARE,
         ],
         {"result_is_of_all": UNSEEN},
+    ),
+    "all ranks see one graph, and train on parts of it": (
+        [
+            *DRAWN,
+            ("for x in torch.randn(6, 8, 4)", "for _ in range(6)"),
+            (TRAIN, TRAIN.replace("inputs), targets", "inputs)[rank::2], targets[rank::2]")),
+        ],
+        {"ranks_share_data": UNSEEN},
+    ),
+    "a mean over micro-batches": (
+        [
+            *ACCUMULATED,
+            ("number % 3", "number % 2"),
+            ("targets) / 3", "targets)"),
+            after(
+                "            if last:\n",
+                "                [w.grad.div_(2) for w in net.parameters()]\n",
+            ),
+        ],
+        {"gradients_are_averaged": PASS},
     ),
     "a learning rate is printed": ([*RATE, (SUM, ""), (PRINTED, "{0}")], {}),
     "in buckets": (BUCKETS, {"gradients_are_averaged": PASS}),

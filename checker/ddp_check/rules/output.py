@@ -1,5 +1,6 @@
 """Rules about what is printed, written and loaded."""
 
+import os
 import re
 from itertools import chain, product
 from pathlib import Path
@@ -52,7 +53,8 @@ def one_rank_writes(run):
     writes = file_uses(run, WRITES)
     if verdict := written_by_several(run, writes) or read_too_early(run, writes) or part_saved(run):
         return verdict
-    saves = {event.path: event.where for event in run.all(events.Save) if event.path}
+    saved = [event for event in run.all(events.Save) if event.path and event.path != os.devnull]
+    saves = {event.path: event.where for event in saved}
     renamed = {event.old_name for event in run.all(events.Written)}
     for path, where in saves.items():
         if path not in renamed:
