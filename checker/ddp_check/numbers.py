@@ -29,4 +29,6 @@ def distance(tensor, other):
     both = torch.stack([tensor.to_dense().double(), other.to_dense().double()])
     if not both.isfinite().all():
         return math.inf
+    if not both.numel():
+        return 0.0
     return ((both[0] - both[1]).abs().max() / both.abs().max().clamp(min=SMALLEST)).item()

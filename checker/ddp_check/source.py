@@ -55,16 +55,21 @@ def parsed(run):
 
 def world_size_names(tree):
     """Return the names to which the number of ranks is assigned."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign):
-            values, targets = [node.value], node.targets
-            if isinstance(targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
-                values, targets = node.value.elts, targets[0].elts
-            for target, value in zip(targets, values):
-                if re.search("get_world_size|WORLD_SIZE", ast.unparse(value)):
-                    names.add(ast.unparse(target))
-    return names
+    assigned = [pair for node in ast.walk(tree) for pair in assignments(node)]
+    size = re.compile("get_world_size|WORLD_SIZE")
+    return {ast.unparse(name) for name, value in assigned if size.search(ast.unparse(value))}
+
+
+def assignments(node):
+    """Return the pairs (name, value) that a part of the tree assigns."""
+    match node:
+        case ast.Assign([ast.Tuple(names)], ast.Tuple(values)):
+            return [*zip(names, values)]
+        case ast.Assign(names, value):
+            return [(name, value) for name in names]
+        case ast.AnnAssign(name, _, ast.expr() as value) | ast.NamedExpr(name, value):
+            return [(name, value)]
+    return []
 
 
 def backward_calls(scope):
@@ -92,7 +97,7 @@ def targets_of(statement):
     match statement:
         case ast.Assign():
             return statement.targets
-        case ast.AugAssign():
+        case ast.AugAssign() | ast.AnnAssign():
             return [statement.target]
         case ast.Expr(ast.Call(ast.Attribute(owner))):
             return [owner]

@@ -710,6 +710,16 @@ KINDS = {
         [BY_HAND[1]],
         r"this changes nothing \(dist.all_reduce\(va",
     ),
+    "two optimizers, reduced again": Kind(
+        GRADIENTS,
+        [before(STEP, "            [dist.all_reduce(value.grad) for value in net.parameters()]\n")],
+        "2 times their mean: DDP has averaged them before",
+        [
+            ("AdamW(model.parameters()", "AdamW(net[0].parameters()"),
+            before(READY, "    second = torch.optim.SGD(net[2].parameters(), lr=0.01)\n"),
+            after(STEP, "            second.step()\n            second.zero_grad()\n"),
+        ],
+    ),
     "join": Kind(ENDS, [("with model.join():", "if True:")], "", JOIN),
     "the same data, reduced by hand": Kind(
         GRADIENTS, [("model(inputs), targets", "model(x), x.argmax(dim=1)")], "before they", BY_HAND
@@ -840,6 +850,18 @@ KINDS = {
     ),
     "cut in order": Kind(
         SINGLE, [("stack(parts, dim=1).flatten()", "cat(parts)")], "in blocks", IN_DICTIONARIES
+    ),
+    "gathered into one tensor, cut in order": Kind(
+        SINGLE,
+        [
+            (
+                "all_gather(tensor_list=parts, tensor=mine)",
+                "all_gather_into_tensor(out := torch.cat(parts), mine)",
+            ),
+            ("torch.stack(parts, dim=1).flatten()", "out"),
+        ],
+        "in blocks",
+        [("all_gather(parts, mine)", "all_gather(tensor_list=parts, tensor=mine)")],
     ),
     "not cut, in order": Kind(
         SINGLE,

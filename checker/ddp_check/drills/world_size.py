@@ -164,7 +164,7 @@ def gradient_pairs(many, one, number):
         (name, of_many, of_one)
         for model_of_many, model_of_one in zip(*models)
         for (name, of_many), (_, of_one) in zip(model_of_many, model_of_one)
-        if of_many is not None and of_one is not None
+        if of_many is not None and of_one is not None and of_one.numel()
     ]
     smallest = 1e-6 * max((of_one.abs().max().item() for *_, of_one in pairs), default=0)
     # `<` is false for NaN, which has to be compared.

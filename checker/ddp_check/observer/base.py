@@ -34,7 +34,6 @@ class SinceStep(BetweenSteps):
     forwards: list = field(default_factory=list)  # calls of DDP, as `Forward`
     bypasses: dict = field(default_factory=dict)  # number of a model -> a line that calls it itself
     loss_scaled: bool = False  # by a GradScaler
-    projection: float = 0.0  # of the gradients that this rank has computed
     used: set = field(default_factory=set)  # identities of parameters that got a gradient here
     # (checksum, number of elements) of each tensor that the script itself adds up over the ranks:
     added_up: list = field(default_factory=list)

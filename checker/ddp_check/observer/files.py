@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import shutil
 import sys
 
@@ -25,7 +26,8 @@ stdout_write = stdout.write  # before it is replaced
 def write(text):
     """Report each line that is written to standard output, and write it."""
     with harmless():
-        *lines, state.unfinished_line = f"{state.unfinished_line}{text}".split("\n")
+        # A progress bar ends each of its lines with a carriage return.
+        *lines, state.unfinished_line = re.split(r"[\r\n]", f"{state.unfinished_line}{text}")
         for line in filter(str.strip, lines):
             report(Print, text=line[:MAX_LINE])
     return stdout_write(text)

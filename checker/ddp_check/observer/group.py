@@ -32,6 +32,7 @@ from ddp_check.observer.values import checksum, tensors_in
 
 COLLECTIVE = "all_|reduce(?!_op)|broadcast|gather|scatter|barrier|monitored_barrier"
 REDUCTIONS = ("all_reduce", "reduce")
+LISTS_OF_PARTS = ("tensor_list", "gather_list", "object_list", "object_gather_list")
 SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 ROUNDS = 2  # in which a sum has to be kept: once may be chance
 MAX_COUNTS = 64  # numbers that are added up at once, among which may be that of the samples
@@ -87,14 +88,14 @@ def init_process_group(original, *args, **kwargs):
 class Call:
     """A collective that the script, or a library on its behalf, calls on all ranks."""
 
-    def __init__(self, name, args, kwargs):
-        arguments = [*args, *kwargs.values()]
+    def __init__(self, function, args, kwargs):
+        self.name, self.line = function.__name__, script_line()
+        named = inspect.signature(function).bind(*args, **kwargs).arguments
+        arguments = [*named.values()]
         operations = [value for value in arguments if isinstance(value, dist.ReduceOp)]
-        self.name, self.line = name, script_line()
         self.tensors = tensors_in(arguments)
-        self.sums = name in REDUCTIONS and all(operation in SUMS for operation in operations)
-        # A gather fills the list that is its first argument with what each rank gave:
-        self.parts = args[0] if args and isinstance(args[0], list) else []
+        self.sums = self.name in REDUCTIONS and all(each in SUMS for each in operations)
+        self.parts = parts_in(named)
         self.own_number = number_in(self.tensors) if self.sums else None  # it will be overwritten
         adds = self.sums and dist.ReduceOp.AVG not in operations and len(self.tensors) == 1
         self.rounds = rounds_of(self.tensors[0]) if adds else None
@@ -166,6 +167,14 @@ def rounds_of(tensor):
     return rounds + 1 if has_grown else 0
 
 
+def parts_in(arguments):
+    """Return what a gather fills with the parts of the ranks: the items of a list, or views."""
+    if "output_tensor" in arguments:
+        shape = dist.get_world_size(), *arguments["input_tensor"].shape
+        return [*arguments["output_tensor"].detach().view(shape)]
+    return next((arguments[name] for name in LISTS_OF_PARTS if arguments.get(name)), [])
+
+
 def number_in(tensors):
     """Return the value of the only tensor, if that is a single number."""
     single = len(tensors) == 1 and tensors[0].numel() == 1
@@ -199,7 +208,7 @@ def collective(original, *args, **kwargs):
     try:
         with harmless():
             if script_line() and is_on_all_ranks(args, kwargs):
-                call = Call(original.__name__, args, kwargs)
+                call = Call(original, args, kwargs)
                 call.announce()
         # gloo refuses a tensor with a gradient in all_gather_into_tensor, and NCCL does not.
         drop_gradient = TASK.translate and "gather_" in original.__name__

@@ -1,9 +1,11 @@
 """Observes the steps of optimizers, schedulers and GradScalers."""
 
+import functools
 import inspect
 import math
 import re
 import time
+import weakref
 from collections import Counter
 
 import torch
@@ -47,6 +49,8 @@ SCHEDULERS = [  # that have a step() of their own
 ]
 
 projecting = {}  # identity of a parameter -> the handle of its hook, in the first steps
+# Identity of a parameter -> projection of what this rank has added to its gradient, until a step:
+own_projections = {}
 
 
 @optimizers.register_optimizer_step_pre_hook
@@ -220,15 +224,19 @@ def add_param_group(original, self, *args, **kwargs):
             if is_lazy(value) or mesh_dimensions([value]):
                 continue  # a lazy one takes no hook; the slice of a sharded gradient communicates
             if value.requires_grad and value.is_leaf and id(value) not in projecting:
-                projecting[id(value)] = value.register_hook(project_own)
+                hook = functools.partial(project_own, weakref.ref(value))
+                projecting[id(value)] = value.register_hook(hook)
     return result
 
 
-def project_own(gradient):
-    """Add the projection of a gradient that a backward pass gives to a parameter."""
+def project_own(parameter, gradient):
+    """Project the gradient that a backward pass gives to a parameter, as `own_projections` says."""
     with harmless():
-        if not gradient.is_sparse:
-            state.since_step.projection += projection(gradient)
+        if gradient.is_sparse or parameter() is None:
+            return
+        key = id(parameter())
+        before = 0.0 if parameter().grad is None else own_projections.get(key, 0.0)
+        own_projections[key] = before + projection(gradient)
 
 
 def projection(gradient):
@@ -239,17 +247,19 @@ def projection(gradient):
 
 def describe_projections(parameters):
     """Return the projections of this rank's gradients, and of those that the optimizer takes."""
-    since, gradients = state.since_step, parameters.gradients.values()
+    gradients = parameters.gradients.values()
+    keys = [id(parameters.by_name[name]) for name in parameters.gradients]
+    own = sum(own_projections.pop(key, 0.0) for key in keys)
     sparse = any(gradient.is_sparse for gradient in gradients)  # other elements on each rank
-    hooked = all(id(parameters.by_name[name]) in projecting for name in parameters.gradients)
-    if not projecting or not hooked or since.loss_scaled or sparse:
+    hooked = bool(projecting) and all(key in projecting for key in keys)
+    if not hooked or state.since_step.loss_scaled or sparse:
         return {"own_gradient": None, "taken_gradient": None}
     taken = sum(map(projection, gradients))
     if state.steps >= STEPS:
         for hook in projecting.values():
             hook.remove()  # as it costs time
         projecting.clear()
-    return {"own_gradient": since.projection, "taken_gradient": taken}
+    return {"own_gradient": own, "taken_gradient": taken}
 
 
 # ---------------------------------------------------------------- GradScaler
