@@ -18,6 +18,9 @@ from ddp_check.observer.patches import C10D, DDP, intercept, patch
 
 CPU = torch.device("cpu")
 COUNT = int(os.environ.get("LOCAL_WORLD_SIZE", TASK.nproc))
+ALL_GPUS = ",".join(map(str, range(COUNT)))
+if not os.environ.get("CUDA_VISIBLE_DEVICES") and not os.path.exists("/dev/nvidiactl"):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ALL_GPUS  # libraries take their GPU from it
 ATTRIBUTES = {Tensor.get_device: ".get_device()", Tensor.is_cuda.__get__: ".is_cuda"}
 DEVICE_AT = {Tensor.to: 1, torch._C._nn._parse_to: 0}  # the argument that may be a GPU's number
 
@@ -49,7 +52,8 @@ def report_gpu(device, by_set_device=False):
     """Report the GPU that the script names, if it is the first time."""
     line, index = script_line(), gpu_index(device)
     if line and index != -1 and is_first("GPU", by_set_device, index):
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # which the checker sets to ""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        visible = "" if visible == ALL_GPUS else visible
         report(Gpu, line, by_set_device=by_set_device, index=index, visible=visible)
 
 
