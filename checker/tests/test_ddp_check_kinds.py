@@ -1058,6 +1058,17 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
         ],
         {"evaluated_models_agree": PASS},
     ),
+    "a log for each rank": (
+        [
+            ("import os\n", "import logging\nimport os\n"),
+            before(
+                "    torch.manual_seed(0)\n",
+                '    logging.basicConfig(filename=f"rank{rank}.log", level="INFO")\n',
+            ),
+            before(SUM, '        logging.info(f"epoch {epoch} loss {loss.item():.4f}")\n'),
+        ],
+        {},
+    ),
     "a default device": (
         [before(READY, '    torch.set_default_device("cpu")\n')],
         {"each_sample_is_evaluated_once": PASS},

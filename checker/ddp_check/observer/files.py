@@ -33,10 +33,15 @@ def write(text):
     return stdout_write(text)
 
 
-def log(original, self, record):  # a FileHandler is a StreamHandler, too
-    """Report what the script logs, unless it goes to standard output, which reports it anyway."""
+def log(original, self, record):
+    """Report what the script logs; of standard output it is reported anyway.
+
+    A file that is named after the rank may hold what is that rank's own.
+    """
     with harmless():
-        if self.stream is not stdout and ask(is_own, record.pathname):
+        file = os.path.basename(getattr(self, "baseFilename", ""))  # of a FileHandler
+        is_left_out = self.stream is stdout or str(state.rank) in file
+        if ask(is_own, record.pathname) and not is_left_out:
             text = ask(self.format, record)  # logging itself tells what is wrong with a record
             if text:
                 report(Print, text=text[:MAX_LINE])

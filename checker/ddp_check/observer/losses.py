@@ -34,7 +34,7 @@ def note_graph(root):
 
 
 def divisor_of(node, name):
-    """Return what a node divides by: the inverse of a factor; None if that is not known."""
+    """Return what a node divides by: 2 for `loss / 2`, `loss * 0.5` and `0.5 * loss`, or None."""
     if name.startswith("Div"):
         return saved_number(node, "other")
     if name.startswith("Mul"):

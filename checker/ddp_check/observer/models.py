@@ -48,7 +48,7 @@ class Forward(NamedTuple):
     """A call of a DDP model that a backward pass may follow."""
 
     model: int
-    backwards: int  # passes before it; calls with the same number share the one that follows
+    backwards_before: int  # passes; calls with the same number share the one that follows
     synced: bool  # its gradients will be reduced
 
 

@@ -46,7 +46,11 @@ def forget_draws():
 
 
 def are_within(count, before, after):
-    """Return whether at most so many numbers were drawn between two states of a generator."""
+    """Return whether at most so many numbers were drawn between two states of a generator.
+
+    A state does not tell how many were drawn, so the numbers that follow the second one are sought
+    among those that follow the first.
+    """
     generator = torch.Generator()
     generator.set_state(before)
     numbers = torch.rand(count + WINDOW, generator=generator, device="cpu")

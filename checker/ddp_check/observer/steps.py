@@ -192,10 +192,10 @@ def wants_weights():
 def reductions_by_ddp(forwards):
     """Return how many backward passes reduced gradients, of the model with the most.
 
-    A GAN may call its discriminator twice for one loss: both calls have the same number of
-    `backwards` before them, so they share the backward pass that follows, and count once.
+    A GAN may call its discriminator twice for one loss: both calls have as many passes before them,
+    so they share the backward pass that follows, and count once.
     """
-    reduced = {(call.model, call.backwards) for call in forwards if call.synced}
+    reduced = {(call.model, call.backwards_before) for call in forwards if call.synced}
     return max(Counter(model for model, _ in reduced).values(), default=0)
 
 
@@ -256,10 +256,15 @@ def describe_projections(parameters):
         return {"own_gradient": None, "taken_gradient": None}
     taken = sum(map(projection, gradients))
     if state.steps >= STEPS:
-        for hook in projecting.values():
-            hook.remove()  # as it costs time
-        projecting.clear()
+        stop_projecting()
     return {"own_gradient": own, "taken_gradient": taken}
+
+
+def stop_projecting():
+    """Remove the hooks, which cost time."""
+    for hook in projecting.values():
+        hook.remove()
+    projecting.clear()
 
 
 # ---------------------------------------------------------------- GradScaler
