@@ -136,7 +136,7 @@ def test_one_copy_of_the_data_set(tmp_path):
 
 
 def test_inference_in_the_order_of_the_data_set(tmp_path, monkeypatch):
-    predict, put_together = blocks("How do I run inference on several GPUs")
+    predict, put_together, _ = blocks("How do I run inference on several GPUs")
     samples, model = torch.rand(11, 3), nn.Linear(3, 2)
     monkeypatch.chdir(tmp_path)
     for rank in range(3):
