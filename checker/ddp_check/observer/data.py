@@ -168,7 +168,7 @@ def next_batch(original, self):
 def end_pass(pass_state):
     """Report that a pass is over."""
     report(events.PassEnded, pass_number=pass_state.pass_number)
-    if state.no_step_in_pass:  # as in an evaluation: it has loaded nothing for the next step
+    if state.no_step_in_pass:  # an evaluation, perhaps between two micro-batches of one step
         state.since_step.sample_count = pass_state.samples_before
     after_gather.resume()
 

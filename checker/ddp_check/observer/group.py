@@ -272,7 +272,8 @@ class AfterGather(TorchFunctionMode):
             with harmless():
                 name = getattr(func, "__name__", "")
                 self.report_length(name, args, result)
-                if len(self.ranks_of) and torch.is_grad_enabled() and name != "detach":
+                follows_parts = len(self.ranks_of) > 0  # whose gather has lost a gradient
+                if follows_parts and torch.is_grad_enabled() and name != "detach":
                     self.follow_parts([args, kwargs], result)
         return result
 
