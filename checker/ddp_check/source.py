@@ -45,6 +45,26 @@ def shares_of_ranks(run):
     return [f"{run.script}:{number}" for number in sorted(lines)]
 
 
+def are_in_one_loop(run, *lines):
+    """Return whether a loop of the script runs all these lines, itself or in functions it calls."""
+    tree = parsed(run)
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    files = {line.rpartition(":")[0] for line in lines}
+    if not all(run.script.endswith(path) for path in files):
+        return False
+    numbers = [int(line.rpartition(":")[2]) for line in lines]
+    for loop in ast.walk(tree):
+        if isinstance(loop, ast.For | ast.While):
+            parts = [loop]
+            for part in parts:  # which grows by the functions that it calls
+                names = {getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(part)}
+                called = [functions[name] for name in functions.keys() & names]
+                parts += [function for function in called if function not in parts]
+            if all(any(part.lineno <= n <= part.end_lineno for part in parts) for n in numbers):
+                return True
+    return False
+
+
 def parsed(run):
     """Return the syntax tree of a script, without statements if it has none."""
     try:

@@ -838,6 +838,11 @@ KINDS = {
     "early stopping beside buffers": Kind(
         ENDS, [("total[0] < 0", "rank < epoch == 1")], "rank 0 left the loop", [*STOPS, NORMALIZED]
     ),
+    "an evaluation with a gather on rank 0": Kind(
+        ENDS,
+        [("right = evaluate(net, test)", "right = 0 if rank else evaluate(net, test)")],
+        r"^after 1 epoch, in step 6, rank 0 calls all_gather .+, and rank 1 does.+ \(dist.all_ga",
+    ),
     # ------------------------------------------------------------ evaluation
     "an average": Kind(EVALUATED, [("  average.", "  rank or average.")], EVALUATES, AVERAGE),
     "a buffer": Kind(

@@ -9,6 +9,7 @@ from ddp_check.protocol import FRAME, is_own
 from ddp_check.ranks import counted, differing_ranks, of_lowest_rank, short
 from ddp_check.rules.base import WRONG, fragile, not_applicable, note, passed, unseen, unsure, wrong
 from ddp_check.run import LACKS_GPUS, OF_OTHERS
+from ddp_check.source import are_in_one_loop
 
 NETWORK = (
     r"URLError|gaierror|ConnectionError|MaxRetryError|name resolution|OfflineMode|HTTPError"
@@ -75,9 +76,9 @@ def with_cause(run, text, where, page="", details=()):
         if any(function == "_sync_buffers" for _, _, function in stack)
     ]
     if not tells_its_cause:
-        early_rank, reason = early_stop(run)
+        early_rank, reason, line, page_of_reason = fewer_epochs(run)
         if reason and early_rank not in syncing_buffers:
-            return wrong(f"{reason}; {text}", where, "recipes/early_stopping", details)
+            return wrong(f"{reason}; {text}", line or where, page_of_reason, details)
         if names := [name for step in run.all(events.Step) for name in step.unreduced]:
             reason = f"{names[0]} came into the model after it was wrapped"
             return wrong(f"{reason}; {text}", where, page, details)
@@ -89,8 +90,11 @@ def with_cause(run, text, where, page="", details=()):
     return wrong(text, where, page, details)
 
 
-def early_stop(run):
-    """Return the first rank that begins fewer epochs than another, and that in words, if so."""
+def fewer_epochs(run):
+    """Return the first rank that begins fewer epochs than another, the reason, a line, a page.
+
+    It has left the loop over the epochs, or waits inside of it, in a collective of its own.
+    """
     passes = list(chain(*run.passes_by_rank.values()))
     training_lines = {data_pass.where for data_pass in passes if data_pass.steps}
     epochs = {
@@ -99,11 +103,19 @@ def early_stop(run):
     }
     pair = differing_ranks(epochs)
     if not pair or not min(epochs.values()):  # one without an epoch may evaluate the DDP model
-        return None, ""
+        return None, "", "", ""
     early, late = sorted(pair, key=epochs.get)
-    step = len(run.by_rank(events.Step)[early])
-    text = f"rank {early} left the loop over the epochs after {epochs[early]}, in step {step}, and "
-    return early, f"{text}rank {late} began the next: does each decide by its own loss?"
+    when = (
+        f"after {counted(epochs[early], 'epoch')}, in step {len(run.by_rank(events.Step)[early])}"
+    )
+    calls = run.by_rank(events.Collective)
+    for call in calls[early][len(calls[late]) :]:
+        if any(are_in_one_loop(run, call.where, line) for line in training_lines):
+            text = f"{when}, rank {early} calls {call.name} ({short(call.where)}), and rank {late} "
+            text += "does not, but begins the next epoch"
+            return early, text, call.where, "collective_on_one_rank"
+    text = f"rank {early} left the loop over the epochs {when}, and rank {late} began the next"
+    return early, f"{text}: does each decide by its own loss?", "", "recipes/early_stopping"
 
 
 def failure(run):
