@@ -22,9 +22,9 @@ from ddp_check.run import Run, without_own_steps
 CHECKPOINT = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".new", ".interrupted")
 MAX_DEPTH, MAX_ENTRIES = 9, 1000  # of folders that are copied, not linked
 SMALL = 1 << 16  # bytes of a file that is copied, not linked
-STARTS = (  # in a script that starts its own processes
-    r"(?<!\.)\bspawn\(|\b(mp|multiprocessing)\.spawn\(|\bstart_processes\(|\bProcess\(\s*target"
-)
+# In a script that starts its own processes; with the second, it may be another process:
+SPAWNS = r"(?<![\w.])(?:(torch\.)?(mp|multiprocessing)\.)?(spawn|start_processes)\("
+PROCESS = r"\bProcess\(\s*target"
 SETS = r"""environ\[["'](\w+)["']\]\s*=[^=]"""
 ASKS = r"""(?:environ(?:\.get)?|getenv)[\[(]["']((?:LOCAL_)?RANK)["'][\],)]"""
 USES_GPUS = r"nccl|cuda|device_ids|torch\.accelerator|\.to\(\w*rank\)"
@@ -60,13 +60,21 @@ def mirror(source, target, depth=MAX_DEPTH):
         new = target / path.name
         if path.name.startswith(".") or path.name == "__pycache__" or path.suffix in CHECKPOINT:
             continue
-        readable = os.access(path, os.R_OK)
-        if path.is_dir() and readable and depth and not is_data(path):
+        is_small = path.is_file() and (path.suffix == ".py" or path.stat().st_size < SMALL)
+        if path.is_dir() and os.access(path, os.R_OK | os.X_OK) and depth and not is_data(path):
             mirror(path, new, depth - 1)
-        elif path.is_file() and readable and (path.suffix == ".py" or path.stat().st_size < SMALL):
-            shutil.copy(path, new)
-        else:
+        elif not (is_small and copied(path, new)):
             new.symlink_to(path)
+
+
+def copied(path, new):
+    """Copy a file if it can be read, and return whether it could."""
+    try:
+        shutil.copy(path, new)
+    except OSError:
+        new.unlink(missing_ok=True)
+        return False
+    return True
 
 
 def is_data(folder):
@@ -205,7 +213,7 @@ def planned(script, arguments=(), nproc=2, timeout=300, launcher=None, **options
 def launcher_of(text):
     """Return which launcher a script is written for."""
     needs_torchrun = set(re.findall(ASKS, text)) - set(re.findall(SETS, text))
-    if re.search(STARTS, text) and not needs_torchrun:
+    if re.search(SPAWNS, text) or (re.search(PROCESS, text) and not needs_torchrun):
         return "python"
     return "srun" if "SLURM_PROCID" in text and not needs_torchrun else "torchrun"
 

@@ -20,9 +20,28 @@ OF_OTHERS = r"(?i)gloo|nccl|connection|timed ?out|reduction|unpickl|\brank|\bpee
 SENDS = r"\b(i?send|send_object_list|batch_isend_irecv)\("
 PREFIX = r"(?:\[rank\d+\]: ?)?"  # that PyTorch puts before each line of a traceback
 CHAINED = r"\s+(?:\[rank\d+\]:\s*)*(?:During handling of|The above exception was)"
-ERROR = rf"^{PREFIX}([A-Za-z_][\w.]*(?:Error|Exception)(?:: .+)?|[\w.-]+: error: .+)$(?!{CHAINED})"
+ERROR = rf"^{PREFIX}([\w.]*(?:Error|Exception)(?:: .+)?|[\w.-]+: error: .+)$(?!{CHAINED})"
 REPORT = r"^[EW]\d{4} .*torch/distributed"  # torchrun's, of a failure, and of which rank:
 FIRST_FAILURE = r"Root Cause.*\n(?:.*\n)*?\s+rank\s+: (\d+).*\n\s+exitcode\s+: (-?\d+)"
+
+
+def ends_rank(error):
+    """Return whether a match of ERROR may have ended a rank.
+
+    It ends a traceback, or an argument parser wrote it. Any other was printed, such as
+    "Error: 0.52", or the reason why a library is not used.
+    """
+    before, prefix = error.string[: error.start()], prefix_of(error)
+    lines = [line for line in before.splitlines() if line.startswith(prefix)] or [""]
+    header = before.rpartition("Traceback (most recent call last)")[0].rstrip().rpartition("\n")[2]
+    ignored = header.startswith("Exception ignored in")  # at the end of Python
+    in_traceback = re.match(r"\s|╰", lines[-1].removeprefix(prefix))  # "rich" draws a box
+    return ": error: " in error[1] or bool(in_traceback and not ignored)
+
+
+def prefix_of(error):
+    """Return what PyTorch puts before each line of an error that nothing catches, or ""."""
+    return re.match(PREFIX, error[0])[0]
 
 
 def without_own_steps(events_by_rank):
@@ -204,12 +223,15 @@ class Run:
         hooks = [event.name for event in self.all(events.CommHook)]
         if any("localsgd" in name.lower() for name in hooks):
             return True
-        first = self.first_difference("gradients") and self.first_difference("weights")
-        if not first or self.all(events.Wrap) or not self.all(events.Collective):
+        if self.all(events.Wrap) or not self.all(events.Collective):
             return False
-        later, final = self.step_rows[first.number :], self.final_weights
-        agree = any(all(step.weights == row[0].weights for step in row) for row in later)
-        return agree or (bool(final) and differing_ranks(final) is None)
+        if not self.first_difference("gradients"):
+            return False
+        if self.final_weights and differing_ranks(self.final_weights) is None:
+            return True  # perhaps after each step: then they never differ before one
+        first = self.first_difference("weights")
+        later = self.step_rows[first.number :] if first else []
+        return any(all(step.weights == row[0].weights for step in row) for row in later)
 
     @cached_property
     def trains_own_models(self):
@@ -236,11 +258,19 @@ class Run:
 
     @property
     def hangs(self):
-        """Whether nothing happened for twice as long as ever before, while a rank stood still."""
+        """Whether nothing happened for twice as long as ever before, while all ranks stood still.
+
+        They have joined a process group or wait for it, and none waits for the network.
+        """
+        frames = list(chain(*self.stacks.values()))
+        waits = self.joins or any(function == "init_process_group" for _, _, function in frames)
+        if any(re.search(r"/(socket|ssl)\.py$", path) for path, _, _ in frames) or not waits:
+            return False
         times = [self.begun, *sorted(event.time for event in self.all(events.Event))]
         longest = max((after - before for before, after in pairwise(times)), default=0)
         nothing_since = self.begun + self.seconds - times[-1]
-        return self.returncode is None and bool(self.idle_ranks) and nothing_since > 2 * longest
+        stand_still = bool(self.stacks) and self.idle_ranks >= self.stacks.keys()
+        return self.returncode is None and stand_still and nothing_since > 2 * longest
 
     @property
     def for_nccl(self):
@@ -255,14 +285,20 @@ class Run:
 
     @property
     def raised(self):
-        """The matches of all errors in the output, except those that another one followed."""
-        return list(re.finditer(ERROR, self.printed, re.M))
+        """The matches of the errors that may have ended ranks, without those that others follow."""
+        errors = list(filter(ends_rank, re.finditer(ERROR, self.printed, re.M)))
+        return list(filter(prefix_of, errors)) or errors
 
     @property
     def error(self):
-        """The match of the first error that is not about another rank, or else of the first."""
+        """The match of the error that ended the first rank.
+
+        One that is not about another rank is preferred. Those before it were caught and printed.
+        """
         own = [error for error in self.raised if not re.search(OF_OTHERS, error[1])]
-        return next(iter(own or self.raised), None)
+        errors = own or self.raised
+        of_rank = [error for error in errors if prefix_of(error) == prefix_of(errors[0])]
+        return of_rank[-1] if of_rank else None
 
     @property
     def traceback(self):
@@ -271,7 +307,7 @@ class Run:
         if not first:
             return []
         text = first.string[: first.end()].replace(f"{self.cwd}{os.sep}", "")
-        prefix = re.match(PREFIX, text.rpartition("\n")[2])[0]  # such as "[rank1]: ", or ""
+        prefix = prefix_of(first)
         lines = [line.removeprefix(prefix) for line in text.splitlines() if line.startswith(prefix)]
         frames = [at for at, line in enumerate(lines) if FRAME.match(line)]
         starts = [at for at, line in enumerate(lines) if line.startswith("Traceback")] or frames

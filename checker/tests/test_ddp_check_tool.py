@@ -17,7 +17,7 @@ from checking import judged, named, plan_of
 from ddp_check import __version__, events
 from ddp_check.__main__ import parse_args
 from ddp_check.drills import perform
-from ddp_check.plan import planned
+from ddp_check.plan import launcher_of, planned
 from ddp_check.report import annotations, as_data, coloured, exit_code, lines_of, text_of
 from ddp_check.rules import RULES, judge
 from ddp_check.rules.base import UNSURE, WRONG, Verdict
@@ -73,6 +73,30 @@ def test_the_arguments_of_a_restart_begin_with_a_hyphen(script, monkeypatch, val
     assert (args.script, args.arguments) == ("train.py", ["--epochs"])
 
 
+ASKS = "rank = int(os.environ['RANK'])\n"
+STARTED_BY = {  # part of a script: the launcher that it is for
+    ASKS + "torch.multiprocessing.spawn(main)": "python",  # as pytorch/examples/imagenet
+    "from torch.multiprocessing import spawn\nspawn(main)": "python",
+    "multiprocessing.Process(target=main)": "python",
+    ASKS + "multiprocessing.Process(target=watch)": "torchrun",
+    "seeds = numpy.random.SeedSequence(0).spawn(size)": "torchrun",
+}
+
+
+@pytest.mark.parametrize("text", STARTED_BY)
+def test_which_launcher_a_script_is_for(text):
+    assert launcher_of(text) == STARTED_BY[text]
+
+
+def test_files_of_the_user_stay_as_they_are(tmp_path, script, fork_ranks):
+    (tmp_path / "unreadable").symlink_to("/proc/self/mem")
+    path = tmp_path / "a/b/c/d/e/f/log.txt"
+    path.parent.mkdir(parents=True)
+    path.write_text("mine", encoding="utf-8")
+    run = ran(script("open('a/b/c/d/e/f/log.txt', 'w').write('of the script')"))
+    assert (run.returncode, path.read_text(encoding="utf-8")) == (0, "mine")
+
+
 SLURM = """import os
 from socket import gethostbyname
 N = int(os.environ["WORLD_SIZE"])
@@ -122,6 +146,16 @@ ENDINGS = {  # script: what the verdict on its end is and says, and where
     "import sys\nsys.exit('no config.yaml')": (WRONG, "exits with code 1: no config.yaml$", ""),
     "import sys\nsys.exit(3)": (WRONG, "exits with code 3: nothing is printed$", ""),
     "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)": (WRONG, "is killed by SIGKILL$", ""),
+    """import traceback
+print("Error: 0.5")
+try:
+    import nowhere
+except ImportError:
+    traceback.print_exc()
+raise Exception("bad")""": (WRONG, "^Exception: bad$", "train.py:7"),
+    "import torch\ntorch.device('cuda:None')  # --local_rank is not given": (
+        *(WRONG, "'cuda:None'; torchrun passes no --local_rank: read int", "train.py:2"),
+    ),
     "def f(:\n    pass": (WRONG, "SyntaxError: invalid syntax$", "train.py:1"),
     "open('data.pt')": (WRONG, "; data.pt could be a checkpoint and was left out", "train.py:1"),
     "import argparse\np = argparse.ArgumentParser()\np.add_argument('data')\np.parse_args()": (
@@ -254,6 +288,13 @@ def test_a_rule_that_breaks_is_an_error_of_the_checker(tmp_path):
     assert "no verdict, and the checker itself failed in rates_are_equal: 1 error, " in first
     (broken,) = (verdict for verdict in verdicts if verdict.rule == "rates_are_equal")
     assert broken.details[0].startswith("Traceback")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_learning_rate_that_one_rank_alone_has(tmp_path, rank):
+    run = plan_of("05", tmp_path).undisturbed
+    run.by_rank(events.Step)[rank][3].rates.append(0.1)
+    assert named(judge(run))["rates_are_equal"].status == WRONG
 
 
 def test_a_drill_of_a_script_that_did_not_end():

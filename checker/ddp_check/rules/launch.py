@@ -34,11 +34,11 @@ def script_ends(run):
     rank, code = run.first_failure
     if run.returncode == 0:
         return passed(text)
-    functions = {function for stack in run.stacks.values() for _, _, function in stack}
-    if run.hangs and (run.joins or "init_process_group" in functions):  # else: a download, perhaps
+    if run.hangs:
         return hang(run)
     if run.returncode is None:
-        return unsure(f"still busy {text}: shorten the run, or raise --timeout")
+        cure = "shorten the run" if run.all(events.Step) else "download the data first"
+        return unsure(f"still busy {text}: {cure}, or raise --timeout")
     if code == -signal.SIGABRT and run.by_rank(events.Exit).get(rank):
         text += f"; rank {rank} was aborted after its last line, a rare race of gloo's threads"
         return passed(text) if joined_by_framework(run) else fragile(text, "", "late_import")
