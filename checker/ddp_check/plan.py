@@ -23,7 +23,7 @@ CHECKPOINT = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".new", ".interrup
 MAX_DEPTH, MAX_ENTRIES = 9, 1000  # of folders that are copied, not linked
 SMALL = 1 << 16  # bytes of a file that is copied, not linked
 # In a script that starts its own processes; with the second, it may be another process:
-SPAWNS = r"(?<![\w.])(?:(torch\.)?(mp|multiprocessing)\.)?(spawn|start_processes)\("
+SPAWNS = r"(?<![\w.])((torch\.)?\w*(mp|multiprocessing|dist)\.)?(spawn|start_processes)\("
 PROCESS = r"\bProcess\(\s*target"
 SETS = r"""environ\[["'](\w+)["']\]\s*=[^=]"""
 ASKS = r"""(?:environ(?:\.get)?|getenv)[\[(]["']((?:LOCAL_)?RANK)["'][\],)]"""

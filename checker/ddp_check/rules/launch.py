@@ -37,7 +37,9 @@ def script_ends(run):
     if run.hangs:
         return hang(run)
     if run.returncode is None:
-        cure = "shorten the run" if run.all(events.Step) else "download the data first"
+        cure = "shorten the run"
+        if not run.joins:
+            cure = "no process joined a process group: download the data first, name its --launcher"
         return unsure(f"still busy {text}: {cure}, or raise --timeout")
     if code == -signal.SIGABRT and run.by_rank(events.Exit).get(rank):
         text += f"; rank {rank} was aborted after its last line, a rare race of gloo's threads"
