@@ -72,7 +72,7 @@ def verdict_on_epoch(epoch, samples_are_random):
         return unseen("the ranks leave the loop early: too few samples to tell")
     if dealt_by_data_set(epoch):
         if samples_are_random and of_lowest_rank(epoch).values("label_checksums") is None:
-            return unsure("the ranks ask for the same indices, and get samples made at random")
+            return unsure("the ranks ask for the same indices: are the samples new for each rank?")
         return passed("the ranks ask for the same indices, and get other samples")
     if same_for_all:
         text = f"each rank trains on the same {counted(len(samples[0]), 'sample')}"

@@ -90,7 +90,8 @@ def in_another_order(parts):
     A block is one rank's part. Of the labels, far more agree if the ranks take turns.
     """
     samples = [part.values("indices") for part in parts]
-    if any(not of_rank or of_rank[0] != rank for rank, of_rank in enumerate(samples)):
+    in_turns = all(of_rank and of_rank[0] == rank for rank, of_rank in enumerate(samples))
+    if len(parts) < 2 or not in_turns:
         return None
     used = [event for part in parts for event in part.events_of(events.Counted)]
     for event in used:
