@@ -839,7 +839,7 @@ KINDS = {
         ENDS, [("total[0] < 0", "rank < epoch == 1")], "rank 0 left the loop", [*STOPS, NORMALIZED]
     ),
     "weights that agree before the first change": Kind(
-        {**GRADIENTS, **WEIGHTS},
+        {**WEIGHTS, **GRADIENTS},
         [("dist.all_reduce(value.grad)", "value.grad *= size")],
         right=[*BY_HAND, *SCHEDULE, ("0.9**count", "count / 9")],  # at first, the rate is 0
     ),

@@ -55,8 +55,7 @@ def hang(run):
         at = f"is at {short(own[0])}, in {stack[0][2]}" if own else "has ended"
         waiting.append(f"rank {rank} {at}")
         own_lines += own[:1]
-    text = f"still running after {run.seconds:.0f} s; "
-    text += "; ".join(waiting) or "no rank has joined a process group"
+    text = f"still running after {run.seconds:.0f} s; {'; '.join(waiting)}"
     if run.joins and all(run.by_rank(events.Leave).values()):
         text += f". All ranks have left the process group. To rule out a race: {DROP_THE_MODEL}"
         return wrong(text, "", "handler_holds_model")
@@ -107,10 +106,8 @@ def fewer_epochs(run):
     if not pair or not min(epochs.values()):  # one without an epoch may evaluate the DDP model
         return None, "", "", ""
     early, late = sorted(pair, key=epochs.get)
-    when = (
-        f"after {counted(epochs[early], 'epoch')}, in step {len(run.by_rank(events.Step)[early])}"
-    )
-    calls = run.by_rank(events.Collective)
+    steps, calls = run.by_rank(events.Step), run.by_rank(events.Collective)
+    when = f"after {counted(epochs[early], 'epoch')}, in step {len(steps[early])}"
     for call in calls[early][len(calls[late]) :]:
         if any(are_in_one_loop(run, call.where, line) for line in training_lines):
             text = f"{when}, rank {early} calls {call.name} ({short(call.where)}), and rank {late} "
