@@ -18,9 +18,8 @@ from ddp_check.protocol import is_own
 CODE = (".py", ".pyc")
 MAX_LINE = 200  # characters of a printed line that are kept
 
-
-stdout = sys.stdout  # the script may give sys.stdout another value
-stdout_write = stdout.write  # before it is replaced
+stdout = sys.stdout  # the script may give sys.stdout another value; None if it is closed
+stdout_write = getattr(stdout, "write", None)  # before it is replaced
 
 
 def write(text):
@@ -49,8 +48,9 @@ def log(original, self, record):
 
 
 intercept(logging.StreamHandler, "emit", log)
-with harmless():
-    stdout.write = write  # not another stream: a script may ask for any attribute of this one
+if stdout:
+    with harmless():
+        stdout.write = write  # not another stream: a script may ask for any attribute of this one
 
 # ---------------------------------------------------------------- files
 
