@@ -25,7 +25,16 @@ def values_are_finite(run):
         # The loss is the cause of what is infinite behind it.
         rank = min(steps, key=lambda rank: steps[rank].infinite != "loss")
         text = f"from step {first.number} on; the first rank whose {steps[rank].infinite} is not "
-        return wrong(f"{text}finite is {rank}", steps[rank].where)
+        text = f"{text}finite is {rank}"
+        skips = {
+            rank: [isinstance(event, events.SkippedStep) for event in taken_or_skipped]
+            for rank, taken_or_skipped in run.by_rank(events.Step, events.SkippedStep).items()
+        }
+        if differing_ranks(skips):
+            text = f"the GradScaler skips other steps on each rank; {text}"
+            text += ": reduce the gradients before unscale_()"
+            return wrong(text, steps[rank].where, "recipes/fp16_scaler")
+        return wrong(text, steps[rank].where)
     if any(not event.finite for event in run.all(events.Final)):
         return wrong("the final weights are not finite", run.all(events.Step)[-1].where)
 
