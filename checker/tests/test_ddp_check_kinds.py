@@ -832,6 +832,12 @@ KINDS = {
         r"the buffer center differs .+ \(optimizer.step",
         CODEBOOK,
     ),
+    "more batches on one rank": Kind(
+        ENDS,
+        [("range(rank, 96, 2)", "range(rank, 96 - 40 * (1 - rank), 2)")],
+        r"after . steps, rank 0 calls all_reduce, and rank 1 trains on.+\(dist.all_reduce",
+        [("sampler=sampler", "sampler=range(rank, 96, 2)"), UNEVALUATED],
+    ),
     "early stopping": Kind(
         ENDS, [("total[0] < 0", "rank == epoch == 1")], "rank 1 left the loop .+ after 2", STOPS
     ),

@@ -2,7 +2,8 @@
 
 import re
 import signal
-from itertools import chain, zip_longest
+from dataclasses import replace
+from itertools import chain, permutations, zip_longest
 
 from ddp_check import events
 from ddp_check.protocol import FRAME, is_own
@@ -18,6 +19,7 @@ NETWORK = (
 OF_A_LIBRARY = r"ModuleNotFoundError|ImportError: .+/site-packages/"  # missing, or another version
 DROP_THE_MODEL = "drop every reference to the DDP model (del model) before destroy_process_group"
 PASSED_ON = "in __torch_function__"  # ends the frame of a call that the observer passes on
+IN_BACKWARD = "_engine_run_backward("  # in the traceback of a rank
 BUFFERS = "Buffers wait for all ranks to call the DDP model: evaluate model.module"
 UNTRANSLATED = rf"{LACKS_GPUS}|Tensor-likes"
 # In a script that knows the option of PyTorch's former launcher alone:
@@ -80,6 +82,8 @@ def with_cause(run, text, where, page="", details=()):
         early_rank, reason, line, page_of_reason = fewer_epochs(run)
         if reason and early_rank not in syncing_buffers:
             return wrong(f"{reason}; {text}", line or where, page_of_reason, details)
+        if verdict := more_batches(run):
+            return replace(verdict, text=f"{verdict.text}; {text}", details=details)
         if names := [name for step in run.all(events.Step) for name in step.unreduced]:
             reason = f"{names[0]} came into the model after it was wrapped"
             return wrong(f"{reason}; {text}", where, page, details)
@@ -89,6 +93,17 @@ def with_cause(run, text, where, page="", details=()):
     if cause and cause.status == WRONG:
         return wrong(f"{cause.text}; {text}", cause.where, cause.page or page, details)
     return wrong(text, where, page, details)
+
+
+def more_batches(run):
+    """Return the verdict if a rank calls a collective while another is in a backward pass."""
+    steps, calls = run.by_rank(events.Step), run.by_rank(events.Collective)
+    for early, late in permutations(calls, 2):
+        more_calls = calls[early][len(calls[late]) :]
+        if more_calls and len(steps[late]) >= len(steps[early]) > 0 and IN_BACKWARD in run.output:
+            call, taken = more_calls[0], counted(len(steps[early]), "step")
+            text = f"after {taken}, rank {early} calls {call.name}, and rank {late} trains on: "
+            return wrong(f"{text}does it have more batches?", call.where, "uneven_batches")
 
 
 def fewer_epochs(run):
