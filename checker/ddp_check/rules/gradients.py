@@ -31,8 +31,7 @@ def values_are_finite(run):
             for rank, taken_or_skipped in run.by_rank(events.Step, events.SkippedStep).items()
         }
         if differing_ranks(skips):
-            text = f"the GradScaler skips other steps on each rank; {text}"
-            text += ": reduce the gradients before unscale_()"
+            text = f"each GradScaler skips other steps: reduce before unscale_(); {text}"
             return wrong(text, steps[rank].where, "recipes/fp16_scaler")
         return wrong(text, steps[rank].where)
     if any(not event.finite for event in run.all(events.Final)):

@@ -53,8 +53,8 @@ def one_rank_writes(run):
     writes = file_uses(run, WRITES)
     if verdict := written_by_several(run, writes) or read_too_early(run, writes) or part_saved(run):
         return verdict
-    saved = [event for event in run.all(events.Save) if event.path and event.path != os.devnull]
-    saves = {event.path: event.where for event in saved}
+    saves = {event.path: event.where for event in run.all(events.Save)}
+    saves = {path: where for path, where in saves.items() if path not in (None, os.devnull)}
     renamed = {event.old_name for event in run.all(events.Written)}
     for path, where in saves.items():
         if path not in renamed:

@@ -84,8 +84,8 @@ def with_earlier_cause(run, number, verdict_without, text, where=""):
     before = rows[number - 1][0].time if number <= len(rows) else math.inf
     reported = [row[0].time for row in rows[: number - 1] if row[0].weights is not None]
     agreed = max(reported, default=0.0)  # when the weights of all ranks agreed
-    state_loads = [load for load in run.all(events.StateLoaded) if load.wraps]
-    loads = [load for load in state_loads if agreed < load.time < before]
+    loads = run.all(events.StateLoaded)
+    loads = [load for load in loads if load.wraps and agreed < load.time < before]
     page = "edit_on_one_rank"
     if line := line_of_some_ranks(run):
         text, where = f"{text}: not all ranks load a state here", line
