@@ -361,8 +361,8 @@ document.addEventListener("click", (event) => {
 for (const pre of document.querySelectorAll("#troubleshooting .entry pre")) copied(pre);
 // On a phone, a row of a table is a card that names its lines; it is a table only by its roles.
 const ROLES = { table: "table", thead: "rowgroup", tbody: "rowgroup", tr: "row", th: "columnheader", td: "cell" };
-for (const [tag, role] of Object.entries(ROLES)) {
-  for (const part of document.getElementsByTagName(tag)) part.setAttribute("role", role);
+for (const table of document.querySelectorAll("table:not(:has([scope]))")) { // those of the figures stay tables
+  for (const part of [table, ...table.querySelectorAll("*")]) if (ROLES[part.localName]) part.setAttribute("role", ROLES[part.localName]);
 }
 for (const td of document.querySelectorAll(":is(.entry, .note) td")) {
   td.dataset.head = td.closest("table").tHead.rows[0].cells[td.cellIndex].textContent;
