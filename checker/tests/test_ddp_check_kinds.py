@@ -849,6 +849,11 @@ KINDS = {
         [("dist.all_reduce(value.grad)", "value.grad *= size")],
         right=[*BY_HAND, *SCHEDULE, ("0.9**count", "count / 9")],  # at first, the rate is 0
     ),
+    "a sum of rank 0 between two steps": Kind(
+        ENDS,
+        [after(STEP, "            rank < epoch and dist.all_reduce(torch.ones(9))\n")],
+        r"^after 7 steps, rank 0 calls all_reduce, and rank 1 does not, .+ \(rank < epoch and",
+    ),
     "an evaluation with a gather on rank 0": Kind(
         ENDS,
         [("right = evaluate(net, test)", "right = 0 if rank else evaluate(net, test)")],

@@ -102,8 +102,12 @@ def more_batches(run):
         more_calls = calls[early][len(calls[late]) :]
         if more_calls and len(steps[late]) >= len(steps[early]) > 0 and IN_BACKWARD in run.output:
             call, taken = more_calls[0], counted(len(steps[early]), "step")
-            text = f"after {taken}, rank {early} calls {call.name}, and rank {late} trains on: "
-            return wrong(f"{text}does it have more batches?", call.where, "uneven_batches")
+            text = f"after {taken}, rank {early} calls {call.name}, and rank {late} "
+            if any(each.steps and not each.ended for each in run.passes_by_rank[early]):
+                text += "does not, but trains on"  # both are inside of the loop
+                return wrong(text, call.where, "collective_on_one_rank")
+            text += "trains on: does it have more batches?"
+            return wrong(text, call.where, "uneven_batches")
 
 
 def fewer_epochs(run):
