@@ -171,7 +171,7 @@ def sets_differ(epoch):
     if not differ(epoch, "dataset_checksum"):
         return None
     if distributed:
-        return unsure("each rank has a data set of its own, not for DistributedSampler: seed it")
+        return unsure("each rank has a data set of its own, which DistributedSampler divides again")
     return unseen("each rank has a data set of its own: are they parts of a larger one?")
 
 
