@@ -392,7 +392,7 @@ GPUS = [
         LEAVE,
         """    torch.load("saved.pt", map_location=f"cuda:{rank}")
     torch.cuda.init()
-    os.environ["CUDA_VISIBLE_DEVICES"].split(",")[rank]
+    int(os.environ["CUDA_VISIBLE_DEVICES"].split(",")[0])
     seeded = torch.Generator(device="cuda").manual_seed(0)
     begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begun.record()
