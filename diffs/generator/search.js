@@ -15,6 +15,7 @@ const PATH = /(?<![\w.)])(?:[A-Za-z]:)?[\\/](?!dev\b|proc\b)[\w.+@-]+(?:[\\/][\w
 const CACHE = /torchinductor|triton|tmp\.pid|\.arrow\b/g; // whose file it is, all that a path tells
 const CODE = /\b(exit ?code|status|signal|err(?:or|no)?|code|failure)\b\s*[:=]?\s*-?(\d{1,3})\b/gi;
 const SEVERAL = /\b(?:[2-9]|[1-9]\d+|two|three|four|six|eight|dual|multi(?:ple)?|many|all|both)[ -]?GPUs?\b/gi;
+const CARD = /\b(?:(\d|two|dual|four|eight)[ -]?x?[ -]?)?(?:(?:nvidia|geforce|rtx|gtx|tesla)[ -]?)*(?:([1-5]0[5-9]0)(?:[ -]?ti)?|A(?:100|800|6000|5000|40|30|10G?)|H(?:100|200|800|20)|V100|B200|L40S?|T4|P100|MI\d{3}X?)s?\b/gi;
 // What is printed after every failure, whatever its cause, or before its cause is named.
 const ANNOUNCED = /ChildFailedError|CalledProcessError|exited unexpectedly|exitcode : [12]\b|Details are lost|ProcessRaisedException|nccl(?:Internal|System|UnhandledCuda)Error|ncclInvalidUsage|watchdog thread terminated|SIGABRT|SIGTERM|Some NCCL operations/;
 // With this the launcher ends the other ranks, once one has failed.
@@ -29,6 +30,7 @@ function words(text) {
   if (FAILED.test(text)) text = text.replace(ENDED, " ");
   text = text.replace(CODE, "$1 №$2 "); // the one kind of number that tells something
   text = text.replace(SEVERAL, "several GPU");
+  text = text.replace(CARD, (_, many, rtx) => `${many > 1 || many?.length > 2 ? "several" : ""} GPU ${rtx ? "rtx" : ""} `);
   text = text.replace(/\bout[ -]of[ -]memory\b|\bOutOfMemory(?:Error)?\b|\bOOM\b/gi, "OOM");
   return text.match(/[A-Za-z_]{2,}|№\d+|[\u4e00-\u9fff]/g) || []; // of Chinese, each letter, as neighbours make terms
 }
