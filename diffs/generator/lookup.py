@@ -18,6 +18,7 @@ ROOMS = (  # pages outside, whose sections are entries, too
 )
 LIST = re.compile(r"(<!-- Written by diffs/generate.py -->\n\n)((?s:.*?))(?=\n<!-- end -->\n)")
 NOISE = re.compile(r'File "[^"]*", line \d+(?:, in \S+)?|https?://\S+|[^\w\s/.:"\'-]')
+FULL = re.compile(r"out[ -]of[ -]memory", re.IGNORECASE)  # says something
 LINKED = re.compile(r"\]\(\.\./\w+/(\w+)\.md\)")
 
 
@@ -84,7 +85,7 @@ def aliases(root, ids):
     common = "|".join(re.search("COMMON = new Set.`([^`]+)", script)[1].split())
     needless = re.compile(rf"{NOISE.pattern}|\b(?:{common})\b(?![\w'/.]) ?", re.IGNORECASE)
     brief = {
-        ids[name]: [" ".join(needless.sub(" ", each).split()) for each in texts]
+        ids[name]: [" ".join(needless.sub(" ", FULL.sub("OOM", each)).split()) for each in texts]
         for name, texts in known.items()
     }
     text = json.dumps(brief, separators=(",", ":")).encode()
