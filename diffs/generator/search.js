@@ -264,7 +264,7 @@ function find(text) {
     const named = parts[0] / Math.sqrt(one.masses[0] * all);
     const alike = Math.max(...parts.map((part, at) => part / Math.sqrt(one.masses[at] * all))); // 1: word for word
     const score = shared * (50 / all + covered + named + 2 * alike ** 4) * (log ? one.worth : one.worth ** 0.4);
-    return { ...one, present, covered, whole, score };
+    return { ...one, present, covered, whole, same: !unknown && alike > 0.99, score };
   });
   // Only an entry can be an error in place of the warning, or the cause in place of the report.
   const failed = scored.some((one) => one.harmless === false && one.whole);
@@ -273,7 +273,7 @@ function find(text) {
     if (one.announced) one.score *= cause ? 0.2 : log ? 0.5 : 1;
     if (one.harmless && failed) one.score *= 0.13;
   }
-  scored.sort((a, b) => b.score - a.score);
+  scored.sort((a, b) => b.same - a.same || b.score - a.score); // word for word, common as "ddp" is
   const links = new Set();
   const list = scored
     .filter(({ score }) => score > 0.3 * scored[0].score)
@@ -284,12 +284,12 @@ function find(text) {
 
 // Whether the first hit is about the text; and whether it surely is.
 function fits([first, second], text, all) {
-  const { score, present, covered } = first;
+  const { same, score, present, covered } = first;
   const trust = Math.log(score - 0.83 * (second?.score ?? 0.3 * score)); // its lead: others are left out
   const odds = ODDS.trust * trust + (ODDS.present * present) / all + ODDS.covered * covered;
-  first.sure = covered > 0.8 || odds > SURE;
+  first.sure = same || covered > 0.8 || odds > SURE;
   const part = NAMED.test(text) ? covered : Math.max(covered, present / all); // of an error, or of a question
-  if (present < COMMON_WORD || part < 0.4) return false;
+  if (!same && (present < COMMON_WORD || part < 0.4)) return false;
   return first.sure || odds > (FIELD.test(text) ? LEAST : ELSEWHERE);
 }
 
