@@ -771,6 +771,17 @@ KINDS = {
         "a model of its own, from weights of its own: is that intended",
         [UNEVALUATED],
     ),
+    "folds of their own, whose results are objects": Kind(
+        {"weights_agree": UNSURE},
+        [
+            (WRAP, "    model = net\n"),
+            after(DATA, SEEDS_APART),
+            ("sampler=sampler", "sampler=range(rank, 96, 2)"),
+            before(SUM, "        dist.all_gather_object([None] * size, epoch)\n"),
+        ],
+        "a model of its own, from weights of its own: is that intended",
+        [UNEVALUATED],
+    ),
     "without the first broadcast": Kind(
         WEIGHTS,
         [after(DATA, SEEDS_APART)],
