@@ -238,14 +238,14 @@ class Run:
         """Whether each rank seems to train a model of its own on purpose: an ensemble, a pipeline.
 
         Nothing is wrapped, and no sampler divides the data; the ranks begin with other weights and
-        other gradients, and yet give each other objects, or more than single numbers.
+        other gradients, and yet gather objects, or more than single numbers.
         """
         if self.all(events.Wrap) or any(each.distributed for each in self.all(events.PassBegun)):
             return False
         differences = map(self.first_difference, ("weights", "gradients"))
         own = all(first and first.number == 1 for first in differences)
         calls = self.all(events.Collective)
-        exchanges = any(call.elements > 8 or "object" in call.name for call in calls)
+        exchanges = any(call.elements > 8 or "gather_object" in call.name for call in calls)
         return own and not self.averages_weights and (exchanges or re.search(SENDS, self.source))
 
     @property
