@@ -217,6 +217,7 @@ class Wrap(Event):
     """A model was wrapped in DistributedDataParallel."""
 
     names: list[str]  # of its parameters
+    ranks: int  # over which its gradients are averaged
 
 
 class CommHook(Event):

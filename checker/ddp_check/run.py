@@ -233,20 +233,32 @@ class Run:
         later = self.step_rows[first.number :] if first else []
         return any(all(step.weights == row[0].weights for step in row) for row in later)
 
-    @cached_property
-    def trains_own_models(self):
-        """Whether each rank seems to train a model of its own on purpose: an ensemble, a pipeline.
+    @property
+    def only_trainer(self):
+        """The only rank that takes steps, or None; ranks that share a wrapped model have none."""
+        training = [rank for rank, steps in self.by_rank(events.Step).items() if steps]
+        is_alone = len(training) == 1 < self.world_size and self.returncode == 0
+        return training[0] if is_alone and not self.all(events.Wrap) else None
 
-        Nothing is wrapped, and no sampler divides the data; the ranks begin with other weights and
-        other gradients, and yet gather objects, or more than single numbers.
+    @cached_property
+    def trains_own_parameters(self):
+        """Whether each rank seems to train parameters of its own on purpose.
+
+        As in an ensemble, in a pipeline, or in a table of which each rank has a part. The ranks
+        begin with other weights and other gradients, but for what is wrapped for all of them.
+        Without such a model, no sampler divides the data, and the ranks gather objects, or more
+        than single numbers; beside one, they do so in each step.
         """
-        if self.all(events.Wrap) or any(each.distributed for each in self.all(events.PassBegun)):
+        steps, calls = self.step_rows, self.of_lowest_rank(events.Collective)
+        larger = [call for call in calls if call.elements > 8 or "gather_object" in call.name]
+        differences = [self.first_difference(name) for name in ("weights", "gradients")]
+        if self.averages_weights or not all(at and at.number == 1 for at in differences):
             return False
-        differences = map(self.first_difference, ("weights", "gradients"))
-        own = all(first and first.number == 1 for first in differences)
-        calls = self.all(events.Collective)
-        exchanges = any(call.elements > 8 or "gather_object" in call.name for call in calls)
-        return own and not self.averages_weights and (exchanges or re.search(SENDS, self.source))
+        if any(wrap.ranks == self.world_size for wrap in self.all(events.Wrap)):
+            unwrapped = all(str(at.name).startswith(events.PARAMETER) for at in differences)
+            return unwrapped and len(larger) >= len(steps)
+        divided = any(data_pass.distributed for data_pass in self.all(events.PassBegun))
+        return not divided and bool(larger or re.search(SENDS, self.source))
 
     @property
     def final_weights(self):

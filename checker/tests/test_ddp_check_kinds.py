@@ -209,6 +209,16 @@ SCHEDULE = [
     before(READY, "    schedule = Lambda(optimizer, lambda count: 0.9**count)\n"),
     after(STEP, SCHEDULED),
 ]
+OWN_SCHEDULE = """
+class Linear(torch.optim.lr_scheduler.LRScheduler):
+    def __init__(self, optimizer, total):
+        self.total = total
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        return [rate * (1 - self.last_epoch / self.total) for rate in self.base_lrs]
+
+"""
 PLATEAU = [
     r"from step .+ \(schedule.step",
     [
@@ -768,7 +778,7 @@ KINDS = {
             ("sampler=sampler", "sampler=range(rank, 96, 2)"),
             before(SUM, "        dist.all_reduce(x.clone())\n"),
         ],
-        "a model of its own, from weights of its own: is that intended",
+        "parameters of its own, from weights of its own: is that intended",
         [UNEVALUATED],
     ),
     "folds of their own, whose results are objects": Kind(
@@ -779,8 +789,36 @@ KINDS = {
             ("sampler=sampler", "sampler=range(rank, 96, 2)"),
             before(SUM, "        dist.all_gather_object([None] * size, epoch)\n"),
         ],
-        "a model of its own, from weights of its own: is that intended",
+        "parameters of its own, from weights of its own: is that intended",
         [UNEVALUATED],
+    ),
+    "a table of which each rank has a part": Kind(
+        {"weights_agree": UNSURE},
+        [
+            after(WRAP, "    torch.manual_seed(rank)\n    table = nn.Linear(4, 4)\n"),
+            ("AdamW(model.parameters()", "AdamW([*model.parameters(), *table.parameters()]"),
+            (TRAIN, TRAIN.replace("inputs", "table(inputs)")),
+            after(BACKWARD, "            dist.all_reduce(inputs)\n"),
+        ],
+        "parameters of its own, from weights of its own: is that intended",
+        [UNEVALUATED],
+    ),
+    "only one rank trains": Kind(
+        {"weights_agree": UNSURE},
+        [(WRAP, "    model = net\n"), (LOOP, LOOP.replace("loader", "loader if rank else ()"))],
+        "only rank 1 trains: is that intended",
+        [UNEVALUATED],
+    ),
+    "over a part of the ranks": Kind(
+        {**GRADIENTS, **WEIGHTS},
+        [("DDP(net)", "DDP(net, process_group=dist.new_subgroups(1)[0])")],
+        r"DDP averages over a process group of 1 rank \(.+process_group=",
+    ),
+    "candidates of their own": Kind(
+        {"evaluated_models_agree": UNSURE},
+        [before(LOOP, "        nn.init.constant_(net[0].weight, rank)\n")],
+        "0.weight of Sequential differs from rank to rank: is that intended",
+        [(WRAP, "    model = net\n"), (STEP, "")],
     ),
     "without the first broadcast": Kind(
         WEIGHTS,
@@ -813,6 +851,16 @@ KINDS = {
         [
             before(READY, "    Cosine = torch.optim.lr_scheduler.CosineAnnealingLR\n"),
             before(READY, "    schedule = Cosine(optimizer, 3 * len(loader))\n"),
+            SCHEDULE[2],
+        ],
+    ),
+    "a schedule of its own class, for the steps of one process": Kind(
+        {"schedule_is_finished": UNSURE},
+        [("3 * len(loader)", "3 * len(data) // 8")],
+        r"it takes 18 steps of 36.+\(schedule.step",
+        [
+            before(EVALUATE, OWN_SCHEDULE),
+            before(READY, "    schedule = Linear(optimizer, 3 * len(loader))\n"),
             SCHEDULE[2],
         ],
     ),

@@ -74,7 +74,8 @@ def wrap(original, self, module, *args, **kwargs):
         buffers_at_start.update(buffer_checksums(module, number))
         for value in trainable if self.find_unused_parameters else ():
             watch_use(value)
-        report(events.Wrap, names=[name for name, _ in module.named_parameters()])
+        names = [name for name, _ in module.named_parameters()]
+        report(events.Wrap, names=names, ranks=self.process_group.size())
 
 
 def watch_use(parameter):

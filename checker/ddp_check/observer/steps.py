@@ -314,12 +314,19 @@ def load_state_dict(original, self, *args, **kwargs):
 
 
 def length_of_schedule(scheduler):
-    """Return how many steps a schedule has: of a function, the largest whole number it keeps."""
+    """Return how many steps a schedule has.
+
+    Of a function, or a class of the script, that is the largest whole number which it keeps.
+    """
     if hasattr(scheduler, "lr_lambdas"):
         function = scheduler.lr_lambdas[0]
         kept = getattr(function, "keywords", None) or inspect.getclosurevars(function).nonlocals
-        return max(value for value in kept.values() if type(value) is int)
-    return int(scheduler.T_max if hasattr(scheduler, "T_max") else scheduler.total_steps)
+    elif type(scheduler).__module__ == lr_scheduler.__name__:
+        return int(scheduler.T_max if hasattr(scheduler, "T_max") else scheduler.total_steps)
+    else:
+        counts = ("last_epoch", "_step_count")  # of the steps that it has taken
+        kept = {name: value for name, value in vars(scheduler).items() if name not in counts}
+    return max(value for value in kept.values() if type(value) is int)
 
 
 @patch(*(f"torch.optim.lr_scheduler.{name}.step" for name in SCHEDULERS))

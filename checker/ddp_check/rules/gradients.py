@@ -10,7 +10,7 @@ from ddp_check.rules.base import not_applicable, passed, slow, unseen, unsure, w
 from ddp_check.source import divisions_by_world_size
 
 NOT_FINITE = unseen("they are not finite: equal ones prove nothing")
-OWN_MODELS = not_applicable("each rank trains a model of its own")
+OWN_PARAMETERS = not_applicable("each rank trains parameters of its own")
 WRONG_RESULTS = "lookup/wrong_results"  # the page about wrong results without an error
 UNEQUAL = 1.05  # times as many elements on one rank as on another: fewer are as good as equal
 RATES = "recipes/learning_rate"  # the page about them
@@ -44,10 +44,12 @@ def gradients_are_averaged(run):
         return not_applicable("the gradients are sharded")
     if any(step.closure for step in run.all(events.Step)):
         return unseen("a closure computes the gradients")
+    if run.only_trainer is not None:
+        return not_applicable("only one rank trains")
     if run.averages_weights:
         return not_applicable("the ranks average their weights instead")
-    if run.trains_own_models:
-        return OWN_MODELS
+    if run.trains_own_parameters:
+        return OWN_PARAMETERS
     # Infinite numbers do not hide these three:
     if verdict := all_zero(run) or unequal_step_counts(run) or gradients_differ(run):
         return verdict
@@ -99,6 +101,10 @@ def gradients_differ(run):
     if step.bypassed:
         text += f"; the model is called without its wrapper at {short(step.bypassed[0])}"
         return wrong(text, step.bypassed[0], "forward_through_module")
+    for wrap in run.of_lowest_rank(events.Wrap):
+        if wrap.ranks < run.world_size:
+            text += f"; DDP averages over a process group of {counted(wrap.ranks, 'rank')}"
+            return wrong(text, wrap.where)
     if not step.synced:  # on the lowest rank
         text += "; the last backward() was under no_sync"
         return wrong(text, step.where, "accumulation_without_no_sync")
@@ -298,8 +304,8 @@ def clipping_comes_after_unscale(run):
 
 def rates_are_equal(run):
     """all ranks have the same learning rate"""
-    if run.trains_own_models:
-        return OWN_MODELS
+    if run.trains_own_parameters:
+        return OWN_PARAMETERS
     counts = counts_that_differ(run, events.Scheduled)
     metrics_row = differing_metrics(run)
     reason = f"the scheduler takes {counts}" if counts else ""

@@ -16,10 +16,12 @@ def weights_agree(run):
         return not_applicable("the parameters are sharded")
     if not steps and not wrapped:
         return unseen("nothing was trained")
+    if run.only_trainer is not None:
+        return unsure(f"only rank {run.only_trainer} trains: is that intended?", steps[0].where)
     if run.averages_weights:
         return passed("the ranks average them", steps[0].where)
-    if run.trains_own_models:
-        text = "each rank trains a model of its own, from weights of its own: is that intended?"
+    if run.trains_own_parameters:
+        text = "each rank trains parameters of its own, from weights of its own: is that intended?"
         return unsure(text, steps[0].where)
     if verdict := nothing_is_wrapped(run) or foreign_parameters(run) or weights_differ(run):
         return verdict
@@ -124,8 +126,11 @@ def evaluated_models_agree(run):
             fields = ("weights", "rates", "gradients")
             if run.averages_weights or any(map(run.first_difference, fields)):
                 return unseen("what the ranks train differs already")
+            text = f"{differing[0]} of {model} differs from rank to rank"
+            if not run.all(events.Step):  # as where ranks try out candidates, without an optimizer
+                return unsure(f"{text}: is that intended?", where)
             page = "batchnorm_of_rank_0" if "running_" in differing[0] else "recipes/ema"
-            return wrong(f"{differing[0]} of {model} differs from rank to rank", where, page)
+            return wrong(text, where, page)
     if not any(len(events_by_rank) > 1 for events_by_rank in evaluated.values()):
         return not_applicable("no model is evaluated by several ranks")
 
