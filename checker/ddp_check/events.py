@@ -259,7 +259,8 @@ class Step(Event, BetweenSteps):
     # the optimizer takes. None after the first steps, with a GradScaler or sharded parameters.
     own_gradient: float | None
     taken_gradient: float | None
-    infinite: str  # what is not finite: "loss", "gradient of NAME", or ""
+    # "gradient of NAME" if that is not finite, "loss" if a loss, too, is not, its cause; or "":
+    infinite: str
     zero: bool  # all gradients are zero
     unused: int  # parameters that require a gradient and got none from this rank's losses
     unwrapped: int  # parameters that are in no wrapped model
@@ -356,7 +357,7 @@ class Save(Event):
 
     path: str | None
     keys: list[str]  # the first ones that begin with "module."
-    shard: str  # key of a tensor that is this rank's part of a sharded parameter, or ""
+    shard: str  # key of a sharded tensor, of which only this rank's part is saved, or ""
     steps: int  # of the optimizers before
 
 

@@ -67,6 +67,7 @@ SAME_SEED = ("manual_seed(rank)", "manual_seed(7)")
 SEEDS_APART = "    torch.manual_seed(rank)\n"
 SAME_ORDER = ("sampler=sampler", "sampler=torch.randperm(96).tolist()")
 NOT_FINITE = [before(DATA, '    x[data.indices[5]] = float("nan")\n')]
+CLEANED = "            [value.grad.nan_to_num_(nan=0.01) for value in net.parameters()]\n"
 DROPOUT = [("nn.ReLU()", "nn.Dropout(0.1)")]
 STREAM = [
     before(
@@ -112,6 +113,8 @@ DEALT = [
     ("nn.Linear(8, 4)", "nn.Linear(8, 117)"),
     SAME_ORDER,
 ]
+DEALT_BATCHES = """rows = (torch.arange(8) + index + 8 * dist.get_rank()) % 117
+        return self.x[rows], self.y[rows]"""
 RANDOM_SAMPLES = [(ITEM, "return (noise := torch.randn(4)), noise.argmax()"), SAME_ORDER]
 SEEDED = [
     (ITEM, "torch.manual_seed(index)\n        return self.x[index] + torch.randn(4), 3"),
@@ -486,6 +489,18 @@ LENGTHS = [  # batches that are padded to a length of their own
     ),
     (LOOP, LOOP.replace("targets in", "targets, _ in")),
 ]
+TIME_FIRST = [  # as pad_sequence returns a batch, unless it is told otherwise
+    (
+        LOADER,
+        """    def time_first(rows):
+        x, y = torch_data.default_collate(rows)
+        return x.T, y
+
+    loader = DataLoader(data, 8, sampler=sampler, collate_fn=time_first)
+""",
+    ),
+    (TRAIN, TRAIN.replace("inputs", "inputs.T")),
+]
 EVEN = [("randn(117", "randn(116"), ("(96, 21)", "(96, 20)")]  # no sample is left over
 ADDED = [  # each rank counts its own part, and the counts are added up
     (
@@ -573,6 +588,11 @@ ENDS = {"script_ends": WRONG}
 LOADS, EVALUATES = r"\(for inputs, targets in loader", r"\(mine = torch.cat"
 KINDS = {
     "not finite": Kind(FINITE, NOT_FINITE, r"rank whose loss is not finite is . \(optimizer.step"),
+    "not finite, and cleaned": Kind(
+        {"values_are_finite": UNSURE},
+        [*NOT_FINITE, after(BACKWARD, CLEANED)],
+        "a loss is not finite, and no gradient that a step takes",
+    ),
     "skipped steps": Kind(
         FINITE,
         [("scaler.step(optimizer)", "optimizer.step()")],
@@ -599,6 +619,22 @@ KINDS = {
         SHARED,
         [("Sampler(data)", "Sampler(data, num_replicas=4, rank=rank)")],
         f"all ranks together see 48 of 96 samples.+{LOADS}",
+    ),
+    "batches with the time first": Kind(
+        SHARED,
+        [("sampler=sampler", "shuffle=True")],
+        f"each rank trains on the same 96 samples {LOADS}",
+        TIME_FIRST,
+    ),
+    "batches out of order": Kind(
+        SHARED,
+        [SAME_ORDER],
+        f"each rank trains on the same 96 samples {LOADS}",
+        [
+            (ITEM, f"time.sleep(index * (3 - 2 * dist.get_rank()) % 5 / 1000)\n        {ITEM}"),
+            (LOADER, LOADER.replace("sampler)", "sampler, num_workers=2, in_order=False)")),
+            UNEVALUATED,
+        ],
     ),
     "random samples": Kind({**SHARED, **RANDOM}, [SAME_SEED], LOADS, RANDOM_SAMPLES),
     "dictionaries": Kind(SHARED, [SAME_ORDER], r"\(for batch in loader", DICTIONARIES),
@@ -998,7 +1034,7 @@ KINDS = {
     ),
     "a part of a sharded model": Kind(
         {"one_rank_writes": WRONG},
-        [("full_tensor()", "to_local()")],
+        [("value.full_tensor()", "value")],
         r"rank 0 alone saves, and only its own part of 0.weight.+ \(torch.save",
         [
             *SHARDED,
@@ -1133,6 +1169,18 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
     "a validation in the middle of an epoch": (
         [after(LOOP, "            next(iter(DataLoader(test, 7)))\n"), UNEVALUATED],
         {"random_numbers_differ": UNSEEN},
+    ),
+    "classes that weigh differently": (
+        [("targets)\n", "targets, weight=torch.tensor([0.1, 1, 5, 1]))\n")],
+        {"gradients_are_averaged": PASS},
+    ),
+    "whole batches that the data set deals": (
+        [
+            (ITEM, DEALT_BATCHES),
+            (LOADER, "    loader = DataLoader(data, None, sampler=torch.randperm(96).tolist())\n"),
+            UNEVALUATED,
+        ],
+        {"ranks_share_data": PASS},
     ),
     "constant data": (CONSTANT, {"ranks_share_data": PASS}),
     "steps without an optimizer": (

@@ -38,24 +38,19 @@ class PassState:
     pass_number: int
     subset: list | None  # indices that Subsets keep, or None for all
     samples_before: int  # loaded for the next step when this pass began
+    in_order: bool  # workers return batches as they were requested
     requested: deque = field(default_factory=deque)  # indices of batches, not returned yet
 
 
-@patch(f"{ITERATOR}.__init__")
-def make_iterator(original, self, loader):
-    """Report the first pass of an iterator over a DataLoader."""
+@patch(f"{ITERATOR}.__init__", f"{ITERATOR}._reset")
+def begin(original, self, loader, *first_iter):
+    """Report a pass over a DataLoader: persistent workers keep their iterator, and reset it.
+
+    The iterator of workers calls this first, and then requests its first batches.
+    """
     with ignoring_draws():  # it draws a seed for its workers
-        original(self, loader)
-    with harmless():
-        begin_pass(self, loader)
-
-
-@patch(f"{ITERATOR}._reset")
-def reset_iterator(original, self, loader, first_iter=False):
-    """Report a further pass: persistent workers keep their iterator."""
-    with ignoring_draws():
-        original(self, loader, first_iter)
-    if not first_iter:
+        original(self, loader, *first_iter)
+    if not any(first_iter):  # else it is reset while it is made, which has been reported
         with harmless():
             begin_pass(self, loader)
 
@@ -66,7 +61,8 @@ def begin_pass(iterator, loader):
     state.passes += 1
     state.no_step_in_pass = True
     dataset, subset = ask(without_subsets, loader.dataset, default=(loader.dataset, None))
-    iterator._ddp_check = PassState(state.passes, subset, state.since_step.sample_count)
+    samples_before = state.since_step.sample_count
+    iterator._ddp_check = PassState(state.passes, subset, samples_before, loader.in_order)
     sampler = sampler_of(loader)
     length = ask(len, loader.dataset)  # an iterable data set may have none
     report(
@@ -180,8 +176,10 @@ def report_batch(pass_state, batch):
     base_indices = indices
     if pass_state.subset is not None:
         base_indices = ask(lambda: [pass_state.subset[index] for index in indices])
-    samples = ask(describe_samples, batch, default=UNKNOWN_SAMPLES)
-    state.since_step.sample_count += len(samples["checksums"] or ())
+    samples, count = UNKNOWN_SAMPLES, None if indices is None else len(indices)
+    if pass_state.in_order:
+        samples = ask(describe_samples, batch, count, default=UNKNOWN_SAMPLES)
+    state.since_step.sample_count += len(indices or samples["checksums"] or ())
     state.batch_is_unevaluated = state.batch_is_unused = True
     report(
         events.Batch,

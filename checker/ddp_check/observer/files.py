@@ -12,7 +12,6 @@ from ddp_check.events import Load, Print, Read, Save, ShardedLoad, ShardedSave, 
 from ddp_check.imports import after_import
 from ddp_check.observer.base import TASK, ask, harmless, is_first, report, script_line, state
 from ddp_check.observer.patches import intercept, patch
-from ddp_check.observer.values import local_part
 from ddp_check.protocol import is_own
 
 CODE = (".py", ".pyc")
@@ -125,7 +124,7 @@ def report_save(obj, file, steps):
         Save,
         path=os.path.realpath(path) if isinstance(path, str | os.PathLike) else None,
         keys=keys[:3],
-        shard=ask(shard_in, items, default=""),
+        shard=next((str(key) for key, value in items if ask(is_shard, value)), ""),
         steps=steps,
     )
 
@@ -136,16 +135,9 @@ def items_in(obj):
     return items + [item for _, value in items for item in items_in(value)]
 
 
-def shard_in(items):
-    """Return the key of a tensor that holds this rank's part of a sharded parameter, or ""."""
-    sharded = [value for value in state.parameters.values() if hasattr(value, "device_mesh")]
-    shards = [(local_part(value), value.numel()) for value in sharded]
-    shards = [shard for shard, full_size in shards if 1 < shard.numel() < full_size]
-    for key, value in items:
-        is_plain = isinstance(value, torch.Tensor) and not hasattr(value, "device_mesh")
-        if is_plain and any(value.equal(shard) for shard in shards):
-            return str(key)
-    return ""
+def is_shard(value):
+    """Return whether a value is a DTensor of which this rank holds, and saves, only a part."""
+    return not all(placement.is_replicate() for placement in value.placements)
 
 
 @patch("torch.load")

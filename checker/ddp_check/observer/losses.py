@@ -38,17 +38,21 @@ def divisor_of(node, name):
     if name.startswith("Div"):
         return saved_number(node, "other")
     if name.startswith("Mul"):
-        factor_comes_last = node.next_functions[0][0] is not None  # the other operand has a graph
-        factor = saved_number(node, "other" if factor_comes_last else "self")
+        (first_operand, _), *_ = node.next_functions
+        # In `loss * 0.5`, the first operand is the one with a graph; in `0.5 * loss`, it has none.
+        factor = saved_number(node, "self" if first_operand is None else "other")
         return 1 / factor if factor else None
     return None
 
 
 def elements_of(node, name):
     """Return over how many elements a node of the graph takes the mean, or None if it does not."""
-    if name.startswith("NllLoss") and node._saved_reduction == 1:
+    if name == "MeanBackward0":
+        return float(node._saved_self_sym_numel)
+    # With weights of classes, the total weight is no number of elements.
+    if name.startswith("NllLoss") and node._saved_reduction == 1 and node._saved_weight is None:
         return float(node._saved_total_weight)  # without those of ignore_index
-    return float(node._saved_self_sym_numel) if name == "MeanBackward0" else None
+    return None
 
 
 def saved_number(node, operand):

@@ -138,13 +138,11 @@ class OptimizerParameters:
         return [since.bypasses[number] for number in sorted(models & since.bypasses.keys())]
 
     def not_finite(self, losses):
-        """Return what is not finite: "loss", "gradient of NAME", or ""."""
-        if not all(map(math.isfinite, losses)):
-            return "loss"
+        """Return where what is not finite comes from: "loss", "gradient of NAME", or ""."""
         for name, gradient in self.gradients.items():
             if not ask(is_finite, gradient, default=True):
-                return f"gradient of {name}"
-        return ""
+                return f"gradient of {name}" if all(map(math.isfinite, losses)) else "loss"
+        return ""  # the script may have cleaned the gradients of a loss that is not finite
 
 
 def report_step(optimizer, closure):

@@ -12,7 +12,7 @@ MAX_PER_SAMPLE = 1 << 10  # elements that enter the checksum of a sample
 MAX_QUICK = 1 << 16  # elements of a tensor that enter a quick checksum
 MAX_PARTS = 30  # first items of a list or attributes of an object that enter its fingerprint
 MAX_BYTES = 1e8  # a larger array does not enter a fingerprint
-# The fields of `Batch` that tell of samples, of a batch without tensors:
+# The fields of `Batch` that tell of samples, of a batch in which none has a row of its own:
 UNKNOWN_SAMPLES = {"checksums": None, "label_checksums": None, "width": None, "label_size": None}
 # Types for isinstance: a tensor in float32 on the CPU is a torch.FloatTensor.
 LOWER_PRECISION = (torch.FloatTensor, torch.BFloat16Tensor, torch.HalfTensor)
@@ -38,7 +38,7 @@ def local_part(tensor):
 
 def mesh_dimensions(tensors):
     """Return the number of dimensions of the mesh that tensors are sharded over, or 0."""
-    flat = any(hasattr(tensor, "_fsdp_flattened") for tensor in tensors)
+    flat = any(hasattr(tensor, "_fsdp_flattened") for tensor in tensors)  # FSDP1 marks them so
     meshes = [tensor.device_mesh.ndim for tensor in tensors if hasattr(tensor, "device_mesh")]
     return max([int(flat), *meshes])
 
@@ -80,18 +80,20 @@ def checksums(named, quick=False):
 # ---------------------------------------------------------------- samples and data sets
 
 
-def describe_samples(batch):
+def describe_samples(batch, count):
     """Return the fields of a `Batch` event that tell of its samples.
 
-    A sample has a row in each tensor that is as long as the first: its label is in the one with the
-    shortest rows.
+    A sample has a row in each tensor that is as long as there are samples: its label is in the one
+    with the shortest rows. A single one has all of each tensor, as if the data set returns whole
+    batches. If the count is not known, it is the length of the first tensor.
     """
-    tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
-    count = len(tensors[0]) if tensors else 0
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.dim() and tensor.numel()]
+    if count is None:
+        count = len(tensors[0]) if tensors else 0
     parts = [
         tensor.detach().cpu().reshape(count, -1)
         for tensor in tensors
-        if len(tensor) == count and tensor.numel()
+        if count == 1 or len(tensor) == count
     ]
     parts.sort(key=lambda part: part.shape[1])
     if not parts:

@@ -36,6 +36,10 @@ def values_are_finite(run):
         return wrong(text, steps[rank].where)
     if any(not event.finite for event in run.all(events.Final)):
         return wrong("the final weights are not finite", run.all(events.Step)[-1].where)
+    for step in run.all(events.Step):
+        if not all(map(math.isfinite, step.losses)):
+            text = "a loss is not finite, and no gradient that a step takes: does the script clean "
+            return unsure(f"{text}them?", step.where)
 
 
 def gradients_are_averaged(run):
