@@ -49,7 +49,11 @@ class Pass(events.PassBegun):  # a dataclass, as every subclass of Event becomes
 
 
 def passes_in(events_of_rank):
-    """Return the passes of one rank over its data, with the steps that used their batches."""
+    """Return the passes of one rank over its data, with the steps that used their batches.
+
+    An event that names a pass goes to that pass, and a step to those that gave batches for it, see
+    `credit`. Any other goes to `events_after` of the pass that gave the last batch.
+    """
     passes = {}  # by number
     recent = []  # passes with a batch since the last step, in the order of their last batches
     latest = None  # the pass that gave the last batch
@@ -72,11 +76,18 @@ def passes_in(events_of_rank):
             case _ if latest:
                 latest.events_after.append(event)
     for data_pass in passes.values():
-        # A loop that is left by a break may have got a batch that no model was called with.
-        evaluated = len(data_pass.events_of(events.BatchEvaluated))
-        if evaluated and not (data_pass.ended or data_pass.is_training):
-            del data_pass.batches[evaluated:]
+        drop_unused_batches(data_pass)
     return list(passes.values())
+
+
+def drop_unused_batches(data_pass):
+    """Drop the batches of an evaluation that no model was called with.
+
+    A loop that is left by a break may have got one more than it used.
+    """
+    evaluated = len(data_pass.events_of(events.BatchEvaluated))
+    if evaluated and not (data_pass.ended or data_pass.is_training):
+        del data_pass.batches[evaluated:]
 
 
 def credit(step, recent, passes):
@@ -96,10 +107,12 @@ def credit(step, recent, passes):
         evaluation = data_pass.ended and data_pass.evaluates
         return data_pass.where in training_lines or not evaluation
 
-    candidates = list(filter(may_train, recent))
-    candidates = candidates or training[-1:] or list(filter(may_train, passes[-1:]))
-    candidates = [data_pass for data_pass in candidates if not data_pass.ended] or candidates
+    gave_batch = list(filter(may_train, recent))
+    fetched_ahead = training[-1:] or list(filter(may_train, passes[-1:]))
+    candidates = gave_batch or fetched_ahead
+    unfinished = [data_pass for data_pass in candidates if not data_pass.ended]
     if candidates:
-        candidates[-1].steps.append(step)
-        for data_pass in candidates[:-1]:
+        *others, credited = unfinished or candidates
+        credited.steps.append(step)
+        for data_pass in others:
             data_pass.shared_steps += 1

@@ -1,5 +1,6 @@
 """Runs a script under observation."""
 
+import ast
 import contextlib
 import os
 import re
@@ -190,17 +191,16 @@ class Plan:
         words = [word.replace("NPROC", str(nproc)) for word in LAUNCHERS[self.launcher]]
         # Else torchrun refuses an option of the script that begins like several of its own.
         end_of_options = ["--"] if LAUNCHERS[self.launcher] is TORCHRUN else []
-        in_bash = [f"[ $RANK = 0 ] || cd {shlex.quote(str(others_in))}"] if others_in else []
-        in_bash += [AS_TASK] if self.launcher == "srun" else []
-        if in_bash:
-            lines = "\n".join([*in_bash, 'exec "$@"'])
-            words += ["--no-python", *end_of_options, "bash", "-c", lines, "bash", sys.executable]
-            end_of_options = []  # it stands before bash
-        if self.module:
-            return [*words, "-m", *end_of_options, self.script]
         path, here = self.path.resolve(), Path.cwd()
         path = cwd / path.relative_to(here) if path.is_relative_to(here) else path
-        return [*words, *end_of_options, str(path)]
+        option, name = (["-m"], self.script) if self.module else ([], str(path))
+        in_bash = [f"[ $RANK = 0 ] || cd {shlex.quote(str(others_in))}"] if others_in else []
+        in_bash += [AS_TASK] if self.launcher == "srun" else []
+        if not in_bash:
+            return [*words, *option, *end_of_options, name]
+        lines = "\n".join([*in_bash, 'exec "$@"'])
+        bash = ["bash", "-c", lines, "bash", sys.executable]
+        return [*words, "--no-python", *end_of_options, *bash, *option, name]
 
 
 @contextlib.contextmanager
@@ -212,6 +212,8 @@ def planned(script, arguments=(), nproc=2, timeout=300, launcher=None, **options
 
 def launcher_of(text):
     """Return which launcher a script is written for."""
+    with contextlib.suppress(SyntaxError):
+        text = ast.unparse(ast.parse(text))  # without comments
     needs_torchrun = set(re.findall(ASKS, text)) - set(re.findall(SETS, text))
     if re.search(SPAWNS, text) or (re.search(PROCESS, text) and not needs_torchrun):
         return "python"
@@ -262,7 +264,8 @@ def read_events(folder):
         if rank is not None:
             order = not join, lines[0].time  # those that joined come first; then the earliest
             processes.setdefault(int(rank), []).append((order, int(path.stem), lines))
-    return {rank: min(of_rank)[1:] for rank, of_rank in sorted(processes.items())}
+    first = {rank: min(of_rank, key=lambda each: each[0]) for rank, of_rank in processes.items()}
+    return {rank: (pid, lines) for rank, (_, pid, lines) in sorted(first.items())}
 
 
 def stacks_and_idle_ranks(folder):

@@ -30,8 +30,6 @@ def summary(plan, verdicts):
     code, run = exit_code(plan, verdicts), plan.undisturbed
     if broken := [verdict.rule for verdict in verdicts if verdict.status == base.BROKEN]:
         return f"{SUMMARIES[code]}, and the checker itself failed in {', '.join(broken)}"
-    if code == 2 and run.all(events.SkippedStep):
-        return "no training was seen, for the GradScaler skipped each step"
     return "no training was seen" if code == 2 and run.returncode == 0 else SUMMARIES[code]
 
 
@@ -79,17 +77,19 @@ def lines_of(verdict):
 
 
 def ranked(verdicts):
-    """Return the verdicts, the worst first, causes before what follows from them or comes later."""
+    """Return the verdicts in the order of the report.
+
+    Faults come before what passes, and those warnings that follow from another fault come last of
+    them. Then the worst come first, and of equally bad ones, causes.
+    """
     order = [*base.LABELS]
 
-    def rank(verdict):
-        is_fault = verdict.status in base.LEVELS
+    def position(verdict):
+        passes = verdict.status not in base.LEVELS
         is_late_warning = verdict.follows and verdict.status != base.WRONG
-        # Faults come first; among them, warnings that follow from another fault come last. Then the
-        # worst come first, and among equally bad ones, causes.
-        return not is_fault, is_late_warning, order.index(verdict.status), verdict.follows
+        return passes, is_late_warning, order.index(verdict.status), verdict.follows
 
-    return sorted(verdicts, key=rank)
+    return sorted(verdicts, key=position)
 
 
 def text_of(plan, verdicts, drills=(), everything=False):
@@ -120,6 +120,8 @@ def reason_of(plan, verdicts):
     if verdicts[0].status in base.LEVELS:
         return f"first: {message(verdicts[0])}"
     if exit_code(plan, verdicts) == 2:
+        if plan.undisturbed.all(events.SkippedStep):
+            return "the GradScaler skipped each step, for no gradient was finite"
         text = "no optimizer of torch.optim took a step, so it says little that rules pass: "
         return f"{text}does the script change its weights by hand?"
     passing = sum(verdict.status == base.PASS for verdict in verdicts)
@@ -135,10 +137,6 @@ def changes(plan):
         texts.append(f"Translated for the CPU: {', '.join(calls)}")
     for event in run.all(events.Trouble):
         texts.append(f"A fault of the checker, which the script has not noticed: {event.error}")
-    if any(event.live_wrappers for event in run.all(events.Leave)) and not run.for_nccl:
-        text = "Changed for this run: a pause of 50 ms before the process group is destroyed. "
-        text += "Without it, this script could hang at its end in rare cases, for its DDP model "
-        texts.append(f"{text}outlives the group (pitfalls/handler_holds_model.md)")
     return list(dict.fromkeys(texts))
 
 

@@ -20,7 +20,8 @@ OF_OTHERS = r"(?i)gloo|nccl|connection|timed ?out|reduction|unpickl|\brank|\bpee
 SENDS = r"\b(i?send|send_object_list|batch_isend_irecv)\("
 PREFIX = r"(?:\[rank\d+\]: ?)?"  # that PyTorch puts before each line of a traceback
 CHAINED = r"\s+(?:\[rank\d+\]:\s*)*(?:During handling of|The above exception was)"
-ERROR = rf"^{PREFIX}([\w.]*(?:Error|Exception)(?:: .+)?|[\w.-]+: error: .+)$(?!{CHAINED})"
+# The last line of a traceback, or what an argument parser says; but see `ends_rank`:
+ERROR = rf"^{PREFIX}([\w.]+(?:: .+)?|[\w.-]+: error: .+)$(?!{CHAINED})"
 REPORT = r"^[EW]\d{4} .*torch/distributed"  # torchrun's, of a failure, and of which rank:
 FIRST_FAILURE = r"Root Cause.*\n(?:.*\n)*?\s+rank\s+: (\d+).*\n\s+exitcode\s+: (-?\d+)"
 
@@ -31,12 +32,27 @@ def ends_rank(error):
     It ends a traceback, or an argument parser wrote it. Any other was printed, such as
     "Error: 0.52", or the reason why a library is not used.
     """
-    before, prefix = error.string[: error.start()], prefix_of(error)
-    lines = [line for line in before.splitlines() if line.startswith(prefix)] or [""]
-    header = before.rpartition("Traceback (most recent call last)")[0].rstrip().rpartition("\n")[2]
-    ignored = header.startswith("Exception ignored in")  # at the end of Python
-    in_traceback = re.match(r"\s|╰", lines[-1].removeprefix(prefix))  # "rich" draws a box
-    return ": error: " in error[1] or bool(in_traceback and not ignored)
+    if ": error: " in error[1]:
+        return True
+    before = lines_before(error)
+    frames = [*takewhile(lambda line: re.match(r"\s|╰", line), before)]  # "rich" draws a box
+    # They begin below "Traceback …"; what stands above that, at the end of Python, ends nobody:
+    if next(before, "").startswith("Exception ignored in"):
+        return False
+    if re.match(r"[\w.]*(Error|Exception)\b", error[1]):
+        return bool(frames)
+    return any(map(FRAME.match, frames))  # such as StopIteration
+
+
+def lines_before(error):
+    """Yield the lines of the same rank before an error, the latest first."""
+    prefix, end = prefix_of(error), error.start()
+    while end:
+        begin = error.string.rfind("\n", 0, end - 1) + 1
+        line = error.string[begin : end - 1]
+        if line.startswith(prefix):
+            yield line.removeprefix(prefix)
+        end = begin
 
 
 def prefix_of(error):
@@ -50,31 +66,27 @@ def without_own_steps(events_by_rank):
     Such as those of a teacher that rank 0 trains before it broadcasts it. If nothing is wrapped,
     they all count.
     """
+    if not any(isinstance(event, events.Wrap) for event in chain(*events_by_rank.values())):
+        return events_by_rank
     optimizers = [  # an optimizer is known by the names of its parameters
         {tuple(event.gradients) for event in events_of_rank if isinstance(event, events.Step)}
         for events_of_rank in events_by_rank.values()
     ]
-    wraps = [event for event in chain(*events_by_rank.values()) if isinstance(event, events.Wrap)]
-    if not wraps:
-        return events_by_rank
 
-    def is_own(event):
+    def is_of_some_ranks(event):
         if not isinstance(event, events.Step) or event.unwrapped < len(event.gradients):
             return False
         return not all(tuple(event.gradients) in of_rank for of_rank in optimizers)
 
     kept = {rank: [] for rank in events_by_rank}
     for rank, events_of_rank in events_by_rank.items():
-        own_steps = shared_steps = 0
+        left_out = 0
         for event in events_of_rank:
-            if is_own(event):
-                own_steps += 1
+            if is_of_some_ranks(event):
+                left_out += 1
                 continue
-            shared_steps += isinstance(event, events.Step)
-            if isinstance(event, events.Scheduled) and not shared_steps:
-                continue  # a scheduler takes one when it is made
-            counts = own_steps and hasattr(event, "steps")  # how many were taken before
-            kept[rank].append(replace(event, steps=event.steps - own_steps) if counts else event)
+            counts = left_out and hasattr(event, "steps")  # how many were taken before
+            kept[rank].append(replace(event, steps=event.steps - left_out) if counts else event)
     return kept
 
 
@@ -191,7 +203,8 @@ class Run:
     def first_difference(self, field_name):
         """Return the first step in which a field differs from rank to rank, or None.
 
-        A rank may leave out weights that it has reported before; the latest are compared.
+        A rank reports its weights in some steps alone, and leaves out those that it has reported
+        before: the latest are compared. Other fields are whole in each step.
         """
         latest = [{} for _ in self.events_by_rank]  # for each rank, {name or position: value}
         for number, row in enumerate(self.step_rows, 1):
@@ -230,7 +243,7 @@ class Run:
         if self.final_weights and differing_ranks(self.final_weights) is None:
             return True  # perhaps after each step: then they never differ before one
         first = self.first_difference("weights")
-        later = self.step_rows[first.number :] if first else []
+        later = self.step_rows[first.number :] if first else []  # numbers begin at 1
         return any(all(step.weights == row[0].weights for step in row) for row in later)
 
     @property
@@ -275,15 +288,18 @@ class Run:
 
         They have joined a process group or wait for it, and none waits for the network.
         """
-        frames = list(chain(*self.stacks.values()))
-        waits = self.joins or any(function == "init_process_group" for _, _, function in frames)
-        if any(re.search(r"/(socket|ssl)\.py$", path) for path, _, _ in frames) or not waits:
+        stand_still = bool(self.stacks) and self.idle_ranks >= self.stacks.keys()
+        if self.returncode is not None or not stand_still:
             return False
         times = [self.begun, *sorted(event.time for event in self.all(events.Event))]
         longest = max((after - before for before, after in pairwise(times)), default=0)
         nothing_since = self.begun + self.seconds - times[-1]
-        stand_still = bool(self.stacks) and self.idle_ranks >= self.stacks.keys()
-        return self.returncode is None and stand_still and nothing_since > 2 * longest
+        if nothing_since <= 2 * longest:
+            return False
+        frames = list(chain(*self.stacks.values()))
+        joining = any(function == "init_process_group" for _, _, function in frames)
+        for_network = any(re.search(r"/(socket|ssl)\.py$", path) for path, _, _ in frames)
+        return bool(self.joins or joining) and not for_network
 
     @property
     def for_nccl(self):
@@ -322,9 +338,10 @@ class Run:
         text = first.string[: first.end()].replace(f"{self.cwd}{os.sep}", "")
         prefix = prefix_of(first)
         lines = [line.removeprefix(prefix) for line in text.splitlines() if line.startswith(prefix)]
-        frames = [at for at, line in enumerate(lines) if FRAME.match(line)]
-        starts = [at for at, line in enumerate(lines) if line.startswith("Traceback")] or frames
-        return lines[starts[-1] :] if starts else []  # a SyntaxError has only a frame
+        starts = [at for at, line in enumerate(lines) if line.startswith("Traceback")]
+        if not starts:  # a SyntaxError has only a frame
+            starts = [at for at, line in enumerate(lines) if FRAME.match(line)]
+        return lines[starts[-1] :] if starts else []
 
     @property
     def error_where(self):

@@ -6,15 +6,17 @@ import re
 WORLD_SIZE = re.compile(
     r"(?i)get_world_size|world|num_?(gpus|procs?|processes|replicas|ranks)|^n_?(gpus|procs|ranks)$"
 )
-MAKES_WHOLE = r"^int$|\b(ceil|floor|round)$"  # the name of a function
+SETS_SIZE = re.compile("get_world_size|WORLD_SIZE")
+ASSIGNMENTS = ast.Assign | ast.AnnAssign | ast.NamedExpr
+SIMPLE = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr  # contain no other statements
 
 
 def divisions_by_world_size(run):
     """Return the lines that divide, by the world size, what backward() is then called on.
 
-    They are in the call itself, `(loss / world_size).backward()`, in a statement that changes one
-    of its names before, `loss /= world_size`, or in a function of the script that such a statement
-    calls, `loss = scaled(loss)`.
+    They are in the call itself, `(loss / world_size).backward()`, in a statement before it that has
+    one of its names, `loss /= world_size`, or in a function of the script that such a statement
+    calls, `loss = scaled(loss)`. Whether the loss really is divided, the run has to show.
     """
     tree = parsed(run)
     sizes = world_size_names(tree)
@@ -22,47 +24,19 @@ def divisions_by_world_size(run):
     lines = []
     for scope in [tree, *functions.values()]:
         for call in backward_calls(scope):
-            changes = changes_of(names_in(call), scope)
-            before = [statement for statement in changes if statement.lineno <= call.lineno]
+            names = names_in(call) - {"self"}
+            before = [
+                statement
+                for statement in ast.walk(scope)
+                if isinstance(statement, SIMPLE)
+                and statement.lineno <= call.lineno
+                and names & names_in(statement)
+            ]
             used = set().union(*map(names_in, before))
             called = [function for name, function in functions.items() if name in used]
             for node in [call, *before, *called]:
                 lines += divisions(node, sizes)
     return [f"{run.script}:{number}" for number in dict.fromkeys(lines)]
-
-
-def shares_of_ranks(run):
-    """Return the lines that divide a whole number by the world size, such as that of the steps."""
-    tree = parsed(run)
-    nodes = []
-    for node in ast.walk(tree):
-        if isinstance(getattr(node, "op", None), ast.FloorDiv):
-            nodes.append(node)
-        elif isinstance(node, ast.Call) and re.search(MAKES_WHOLE, ast.unparse(node.func)):
-            nodes += node.args
-    sizes = world_size_names(tree)
-    lines = {line for node in nodes for line in divisions(node, sizes)}
-    return [f"{run.script}:{number}" for number in sorted(lines)]
-
-
-def are_in_one_loop(run, *lines):
-    """Return whether a loop of the script runs all these lines, itself or in functions it calls."""
-    tree = parsed(run)
-    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    files = {line.rpartition(":")[0] for line in lines}
-    if not all(run.script.endswith(path) for path in files):
-        return False
-    numbers = [int(line.rpartition(":")[2]) for line in lines]
-    for loop in ast.walk(tree):
-        if isinstance(loop, ast.For | ast.While):
-            parts = [loop]
-            for part in parts:  # which grows by the functions that it calls
-                names = {getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(part)}
-                called = [functions[name] for name in functions.keys() & names]
-                parts += [function for function in called if function not in parts]
-            if all(any(part.lineno <= n <= part.end_lineno for part in parts) for n in numbers):
-                return True
-    return False
 
 
 def parsed(run):
@@ -74,22 +48,15 @@ def parsed(run):
 
 
 def world_size_names(tree):
-    """Return the names to which the number of ranks is assigned."""
-    assigned = [pair for node in ast.walk(tree) for pair in assignments(node)]
-    size = re.compile("get_world_size|WORLD_SIZE")
-    return {ast.unparse(name) for name, value in assigned if size.search(ast.unparse(value))}
+    """Return the names that are set in an assignment of the number of ranks.
 
-
-def assignments(node):
-    """Return the pairs (name, value) that a part of the tree assigns."""
-    match node:
-        case ast.Assign([ast.Tuple(names)], ast.Tuple(values)):
-            return [*zip(names, values)]
-        case ast.Assign(names, value):
-            return [(name, value) for name in names]
-        case ast.AnnAssign(name, _, ast.expr() as value) | ast.NamedExpr(name, value):
-            return [(name, value)]
-    return []
+    Both of `rank, size = get_rank(), get_world_size()`, for nothing is divided by a rank.
+    """
+    assignments = [node for node in ast.walk(tree) if isinstance(node, ASSIGNMENTS)]
+    of_sizes = [node for node in assignments if SETS_SIZE.search(ast.unparse(node))]
+    parts = [part for assignment in of_sizes for part in ast.walk(assignment)]
+    is_set = [part for part in parts if isinstance(getattr(part, "ctx", None), ast.Store)]
+    return {ast.unparse(part) for part in is_set}
 
 
 def backward_calls(scope):
@@ -101,27 +68,6 @@ def backward_calls(scope):
 def names_in(node):
     """Return the names that are used in a part of the tree."""
     return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
-
-
-def changes_of(names, scope):
-    """Return the statements in a part of the tree that change one of these names."""
-    return [
-        node
-        for node in ast.walk(scope)
-        if isinstance(node, ast.stmt) and names & set(map(ast.unparse, targets_of(node)))
-    ]
-
-
-def targets_of(statement):
-    """Return what a statement assigns to, or the object whose method it calls: `loss.div_(2)`."""
-    match statement:
-        case ast.Assign():
-            return statement.targets
-        case ast.AugAssign() | ast.AnnAssign():
-            return [statement.target]
-        case ast.Expr(ast.Call(ast.Attribute(owner))):
-            return [owner]
-    return []
 
 
 def divisions(node, sizes):

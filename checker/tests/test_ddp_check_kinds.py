@@ -14,7 +14,7 @@ from checking import BASE, SPAWNED, after, before, judged, line_of, named, obser
 from ddp_check import events
 from ddp_check.drills import conclude, perform
 from ddp_check.plan import LAUNCHERS, TORCHRUN, planned
-from ddp_check.report import changes, exit_code, ranked, text_of
+from ddp_check.report import changes, exit_code, ranked
 from ddp_check.rules import judge
 from ddp_check.rules.base import NOT_APPLICABLE, PASS, SLOW, UNSEEN, UNSURE, WRONG
 from support.scripts import write
@@ -701,7 +701,7 @@ KINDS = {
     "seeded by the worker": Kind(
         RANDOM,
         [("torch.manual_seed(index)", "0"), ("rs=2", "rs=2, worker_init_fn=torch.manual_seed")],
-        rf"let worker_init_fn seed by torch.initial_seed.+ {LOADS}",
+        rf"worker_init_fn has to seed by torch.initial_seed.+ {LOADS}",
         SEEDED,
     ),
     "equal seeds of random": Kind(
@@ -934,7 +934,10 @@ KINDS = {
         [("sampler=sampler", "sampler=range(rank, 96, 2)"), UNEVALUATED],
     ),
     "early stopping": Kind(
-        ENDS, [("total[0] < 0", "rank == epoch == 1")], "rank 1 left the loop .+ after 2", STOPS
+        ENDS,
+        [("total[0] < 0", "rank == epoch == 1")],
+        "^after 2 epochs.+rank 1 left the loop",
+        STOPS,
     ),
     "early stopping beside buffers": Kind(
         ENDS, [("total[0] < 0", "rank < epoch == 1")], "rank 0 left the loop", [*STOPS, NORMALIZED]
@@ -952,7 +955,7 @@ KINDS = {
     "an evaluation with a gather on rank 0": Kind(
         ENDS,
         [("right = evaluate(net, test)", "right = 0 if rank else evaluate(net, test)")],
-        r"^after 1 epoch, in step 6, rank 0 calls all_gather .+, and rank 1 does.+ \(dist.all_ga",
+        r"^after 1 epoch, in step 6, rank 0 left.+; rank 0 alone calls all_gather \(wrong",
     ),
     # ------------------------------------------------------------ evaluation
     "an average": Kind(EVALUATED, [("  average.", "  rank or average.")], EVALUATES, AVERAGE),
@@ -985,12 +988,6 @@ KINDS = {
         [("stack(parts, dim=1).flatten()", "cat(parts)")],
         r"in another order than the labels.+: \d+ of 20 agree, and 20 if the ranks take turns",
         [*EVEN, ("[model(inputs)", "[inputs")],
-    ),
-    "not cut, in order, as an array": Kind(
-        {"each_sample_is_evaluated_once": UNSURE},
-        [("stack(parts, dim=1).flatten()", "cat(parts)")],
-        "are the labels in the order of the parts, too",
-        [*EVEN, (CORRECT, "(guesses.numpy() == test[:][1].numpy())")],
     ),
     "gathered as one number": Kind(
         SINGLE,
@@ -1335,16 +1332,6 @@ def test_kind(name, tmp_path):
     first = ranked(verdicts.values())[0]  # the cause
     assert first.rule == next(iter(kind.told))
     assert re.search(kind.say, f"{first.text} ({line_of(first)})")
-
-
-@pytest.mark.parametrize("deleted", [False, True])
-def test_what_the_observer_changes_is_listed(tmp_path, deleted):
-    """Without its wait, a model that outlives its process group could hang."""
-    path = write(tmp_path / "train.py", BASE, [before(LEAVE, "    del model\n")] if deleted else [])
-    with planned(path) as plan:
-        plan.undisturbed = observed(path)
-        report = text_of(plan, judge(plan.undisturbed))
-    assert ("\nChanged for this run: a pause of 50 ms before " in report) != deleted
 
 
 def test_calls_for_gpus_are_translated(tmp_path):

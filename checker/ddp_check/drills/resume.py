@@ -38,10 +38,7 @@ def kill(plan):
 
 def sigterm(plan):
     """when the scheduler stops the job, no step is lost"""
-
-    def stop_all(_, folder):  # as Slurm does
-        signal_processes(folder, "terminate")
-
+    stop_all = partial(signal_processes, method="terminate")  # as Slurm does
     during = partial(act_when, goes_on_after_a_save, stop_all)
     stopped = plan.run("stopped", during=during, pause=pause_of(plan))
     if stopped.all(events.SigtermHandler):
@@ -86,11 +83,14 @@ def pause_of(plan):
 
 
 def act_when(is_ready, act, process, folder, end):
-    """Call `act` soon after the events of a rank satisfy `is_ready`, unless the run has ended."""
+    """Call `act` soon after the events of a rank satisfy `is_ready`, unless the run has ended.
+
+    It gets the folder of the events. The last three arguments are those of `during` of a run.
+    """
     while time.monotonic() < end and process.poll() is None:
         if any(is_ready(events_of_rank) for _, events_of_rank in read_events(folder).values()):
             time.sleep(random.uniform(0, 0.2))
-            return act(process, folder)
+            return act(folder)
         time.sleep(0.05)
 
 
@@ -101,7 +101,7 @@ def kill_a_rank(plan):
     def is_late_enough(events_of_rank):
         return goes_on_after_a_save(events_of_rank) and count_steps(events_of_rank) >= moment
 
-    def kill_any(_, folder):
+    def kill_any(folder):
         pid, _ = random.choice([*read_events(folder).values()])
         with contextlib.suppress(ProcessLookupError):  # it may have ended
             os.kill(pid, signal.SIGKILL)
@@ -245,7 +245,11 @@ def names_that_differ(weights, others):
 
 
 def not_restored(plan, resumed, text):
-    """Return the verdict on a resumed run with other weights: what it has not restored."""
+    """Return the verdict on a resumed run with other weights: what it has not restored.
+
+    The first of these that is seen: the optimizer, the learning rate, the random numbers. If it is
+    none of them, either two uninterrupted runs differ as well, or the batches do.
+    """
     undisturbed, after = plan.undisturbed.steps, resumed.steps
     loads = resumed.of_lowest_rank(*LOADS, events.StateLoaded)
     where = loads[-1].where if loads else ""
@@ -300,7 +304,8 @@ def resumed_together(plan, resumed):
         return passed(f"the run ends before its first step: {resumed.ending}")
     if resumed.returncode == 0 and len(set(step_counts.values())) == 1:
         # All may have gone on from the checkpoint: new faults and the weights tell.
-        first, *_ = [*new_faults(plan, resumed), same_weights(plan, resumed)]
+        faults = new_faults(plan, resumed)
+        first = faults[0] if faults else same_weights(plan, resumed)
         if first.status == base.PASS:
             return passed("what rank 0 has loaded reaches the others")
         if first.status not in (base.WRONG, base.FRAGILE):

@@ -7,13 +7,12 @@ import torch
 
 from ddp_check import events
 from ddp_check.drills.resume import act_when, count_steps
+from ddp_check.keeper import signal_processes
 from ddp_check.numbers import close, distance, ratio
-from ddp_check.plan import kill_all
 from ddp_check.protocol import STEPS
-from ddp_check.ranks import counted, short
+from ddp_check.ranks import counted
 from ddp_check.rules import gradients, launch, verdict_of
-from ddp_check.rules.base import UNSURE, WRONG, passed, unseen, unsure, wrong
-from ddp_check.source import shares_of_ranks
+from ddp_check.rules.base import WRONG, passed, unseen, unsure, wrong
 
 TOLERANCE = 1e-6  # of values that have to be equal
 COUNT_TOLERANCE = 0.3  # of numbers of samples, as loaders fetch some ahead
@@ -43,6 +42,7 @@ def cannot_compare(run):
 
 def steps_agree(plan):
     """Return the verdict on the first steps of many processes and of one."""
+    kill_all = partial(signal_processes, method="kill")
     after_some_steps = partial(act_when, lambda seen: count_steps(seen) > STEPS, kill_all)
     many = plan.run("many", scale=1, during=after_some_steps)
     if verdict := no_gradients_kept(many):
@@ -54,22 +54,21 @@ def steps_agree(plan):
     if close(ratio(samples_in(one), samples_in(many)), plan.nproc, COUNT_TOLERANCE):
         one = plan.run("alone", nproc=1, scale=1, start=start, during=after_some_steps)
         remark = ": the script itself divides its batch by the number of ranks"
-    if verdict := no_gradients_kept(one) or other_world_size(plan, many, one):
+    if verdict := no_gradients_kept(one):
         return verdict
-    rates = other_rates(many, one)
-    if rates and rates.status != UNSURE:
-        return rates
+    if (one.world_size, many.world_size) != (1, plan.nproc):  # it starts its ranks itself
+        return unseen(f"{one.world_size} and {many.world_size} ranks, not 1 and {plan.nproc}")
     if verdict := other_samples(many, one):
         return verdict
     if many.all(events.GradientLost):
         return unseen("both runs lack the gradient of what is gathered")
-    # Other rates, told at the end, change the weights, so only the first step can be compared.
-    steps = 1 if rates else min(len(many.steps), len(one.steps), STEPS)
-    for number in (1, steps):  # other gradients in the first step are the cause of later ones
-        if verdict := other_gradients(many, one, number):
-            return verdict
+    rates_verdict = other_rates(many, one)
+    # Other rates change the weights, so only the gradients of the first step can be compared.
+    steps = 1 if rates_verdict else min(len(many.steps), len(one.steps), STEPS)
+    # Those of the first step are the cause if later ones differ, too.
+    verdict = other_gradients(many, one, 1) or other_gradients(many, one, steps) or rates_verdict
     text = f"samples, learning rates and gradients of {counted(steps, 'step')}, in float64"
-    return rates or passed(f"{text}, to within {TOLERANCE:.0e}{remark}")
+    return verdict or passed(f"{text}, to within {TOLERANCE:.0e}{remark}")
 
 
 def samples_in(run):
@@ -87,13 +86,6 @@ def no_gradients_kept(run):
     return unseen("no model is wrapped in DistributedDataParallel and trained")
 
 
-def other_world_size(plan, many, one):
-    """Return the verdict if the script does not start as many ranks as it is told."""
-    sizes = one.world_size, many.world_size
-    if sizes != (1, plan.nproc):
-        return unseen(f"{sizes[0]} and {sizes[1]} ranks, not 1 and {plan.nproc}")
-
-
 def other_rates(many, one):
     """Return the verdict on learning rates that differ between many processes and one.
 
@@ -104,14 +96,13 @@ def other_rates(many, one):
         for rate, expected in zip(of_many.rates, of_one.rates):
             if close(rate, expected, TOLERANCE):
                 continue
-            text = f"in step {number}, the learning rates are {rate:.3g} and {expected:.3g}"
+            text = f"in step {number}, the learning rates are {rate:.3g} and {expected:.3g}: "
             if rate > expected:
-                text += ": right if they are computed from batch size times number of processes"
-                return unsure(text, of_many.where)
-            if lines := shares_of_ranks(many):
-                text += f": right if {short(lines[0])} shares out the steps of the schedule"
-                return unsure(text, of_many.where)
-            return wrong(f"{text}: does a schedule count the samples of one rank?", of_many.where)
+                text += "right if they are computed from batch size times number of processes"
+            else:
+                text += "does a schedule count the samples of one rank? It is right if the script "
+                text += "shares out the steps of the schedule"
+            return unsure(text, of_many.where)
 
 
 def other_samples(many, one):

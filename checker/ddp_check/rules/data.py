@@ -22,7 +22,7 @@ def ranks_share_data(run):
     if run.is_sharded and (on_a_mesh or not rows):
         return not_applicable("ranks that share a model have to have the same batches")
     verdict = verdict_on_epochs(run.training_passes, bool(run.all(events.Drawn)))
-    if not verdict:  # no rank trains on another's samples
+    if verdict is None:  # each rank has samples of its own
         return never_used(run)
     if verdict.status != UNSEEN:
         return verdict
@@ -43,13 +43,14 @@ def verdict_on_epochs(epochs, samples_are_random):
     """Return the worst verdict on the epochs, or None if each rank has samples of its own."""
     if not epochs:
         return unseen("no DataLoader was used to train, so no sample has an index")
-    verdicts = [
-        replace(verdict, text=f"epoch {number}: {verdict.text}", where=of_lowest_rank(epoch).where)
-        for number, epoch in enumerate(epochs, 1)
-        if (verdict := verdict_on_epoch(epoch, samples_are_random))
-    ]
-    faults = [verdict for verdict in verdicts if verdict.status != PASS]  # or `unseen`
-    return worst(faults or verdicts)
+    verdicts = []
+    for number, epoch in enumerate(epochs, 1):
+        if verdict := verdict_on_epoch(epoch, samples_are_random):
+            text, where = f"epoch {number}: {verdict.text}", of_lowest_rank(epoch).where
+            verdicts.append(replace(verdict, text=text, where=where))
+    # One epoch that passes does not make up for another that was not seen.
+    not_passed = [verdict for verdict in verdicts if verdict.status != PASS]
+    return worst(not_passed or verdicts)
 
 
 def verdict_on_epoch(epoch, samples_are_random):
@@ -63,24 +64,34 @@ def verdict_on_epoch(epoch, samples_are_random):
         return unseen("a rank draws samples with replacement")
     if verdict := sets_differ(epoch):
         return verdict
-    shared = repeated(chain(*samples))
-    same_for_all = shared and all(set(of_rank) == set(samples[0]) for of_rank in samples)
     is_whole = all(data_pass.is_whole for data_pass in epoch.values())
-    if shared <= padding_allowed(list(epoch.values())) and not (same_for_all and is_whole):
-        if is_whole or of_lowest_rank(epoch).distributed or not shared:
-            return None
-        return unseen("the ranks leave the loop early: too few samples to tell")
+    shared = repeated(chain(*samples))
+    too_many = shared > padding_allowed(list(epoch.values()))
+    if too_many or (is_whole and shared and are_the_same(samples)):
+        return why_shared(epoch, samples, samples_are_random)
+    if is_whole or of_lowest_rank(epoch).distributed or not shared:
+        return None
+    return unseen("the ranks leave the loop early: too few samples to tell")
+
+
+def are_the_same(samples):
+    """Return whether all ranks have the same samples, perhaps in other orders."""
+    return all(set(of_rank) == set(samples[0]) for of_rank in samples)
+
+
+def why_shared(epoch, samples, samples_are_random):
+    """Return the verdict on an epoch in which several ranks ask for the same indices."""
     if dealt_by_data_set(epoch):
         if samples_are_random and of_lowest_rank(epoch).values("label_checksums") is None:
             return unsure("the ranks ask for the same indices: are the samples new for each rank?")
         return passed("the ranks ask for the same indices, and get other samples")
-    if same_for_all:
+    if are_the_same(samples):
         text = f"each rank trains on the same {counted(len(samples[0]), 'sample')}"
         return wrong(text, "", "no_sampler")
-    text = f"{shared} samples are seen by several ranks"
+    text = f"{repeated(chain(*samples))} samples are seen by several ranks"
     if differ(epoch, "subset_checksum"):
         return wrong(f"{text}: the split differs from rank to rank", "", "split_differs_by_rank")
-    if is_whole:
+    if all(data_pass.is_whole for data_pass in epoch.values()):
         return wrong(f"{text}: each has a part of an order of its own", "", "rank_seeds_split_data")
     return unsure(f"{text}: each draws from all of them in an order of its own", "", "no_sampler")
 
@@ -181,13 +192,12 @@ def dealt_by_data_set(epoch):
     Augmentation changes samples, and leaves their labels as they are. Where there are no labels, or
     all samples have the same one, the samples decide.
     """
+    same_samples = equal_where_common(checksums_by_index(epoch, "checksums"))
+    if same_samples is None:  # the ranks have no index in common
+        return False
     labels = checksums_by_index(epoch, "label_checksums")
     labels_tell = len(set(labels[0].values())) > 1
-    same_labels = equal_where_common(labels)
-    same_samples = equal_where_common(checksums_by_index(epoch, "checksums"))
-    if same_samples or (same_labels and labels_tell):
-        return False
-    return False in (same_samples, same_labels)  # None: the ranks have no index in common
+    return not (same_samples or (labels_tell and equal_where_common(labels)))
 
 
 def checksums_by_index(epoch, field_name):
@@ -256,6 +266,9 @@ def same_order(run, passes):
         return unsure(f"{text}: is that what the script's own sampler is to do?", where)
     if not first.shuffle:
         return unseen("the sampler does not shuffle: is that intended?", where)
+    if not first.distributed:
+        text += ": is the sampler seeded anew before each, or does its set_epoch wait to be called?"
+        return wrong(text, where, "no_set_epoch")
     calls = run.of_lowest_rank(events.EpochSet)
     if calls:
         text += f"; set_epoch gets {calls[-1].value} last"
@@ -297,15 +310,12 @@ def same_augmentation(run):
         return None
     where = of_lowest_rank(run.training_passes[0]).where
     sources = sorted({source for _, source in same})
-    text = f"all ranks have the same augmentation: equal seeds of {', '.join(sources)}"
-    cure = "add 1000 * rank to each"
-    if all(worker is not None for worker, _ in same) and sources != ["generator"]:
-        text, cure = f"{text} in DataLoader workers", "add 1000 * rank to torch.manual_seed"
-        if "worker_init_fn" in run.source:
-            cure += ", and let worker_init_fn seed by torch.initial_seed()"
+    text = f"all ranks have the same augmentation: equal seeds of {', '.join(sources)}; add 1000 * "
+    text += "rank to each (in DataLoader workers, to that of torch.manual_seed; a worker_init_fn "
+    text += "has to seed by torch.initial_seed())"
     # If other generators differ, equal ones may be meant, as for an image size of the whole batch.
     verdict = wrong if len(same) == len(states) else unsure
-    return verdict(f"{text}; {cure}", where, "same_augmentation")
+    return verdict(text, where, "same_augmentation")
 
 
 def same_numbers_drawn(run):

@@ -12,11 +12,10 @@ from ddp_check.ranks import counted, grouped, of_lowest_rank
 from ddp_check.rules.base import passed, unseen, unsure, worst, wrong
 from ddp_check.rules.data import padding_allowed, repeated
 from ddp_check.rules.output import sum_is_printed
-from ddp_check.rules.printed import SAYS_RANK, numbers_in
+from ddp_check.rules.printed import SAYS_RANK, SHARE, numbers_in
 from ddp_check.run import SENDS
 
 ACCURACY = r"(?i)(?<!train )(?<!training )\bacc[a-z]*(?:@\d+)?\W*$"  # before a number
-SHARE = r"(?i)(\bacc(uracy)?\b|\bf1|\biou|\bauc|precision|recall)[^\n\d]*$"  # before a number
 RESULT = r"(?i)(?<![a-z])(acc|val|test|eval|score|correct|right|top|best|hit|f1)"  # in a line
 ENDS_AN_EVALUATION = events.Step | events.Batch | events.PassBegun
 
@@ -37,12 +36,15 @@ def evaluations(run):
         is_meant = is_left_early and run.returncode == 0
         return data_pass.is_whole or (is_meant and data_pass.events_of(events.BatchEvaluated))
 
-    evaluating = {rank: filter(evaluates, of_rank) for rank, of_rank in run.passes_by_rank.items()}
+    evaluating = {
+        rank: [data_pass for data_pass in of_rank if evaluates(data_pass)]
+        for rank, of_rank in run.passes_by_rank.items()
+    }
     ranks_needed = 1 if run.returncode == 0 else run.world_size
-    passes = grouped(evaluating, lambda data_pass: (data_pass.sample_count, data_pass.where))
+    by_size_and_line = grouped(evaluating, lambda each: (each.sample_count, each.where))
     return {
         size_and_line: list(zip(*passes_by_rank.values()))
-        for size_and_line, passes_by_rank in passes.items()
+        for size_and_line, passes_by_rank in by_size_and_line.items()
         if len(passes_by_rank) >= ranks_needed
     }
 
@@ -52,15 +54,13 @@ def each_sample_is_evaluated_once(run):
     evaluated = evaluations(run)
     if not evaluated:
         return unseen("no DataLoader was used without training")
-    verdicts = [
-        replace(verdict, where=where, page="padded_evaluation")
-        for (_, where), evaluations_here in evaluated.items()
-        for parts in evaluations_here
-        if (
-            verdict := in_another_order(parts)
-            or not_once(parts, remainder(parts, chain(*evaluated.values())), run)
-        )
-    ]
+    verdicts = []
+    for (_, where), evaluations_here in evaluated.items():
+        for parts in evaluations_here:
+            evaluated_elsewhere = remainder(parts, chain(*evaluated.values()))
+            verdict = in_another_order(parts) or not_once(parts, evaluated_elsewhere, run)
+            if verdict:
+                verdicts.append(replace(verdict, where=where, page="padded_evaluation"))
     size, where = max(evaluated)
     return worst(verdicts) or passed(counted(size, "sample"), where)
 
@@ -99,10 +99,6 @@ def in_another_order(parts):
             text = "what is gathered is in another order than the labels, one rank's part behind "
             text += f"another's: {event.equal} of {event.length} agree, and "
             return wrong(f"{text}{event.equal_in_turns} if the ranks take turns")
-    gathers = [call for call in sums_and_gathers(parts[0]) if "gather" in call.name]
-    if len(gathers) == 1 and any(event.read_in_blocks for event in used):
-        text = "what is gathered holds one rank's part behind another's, but the ranks got the "
-        return unsure(f"{text}samples in turns: are the labels in the order of the parts, too?")
     return None
 
 
@@ -111,6 +107,8 @@ def not_once(parts, evaluated_elsewhere, run):
 
     If nothing is seen twice because the size is divisible by the number of ranks, it is `unseen`:
     with another size, DistributedSampler would pad.
+
+    evaluated_elsewhere: indices that all ranks evaluate in another pass, see `remainder`
     """
     size, samples = parts[0].sample_count, [part.values("indices") for part in parts]
     if None in samples or len({part.subset_checksum for part in parts}) > 1:
@@ -122,9 +120,10 @@ def not_once(parts, evaluated_elsewhere, run):
     distinct = {index for part in parts for index in part.values("base_indices")}
     if len(distinct) < size and len(distinct | evaluated_elsewhere) != size:
         text = f"it sees {len(distinct)} of {size} samples"
-        dropped = parts[0].drop_last or (parts[0].distributed and len(parts) < run.world_size)
-        if dropped and size not in totals_after(parts) and all(part.is_whole for part in parts):
-            return wrong(text)
+        lacks_ranks = parts[0].distributed and len(parts) < run.world_size
+        is_whole = all(part.is_whole for part in parts)
+        if (parts[0].drop_last or lacks_ranks) and is_whole and size not in totals_after(parts):
+            return wrong(text)  # and the script does not know it, or it would add up fewer
         return unsure(f"{text}: is that intended?")
     if parts[0].distributed and not evaluated_elsewhere:
         return unseen(f"{size} is divisible by {len(parts)}; else DistributedSampler would pad")
@@ -165,9 +164,7 @@ def padded(parts, twice):
         return wrong(text) if gathers == 1 else unsure(text)  # of several, each may hold one batch
     if any(event.length == distinct for event in used):
         return None
-    of_tensors = gathers and not any("object" in call.name for call in chain(*gathered))
-    too_few = sum(call.elements for call in gathered[0]) < len(parts[0].values("indices"))
-    if (of_tensors and too_few) or all(calls and calls[0].sums for calls in calls_by_rank):
+    if bring_only_counts(parts, calls_by_rank, gathered):
         totals = totals_after(parts)
         if distinct in totals and loaded not in totals:
             return unsure(f"it loads {text}: are the extra ones left out?")
@@ -175,6 +172,18 @@ def padded(parts, twice):
     if any(event.reduced and event.length == loaded for event in used):
         return wrong(f"it counts {text}: nothing is cut off after the gather")
     return unsure(f"it loads {text}: are the extra ones dropped after the gather?")
+
+
+def bring_only_counts(parts, calls_by_rank, gathered):
+    """Return whether the ranks add up numbers, or gather too few for one of each sample.
+
+    calls_by_rank, gathered: the sums and gathers of each rank, and the gathers alone
+    """
+    if all(calls and calls[0].sums for calls in calls_by_rank):
+        return True
+    too_few = sum(call.elements for call in gathered[0]) < len(parts[0].values("indices"))
+    of_objects = any("object" in call.name for call in chain(*gathered))  # of which any may be long
+    return too_few and any(gathered) and not of_objects
 
 
 def sums_and_gathers(part):
@@ -199,11 +208,13 @@ def result_is_of_all(run):
     kept_apart = [parts for parts in divided if not result_is_shared(run, parts[0].batches[-1])]
     if not kept_apart:
         return passed(counted(len(divided), "evaluation"), divided[0][0].where)
-    last_batches = [parts[0].batches[-1] for parts in kept_apart]
-    saves = [run.following(last, events.Save, ENDS_AN_EVALUATION)[:1] for last in last_batches]
-    if any(saves) and not all(saves):  # it chooses when to save
+    saves = []  # the first save of rank 0 after each of them, or None
+    for parts in kept_apart:
+        following = run.following(parts[0].batches[-1], events.Save, ENDS_AN_EVALUATION)
+        saves.append(next(iter(following), None))
+    if any(saves) and None in saves:  # it saves after some, so it chooses
         text = f"{own_part(kept_apart[0])} before it saves: does it choose by its own part?"
-        return unsure(text, next(filter(None, saves))[0].where, "rank_0_loss")
+        return unsure(text, next(filter(None, saves)).where, "rank_0_loss")
     return unseen("the parts are not brought together, and nothing is printed of them")
 
 
@@ -228,14 +239,17 @@ def result_is_shared(run, last, parts=()):
     """Return whether a collective that can bring results together follows what rank 0 did last.
 
     A single sum is not enough if it is that of how many samples the ranks have in their parts.
+
+    parts: of the evaluation, if that is asked, too
     """
     calls = run.following(last, events.Collective, ENDS_AN_EVALUATION)
     names = [call.name for call in calls if not call.in_model]
     shared = [name for name in names if re.search("reduce|gather|all_to_all", name)]
     totals = run.following(last, events.Totalled, ENDS_AN_EVALUATION)
-    counts = [sum(part.sizes) for part in parts]
-    if len(shared) == len(totals) == 1 and counts:
-        return (totals[0].own, totals[0].total) != (counts[0], sum(counts))
+    if len(shared) == len(totals) == 1 and parts:
+        counts = [sum(part.sizes) for part in parts]
+        adds_up_counts = totals[0].own == counts[0] and totals[0].total == sum(counts)
+        return not adds_up_counts
     return bool(shared)
 
 
@@ -247,15 +261,18 @@ def own_part_printed(run, parts):
     """
     last, own = parts[0].batches[-1], sum(parts[0].sizes)
     added_up = [event.total for event in run.following(last, events.Totalled, ENDS_AN_EVALUATION)]
+    totals = [total for total in (own, *added_up) if total]
     for line in results_of_rank_0(run, last, parts):
-        numbers = numbers_in(line.text)
-        if added_up:  # perhaps the hits, which are as many as the samples if all are right
-            numbers = [number for number in numbers if re.search(SHARE, number.words)]
+        shares = [
+            number
+            for number in numbers_in(line.text)
+            if re.search(SHARE, number.words) and number.digits > 1
+        ]
         is_share = any(
-            number.is_share_of(count)
-            for number in numbers
-            for count in (own, *added_up)
-            if number.digits > 1 and 0 < number.value < number.whole and count
+            number.is_share_of(total)
+            for number in shares
+            for total in totals
+            if 0 < number.value < number.whole
         )
         if is_share or re.search(rf"\d+ ?/ ?{own}\b", line.text):
             text = f'{own_part(parts)} when it prints "{line.text.strip()[:60]}"'

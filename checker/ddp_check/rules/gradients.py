@@ -62,8 +62,7 @@ def gradients_are_averaged(run):
     return (
         equal_before_reduction(run)
         or sum_or_divided_twice(run)
-        or loss_is_added_up(run)
-        or loss_is_divided(run)
+        or loss_is_scaled(run)
         or mean_over_unequal_numbers(run)
         or several_reductions(run)
         or no_fault_in_gradients(run)
@@ -71,11 +70,17 @@ def gradients_are_averaged(run):
 
 
 def all_zero(run):
-    """Return the verdict on a step without any gradient."""
-    for number, row in enumerate(run.step_rows, 1):
-        if all(step.zero for step in row):
-            text = f"step {number}: all gradients are zero"
-            return wrong(text, row[0].where, follows=bool(row[0].unwrapped))
+    """Return the verdict on an optimizer that never gets a gradient.
+
+    In some steps a loss may have none, such as a hinge loss where all samples are right.
+    """
+    rows_by_optimizer = {}  # the names of its parameters -> its steps
+    for row in run.step_rows:
+        rows_by_optimizer.setdefault(tuple(row[0].gradients), []).append(row)
+    for rows in rows_by_optimizer.values():
+        if all(step.zero for row in rows for step in row):
+            step, text = rows[0][0], f"all gradients are zero, in {counted(len(rows), 'step')}"
+            return wrong(text, step.where, follows=bool(step.unwrapped))
 
 
 def unequal_step_counts(run):
@@ -133,12 +138,12 @@ def equal_before_reduction(run):
     """Return the verdict if the ranks reduce by hand gradients that are equal on all of them.
 
     They have to be equal in more than half of the steps, for in some a script may reduce other
-    things, such as losses, and in two at least. If all gradients are zero, `all_zero` tells.
+    things, such as losses, and in two at least. Steps whose gradients are all zero do not count.
     """
     rows = [row for row in run.step_rows if all(step.reduced_all for step in row)]
+    rows = [row for row in rows if not row[0].zero]
     equal = [row for row in rows if all(step.reduced == row[0].reduced for step in row)]
-    in_most_steps = len(equal) > max(1, len(rows) / 2)
-    if run.world_size < 2 or not in_most_steps or equal[0][0].zero:
+    if run.world_size < 2 or len(equal) < 2 or len(equal) <= len(rows) / 2:
         return None
     step, text = equal[0][0], "before they are all-reduced, all ranks have the same"
     if not run.all(events.Wrap):
@@ -167,7 +172,7 @@ def sum_or_divided_twice(run):
     """Return the verdict on gradients that are a sum, or divided twice, instead of a mean."""
     factor, ranks, wrapped = factor_of_mean(run), run.world_size, run.all(events.Wrap)
     where = line_of_reduction(run) or run.all(events.Step)[0].where
-    if ranks > 1 and is_factor(factor, ranks) and (wrapped or not loss_may_be_a_part(run)):
+    if ranks > 1 and is_factor(factor, ranks) and (wrapped or not sum_may_be_right(run)):
         text = f"the gradients are the sum over the ranks, {ranks} times their mean: "
         text += "DDP has averaged them before" if wrapped else f"divide them by {ranks}"
         return wrong(text, where, WRONG_RESULTS)
@@ -178,12 +183,13 @@ def sum_or_divided_twice(run):
         return wrong(text, where, WRONG_RESULTS)
 
 
-def loss_may_be_a_part(run):
-    """Return whether a rank's loss may be its part of the mean over the samples of all ranks.
+def sum_may_be_right(run):
+    """Return whether the sum of the gradients may be right, not their mean.
 
-    The sum of the gradients is then right. Such a loss is divided by the number of ranks, or by a
-    number that the ranks add up in each step, such as that of all tokens: a sum of few elements,
-    unlike gradients. Losses that are added up only to print them look the same: it is True, too.
+    It is, if each rank's loss is its part of the mean over the samples of all ranks. Such a loss is
+    divided by the number of ranks, or by a number that the ranks add up in each step, such as that
+    of all tokens: a sum of few elements, unlike gradients. Losses that are added up only to print
+    them look the same, so it is True then, too.
     """
     steps, ranks = run.all(events.Step), run.world_size
     sums = [call for call in run.all(events.Collective) if call.sums and call.elements <= ranks]
@@ -192,33 +198,23 @@ def loss_may_be_a_part(run):
     )
 
 
-def loss_is_added_up(run):
-    """Return the verdict on a loss that is all-reduced before backward(), and not divided again."""
+def loss_is_scaled(run):
+    """Return the verdict on a loss that is the sum over the ranks, or divided by their number.
+
+    Before backward(), and by the script, while DDP itself takes the mean over the ranks.
+    """
     ranks, steps = run.world_size, run.all(events.Step)
-    divisors = [divisor for step in steps for divisor in step.divisors]
-    divided = any(close(divisor, ranks) for divisor in divisors)
-    if ranks_average(run) and all(step.loss_reduced for step in steps) and not divided:
+    if ranks < 2 or not run.all(events.Wrap) or run.all(events.CommHook):
+        return None
+    reduced = all(step.loss_reduced for step in steps)
+    divided = [close(divisor, ranks) for step in steps for divisor in step.divisors]
+    if reduced and not any(divided):
         text = f"the loss is added up over the ranks: a step takes {ranks} times the mean gradient"
         return wrong(text, steps[0].where, WRONG_RESULTS)
-
-
-def loss_is_divided(run):
-    """Return the verdict on a loss that is divided by the world size before backward()."""
-    ranks, steps = run.world_size, run.all(events.Step)
-    divided = all(
-        step.divisors and step.backwards == 1 and all(close(by, ranks) for by in step.divisors)
-        for step in steps
-    )
-    lines = divisions_by_world_size(run)
-    reduced = all(step.loss_reduced for step in steps)
-    if ranks_average(run) and divided and lines and not reduced:
+    in_each_step = all(step.divisors and step.backwards == 1 for step in steps)
+    if not reduced and in_each_step and all(divided) and (lines := divisions_by_world_size(run)):
         text = "the loss is divided by the number of ranks, and DDP divides the gradients again"
         return wrong(text, lines[0], WRONG_RESULTS)
-
-
-def ranks_average(run):
-    """Return whether DDP itself takes the mean over several ranks."""
-    return run.world_size > 1 and run.all(events.Wrap) and not run.all(events.CommHook)
 
 
 def mean_over_unequal_numbers(run):
@@ -250,7 +246,8 @@ def two_that_differ(values, layout):
 
 def elements_of_means(step):
     """Return over how many elements the losses of a step are means: also by a division."""
-    # A whole divisor may also be a number of micro-batches, which is the same on all ranks.
+    # A divisor that is a whole number may be a number of elements. It may also be that of
+    # micro-batches, but then it is the same on all ranks.
     return step.means_over + [by for by in step.divisors if by > 1 and by % 1 == 0]
 
 
@@ -310,30 +307,37 @@ def rates_are_equal(run):
     """all ranks have the same learning rate"""
     if run.trains_own_parameters:
         return OWN_PARAMETERS
-    counts = counts_that_differ(run, events.Scheduled)
+    reason = ""  # why they differ, or will differ in a longer run
     metrics_row = differing_metrics(run)
-    reason = f"the scheduler takes {counts}" if counts else ""
+    counts = counts_that_differ(run, events.Scheduled)
     if metrics_row:
         values = two_that_differ([event.metric for event in metrics_row], ".4g")
         reason = f"the scheduler gets another value on each rank, {values}"
+    elif counts:
+        reason = f"the scheduler takes {counts}"
     if first := run.first_difference("rates"):
-        text = f"from step {first.number} on, they differ from rank to rank"
-        if all(first.name < len(step.rates) for step in first.row):
-            rates = [step.rates[first.name] for step in first.row]
-            text += f": {two_that_differ(rates, '.3g')}"
-        step = first.row[0]
-        before = [event for event in run.all(events.Scheduled) if event.time < step.time]
-        where = max(before, key=lambda event: event.time, default=step).where
-        text = f"{text}; {reason}" if reason else text
-        if run.averages_weights:
-            return unsure(f"{text}: is that intended?", where, WRONG_RESULTS)
-        return wrong(text, where, WRONG_RESULTS)
+        return rates_differ(run, first, reason)
     if metrics_row:
         text = f"{reason}: sooner or later, they will lower their learning rates at other times"
         return wrong(text, metrics_row[0].where, WRONG_RESULTS)
     if counts:
         text = f"{reason}: should all ranks step it?"
         return unsure(text, run.all(events.Scheduled)[0].where)
+
+
+def rates_differ(run, first, reason):
+    """Return the verdict on learning rates that differ from a step on, for this reason, or ""."""
+    text = f"from step {first.number} on, they differ from rank to rank"
+    group = first.name  # the position of a group of parameters, which a rank may lack
+    if all(group < len(step.rates) for step in first.row):
+        text += f": {two_that_differ([step.rates[group] for step in first.row], '.3g')}"
+    text = f"{text}; {reason}" if reason else text
+    step = first.row[0]
+    before = [event for event in run.all(events.Scheduled) if event.time < step.time]
+    where = max(before, key=lambda event: event.time, default=step).where
+    if run.averages_weights:
+        return unsure(f"{text}: is that intended?", where, WRONG_RESULTS)
+    return wrong(text, where, WRONG_RESULTS)
 
 
 def differing_metrics(run):
@@ -356,8 +360,13 @@ def schedule_is_finished(run):
             schedules.setdefault((event.where, event.length), []).append(event)
     if not schedules:
         return unseen("no scheduler says how many steps it has")
+    unfinished = None
     for (where, length), taken in schedules.items():
+        text = f"it takes {len(taken)} steps of {length}"
         is_of_all = run.world_size > 1 and close(length, len(taken) * run.world_size, UNEQUAL - 1)
         if is_of_all and len(taken) >= ENOUGH:
-            text = f"it takes {len(taken)} steps of {length}: are they counted as one process, "
-            return unsure(f"{text}which reads all the data, would take them?", where, RATES)
+            text += ": are they counted as one process, which reads all the data, would take them?"
+            return unsure(text, where, RATES)
+        if not close(length, len(taken), UNEQUAL - 1, absolute=1):
+            unfinished = unseen(f"{text}, perhaps for a longer run")
+    return unfinished

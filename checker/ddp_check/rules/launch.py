@@ -10,7 +10,6 @@ from ddp_check.protocol import FRAME, is_own
 from ddp_check.ranks import counted, differing_ranks, of_lowest_rank, short
 from ddp_check.rules.base import WRONG, fragile, not_applicable, note, passed, unseen, unsure, wrong
 from ddp_check.run import LACKS_GPUS, OF_OTHERS
-from ddp_check.source import are_in_one_loop
 
 NETWORK = (
     r"URLError|gaierror|ConnectionError|MaxRetryError|name resolution|OfflineMode|HTTPError"
@@ -68,10 +67,14 @@ def hang(run):
 def with_cause(run, text, where, page="", details=()):
     """Return the verdict on a run that fails or hangs, with the cause if a rank is not there.
 
-    A rank that has begun fewer epochs, and waits in _sync_buffers, has not left the loop: it
-    evaluates the DDP model.
+    The first of these that is seen is the cause:
+    1. An error that is not about the other ranks says itself what is wrong.
+    2. A rank has begun fewer epochs. But one that waits in _sync_buffers evaluates the DDP model.
+    3. A rank calls a collective while another one trains on.
+    4. A parameter came into the model after it was wrapped.
+    5. A rank evaluates the DDP model, whose buffers wait for the others.
+    6. The ranks have called different collectives.
     """
-    # An error that is not about the other ranks says itself what is wrong.
     tells_its_cause = run.returncode and run.raised and not re.search(OF_OTHERS, run.ending)
     syncing_buffers = [
         rank
@@ -79,9 +82,9 @@ def with_cause(run, text, where, page="", details=()):
         if any(function == "_sync_buffers" for _, _, function in stack)
     ]
     if not tells_its_cause:
-        early_rank, reason, line, page_of_reason = fewer_epochs(run)
-        if reason and early_rank not in syncing_buffers:
-            return wrong(f"{reason}; {text}", line or where, page_of_reason, details)
+        rank, reason = fewer_epochs(run)
+        if reason and rank not in syncing_buffers:
+            return wrong(f"{reason}; {text}", where, "recipes/early_stopping", details)
         if verdict := more_batches(run):
             return replace(verdict, text=f"{verdict.text}; {text}", details=details)
         if names := [name for step in run.all(events.Step) for name in step.unreduced]:
@@ -98,12 +101,14 @@ def with_cause(run, text, where, page="", details=()):
 def more_batches(run):
     """Return the verdict if a rank calls a collective while another is in a backward pass."""
     steps, calls = run.by_rank(events.Step), run.by_rank(events.Collective)
-    for early, late in permutations(calls, 2):
-        more_calls = calls[early][len(calls[late]) :]
-        if more_calls and len(steps[late]) >= len(steps[early]) > 0 and IN_BACKWARD in run.output:
-            call, taken = more_calls[0], counted(len(steps[early]), "step")
-            text = f"after {taken}, rank {early} calls {call.name}, and rank {late} "
-            if any(each.steps and not each.ended for each in run.passes_by_rank[early]):
+    if IN_BACKWARD not in run.output:
+        return None
+    for calls_more, trains_on in permutations(calls, 2):
+        more_calls = calls[calls_more][len(calls[trains_on]) :]
+        if more_calls and len(steps[trains_on]) >= len(steps[calls_more]) > 0:
+            call, taken = more_calls[0], counted(len(steps[calls_more]), "step")
+            text = f"after {taken}, rank {calls_more} calls {call.name}, and rank {trains_on} "
+            if any(each.steps and not each.ended for each in run.passes_by_rank[calls_more]):
                 text += "does not, but trains on"  # both are inside of the loop
                 return wrong(text, call.where, "collective_on_one_rank")
             text += "trains on: does it have more batches?"
@@ -111,7 +116,7 @@ def more_batches(run):
 
 
 def fewer_epochs(run):
-    """Return the first rank that begins fewer epochs than another, the reason, a line, a page.
+    """Return a rank that begins fewer epochs than another, and that in words; or None and "".
 
     It has left the loop over the epochs, or waits inside of it, in a collective of its own.
     """
@@ -123,17 +128,15 @@ def fewer_epochs(run):
     }
     pair = differing_ranks(epochs)
     if not pair or not min(epochs.values()):  # one without an epoch may evaluate the DDP model
-        return None, "", "", ""
-    early, late = sorted(pair, key=epochs.get)
+        return None, ""
+    fewer, more = sorted(pair, key=epochs.get)
     steps, calls = run.by_rank(events.Step), run.by_rank(events.Collective)
-    when = f"after {counted(epochs[early], 'epoch')}, in step {len(steps[early])}"
-    for call in calls[early][len(calls[late]) :]:
-        if any(are_in_one_loop(run, call.where, line) for line in training_lines):
-            text = f"{when}, rank {early} calls {call.name} ({short(call.where)}), and rank {late} "
-            text += "does not, but begins the next epoch"
-            return early, text, call.where, "collective_on_one_rank"
-    text = f"rank {early} left the loop over the epochs {when}, and rank {late} began the next"
-    return early, f"{text}: does each decide by its own loss?", "", "recipes/early_stopping"
+    text = f"after {counted(epochs[fewer], 'epoch')}, in step {len(steps[fewer])}, rank {fewer} "
+    text += f"left the loop over the epochs, or waits inside of it, and rank {more} began the next"
+    if calls_alone := calls[fewer][len(calls[more]) :]:
+        call = calls_alone[0]
+        text += f"; rank {fewer} alone calls {call.name} ({short(call.where)})"
+    return fewer, text
 
 
 def failure(run):
@@ -226,9 +229,10 @@ def no_thread_left(run):
     if joined_by_framework(run) or run.is_sharded:
         return not_applicable("a library joined the group, or keeps it for sharded parameters")
     exits = run.by_rank(events.Exit)
-    for rank, event in ((rank, event) for rank, of_rank in exits.items() for event in of_rank):
-        if event.gloo_threads and rank in run.joins:
-            return thread_left(run, rank, event)
+    for rank, exits_of_rank in exits.items():
+        for event in exits_of_rank:
+            if event.gloo_threads and rank in run.joins:
+                return thread_left(run, rank, event)
     if not all(exits.values()) or any(event.group_open for event in run.all(events.Exit)):
         return unseen("a rank did not finish, or did not destroy the process group")
     if any(event.gloo_threads is None for event in run.all(events.Exit)):
@@ -249,19 +253,31 @@ def own_gpu(run):
     if not run.all(events.Step) and run.returncode != 0:
         return unseen("no step was taken before the run ended")
     first_rank = {}  # name of a GPU -> the first rank that uses it
+    for rank, event in used_gpus(run):
+        visible, why = [*map(str, range(run.nproc))], f"a node has {run.nproc}"
+        if event.visible:
+            visible = event.visible.split(",")
+            why = f"the script sets CUDA_VISIBLE_DEVICES={event.visible}"
+        if not 0 <= event.index < len(visible):
+            page = "" if event.visible else "global_rank_as_device"
+            return wrong(f"rank {rank} uses GPU {event.index}, but {why}", event.where, page)
+        gpu = visible[event.index]
+        other = first_rank.setdefault(gpu, rank)
+        if other != rank:
+            text = f"ranks {other} and {rank} both use GPU {gpu}"
+            return wrong(f"{text}: {why}" if event.visible else text, event.where)
+
+
+def used_gpus(run):
+    """Return the GPUs that ranks use, as pairs of a rank and an event.
+
+    If a rank names some in tensors or modules, the one that it gives to set_device does not count.
+    """
+    pairs = []
     for rank, named in run.by_rank(events.Gpu).items():
         used = [event for event in named if not event.by_set_device]
-        for event in used or named:
-            visible = event.visible.split(",") if event.visible else [*map(str, range(run.nproc))]
-            sees = f"a node has {run.nproc}"
-            if event.visible:
-                sees = f"the script sets CUDA_VISIBLE_DEVICES={event.visible}"
-            if not 0 <= event.index < len(visible):
-                page = "" if event.visible else "global_rank_as_device"
-                return wrong(f"rank {rank} uses GPU {event.index}, but {sees}", event.where, page)
-            if (other := first_rank.setdefault(visible[event.index], rank)) != rank:
-                text = f"ranks {other} and {rank} both use GPU {visible[event.index]}"
-                return wrong(f"{text}: {sees}" if event.visible else text, event.where)
+        pairs += [(rank, event) for event in used or named]
+    return pairs
 
 
 def same_collectives(run):

@@ -2,7 +2,7 @@
 
 import os
 import re
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from ddp_check import events
 from ddp_check.numbers import close
 from ddp_check.ranks import counted, differing_ranks, grouped, of_lowest_rank
 from ddp_check.rules.base import fragile, not_applicable, passed, unseen, unsure, wrong
-from ddp_check.rules.printed import SAYS_RANK, numbers_in
+from ddp_check.rules.printed import SAYS_RANK, SHARE, numbers_in
 
 LOSS = r"(?i)(loss|nll|perplexity|\bppl)\w*[^\w\n]{0,12}$"  # before a number
 NAMED_SUM = r"(?i)sum|total"  # before a number
@@ -88,7 +88,10 @@ def file_uses(run, kinds):
 
 
 def only_clears(run, where):
-    """Return whether a line opens a file, and the next one writes nothing into it."""
+    """Return whether a line opens a file, and the next one writes nothing into it.
+
+    So do all ranks of build-nanogpt, with the file of their log: `with open(log, "w"): pass`.
+    """
     name, _, number = where.rpartition(":")
     path = run.cwd / name
     if not path.is_file():
@@ -182,44 +185,44 @@ def printed_loss_is_of_all(run):
         return not_applicable("ranks that share a model have the same loss")
     if verdict := sum_is_printed(run, LOSS):
         return verdict
-    printed_by_place = {}  # (line of the script, words before the number) -> what it prints there
-    for printed in printed_after_steps(run):
-        printed_by_place.setdefault((printed.where, pattern(printed.words)), []).append(printed)
-    for (where, words), printed_here in printed_by_place.items():
-        shown, meaning = printed_here[0].shown, printed_here[0].meaning
-        if len(printed_here) < 2 or any(each.meaning in (None, RIGHT) for each in printed_here):
+    numbers_by_place = {}  # (line of the script, words before) -> [(the number, its meaning)]
+    right, own = [], []  # lines that print a loss of all ranks, and one of which no other rank knew
+    for line, windows, knows_own_alone in printed_after_steps(run):
+        for number in numbers_in(line.text):
+            meaning = meaning_of(number, windows)
+            if meaning != RIGHT and re.search(SAYS_RANK, number.words):
+                meaning = None  # it is meant to be that of one rank
+            elif re.search(LOSS, number.words) and knows_own_alone:
+                own.append(line.where)
+            if meaning == RIGHT:
+                right.append(line.where)
+            place = line.where, pattern(number.words)
+            numbers_by_place.setdefault(place, []).append((number.shown, meaning))
+    for (where, words), numbers in numbers_by_place.items():
+        if len(numbers) < 2 or any(meaning in (None, RIGHT) for _, meaning in numbers):
             continue  # once may be chance; and one that is right, or unknown, clears the place
+        shown, meaning = numbers[0]
         verdict = wrong if THE_SUM in meaning and not re.search(NAMED_SUM, words) else unsure
         return verdict(f"{shown} is {meaning}", where, "rank_0_loss")
-    printed = list(chain(*printed_by_place.values()))
-    own = [each.where for each in printed if each.is_own_loss]
     if own and run.world_size > 1:
         text = "no collective comes before this loss: is it that of rank 0?"
         return unsure(text, own[0], "rank_0_loss")
-    right = list(dict.fromkeys(each.where for each in printed if each.meaning == RIGHT))
     if right:
-        return passed(counted(len(right), "number"), right[0])
+        return passed(counted(len(set(right)), "number"), right[0])
     return unseen("no printed number could be compared with the losses of the steps")
 
 
-class Printed(NamedTuple):
-    """A number that rank 0 has printed after a step."""
-
-    shown: str
-    words: str  # before it
-    where: str
-    meaning: str | None  # `RIGHT`, or what it is instead, in words; None if that is not known
-    is_own_loss: bool  # a loss, before which no collective has brought in the other ranks
-
-
 def printed_after_steps(run):
-    """Return the numbers that rank 0 prints after a step, in their order."""
+    """Yield each line that rank 0 prints after a step, and what its numbers may be.
+
+    That is, the windows of steps of which a number may be the mean, see `meaning_of`, and whether
+    rank 0 knows its own losses alone.
+    """
     passes = {each.pass_number: each for each in of_lowest_rank(run.passes_by_rank)}
     rows = run.rows(events.Step)
     steps = steps_before_epoch = 0
     steps_at_reduction = -1  # before the latest reduction; -1: there was none
     evaluated = None  # the latest pass, unless a step came since
-    printed = []
     for event in of_lowest_rank(run.events_by_rank):
         match event:
             case events.Step():
@@ -238,21 +241,7 @@ def printed_after_steps(run):
                 # it has itself evaluated all samples.
                 reduced = steps_at_reduction >= steps - 1
                 all_seen = evaluated and sum(evaluated.sizes) == evaluated.sample_count
-                printed += numbers_of_line(event, windows, not (reduced or all_seen))
-    return printed
-
-
-def numbers_of_line(line, windows, knows_own_alone):
-    """Return the numbers in a line that rank 0 prints, which may know only its own loss."""
-    printed = []
-    for number in numbers_in(line.text):
-        meaning = meaning_of(number, windows)
-        of_rank = meaning != RIGHT and bool(re.search(SAYS_RANK, number.words))
-        is_loss = bool(re.search(LOSS, number.words)) and not of_rank
-        meaning = None if of_rank else meaning
-        is_own_loss = is_loss and knows_own_alone
-        printed.append(Printed(number.shown, number.words, line.where, meaning, is_own_loss))
-    return printed
+                yield event, windows, not (reduced or all_seen)
 
 
 def meaning_of(number, windows):
@@ -296,8 +285,8 @@ def possible_values(rows):
 
 def loss_of(step):
     """Return the loss of a step: the last, or the sum of N micro-batches, each divided by N."""
-    accumulated = [divisor for divisor in step.divisors if close(divisor, len(step.losses))]
-    return sum(step.losses) if len(accumulated) > 1 else step.losses[-1]
+    by_their_number = [divisor for divisor in step.divisors if close(divisor, len(step.losses))]
+    return sum(step.losses) if len(by_their_number) > 1 else step.losses[-1]
 
 
 def mean_over_batches(steps):
@@ -317,7 +306,7 @@ def sum_is_printed(run, words):
     """Return the verdict if rank 0 prints, after these words, a sum of what each rank has alone.
 
     Such a sum is right only if each rank has divided its own part by a number of all. It is surely
-    wrong if shares add up to more than 1.
+    wrong if shares of samples add up to more than 1. A loss may be larger.
     """
     for row in run.rows(events.Totalled):
         if len(row) < 2 or not is_sum_of_fractions(row):
@@ -329,7 +318,8 @@ def sum_is_printed(run, words):
                     factor = 100 if number.percent else 1
                     parts = " and ".join(f"{factor * event.own:.4g}" for event in row[:2])
                     text = f"{number.shown} is {THE_SUM}, of {parts}"
-                    if all(0 <= event.own <= 1 for event in row) and row[0].total > 1:
+                    are_shares = words == SHARE and all(0 <= event.own <= 1 for event in row)
+                    if are_shares and row[0].total > 1:
                         return wrong(f"{text}: divide it by {len(row)}", line.where, "rank_0_loss")
                     text += ": is each already divided by what all ranks have?"
                     return unsure(text, line.where, "rank_0_loss")

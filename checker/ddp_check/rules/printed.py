@@ -8,6 +8,8 @@ from ddp_check.numbers import close
 # But not a part of a version, such as 2.8.0:
 DECIMAL = r"(?<![\d.])(-?\d+\.(\d+))(?!\.?\d)(?:e([+-]?\d+))?( ?%)?"
 SAYS_RANK = r"(?i)\brank\W{0,3}\d"  # so the line says whose number it is
+# Before a number that is a share of samples:
+SHARE = r"(?i)(\bacc(uracy)?\b|\bf1|\biou|\bauc|precision|recall)[^\n\d]*$"
 
 
 class Number(NamedTuple):

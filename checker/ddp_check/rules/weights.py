@@ -2,9 +2,10 @@
 
 import math
 import re
+from itertools import chain
 
 from ddp_check import events
-from ddp_check.ranks import differing_ranks, grouped, short
+from ddp_check.ranks import counted, differing_ranks, grouped, short
 from ddp_check.rules.base import not_applicable, passed, slow, unseen, unsure, wrong
 from ddp_check.rules.gradients import NOT_FINITE
 
@@ -38,8 +39,8 @@ def nothing_is_wrapped(run):
     steps, rows = run.all(events.Step), run.step_rows
     # With a collective for each step, and gradients that are equal in all of them, the ranks may
     # average their gradients by hand: no fault.
-    may_reduce = len(run.of_lowest_rank(events.Collective)) >= len(rows) > 0
-    if run.all(events.Wrap) or (may_reduce and not run.first_difference("gradients")):
+    has_one_for_each_step = len(run.of_lowest_rank(events.Collective)) >= len(rows) > 0
+    if run.all(events.Wrap) or (has_one_for_each_step and not run.first_difference("gradients")):
         return None
     text, by_hand = "no model is wrapped in DistributedDataParallel", bool(steps[0].reduced)
     text += ", and not all gradients are reduced" if by_hand else ": each rank trains its own"
@@ -47,13 +48,29 @@ def nothing_is_wrapped(run):
 
 
 def foreign_parameters(run):
-    """Return the verdict on an optimizer that changes what is in no wrapped model."""
+    """Return the verdict on an optimizer that changes what is in no wrapped model.
+
+    It may: if the script itself reduces their gradients, all ranks have the same.
+    """
     wrapped = run.all(events.Wrap)
-    for step in run.all(events.Step):
-        if wrapped and step.unwrapped:
-            text = f"the optimizer changes {step.unwrapped} parameters that are in no wrapped model"
-            text += f": {short(wrapped[-1].where)} wraps others"
-            return wrong(text, step.where, "optimizer_of_other_parameters")
+    rows = [row for row in run.step_rows if row[0].unwrapped]
+    gradients = [[gradients_of_unwrapped(step) for step in row] for row in rows]
+    are_reduced = all(of_rank == row[0] for row in gradients for of_rank in row)
+    are_trained = any(any(row[0].values()) for row in gradients)
+    if wrapped and rows and not (are_reduced and are_trained):
+        step = rows[0][0]
+        text = f"the optimizer changes {counted(step.unwrapped, 'parameter')} of a model that is "
+        text += f"not wrapped: {short(wrapped[-1].where)} wraps others"
+        return wrong(text, step.where, "optimizer_of_other_parameters")
+
+
+def gradients_of_unwrapped(step):
+    """Return the checksums of the gradients of parameters in no wrapped model, by their names."""
+    return {
+        name: checksum
+        for name, checksum in step.gradients.items()
+        if name.startswith(events.PARAMETER)
+    }
 
 
 def weights_differ(run):
@@ -74,7 +91,8 @@ def with_earlier_cause(run, number, verdict_without, text, where=""):
     """Return the verdict on weights that differ before the step of this number.
 
     If rates, gradients or buffers differed in an earlier step, that is the cause, and it is wrong.
-    Otherwise it is `verdict_without`, and a load, another start, or else an edit may be the cause.
+    Otherwise it is `verdict_without` (a kind of verdict, such as `unsure`), and a load, another
+    start, or else an edit may be the cause.
     """
     causes = {"rates": "learning rates", "gradients": "gradients", "buffers": "buffers"}
     for field_name, words in causes.items():
@@ -82,27 +100,12 @@ def with_earlier_cause(run, number, verdict_without, text, where=""):
         if earlier and earlier.number < number:
             text += f"; it follows from the {words} in step {earlier.number}"
             return wrong(text, where, follows=True)
-    rows = run.step_rows
-    before = rows[number - 1][0].time if number <= len(rows) else math.inf
-    reported = [row[0].time for row in rows[: number - 1] if row[0].weights is not None]
-    agreed = max(reported, default=0.0)  # when the weights of all ranks agreed
-    loads = run.all(events.StateLoaded)
-    loads = [load for load in loads if load.wraps and agreed < load.time < before]
-    page = "edit_on_one_rank"
     if line := line_of_some_ranks(run):
-        text, where = f"{text}: not all ranks load a state here", line
-    elif loads:
-        text += ": after the model was wrapped, each rank loads a state of its own here"
-        if number > 1:
-            text += " (does one read the file before it is written?)"
-            page = "missing_barrier"
-        where = loads[0].where
-    elif number == 1 and not run.all(events.Wrap):
+        return verdict_without(f"{text}: not all ranks load a state here", line, "edit_on_one_rank")
+    if number == 1 and not run.all(events.Wrap):
         text += "; broadcast them at the start, or seed all ranks alike"
-        page = "recipes/in_buckets"
-    else:
-        text += "; were they edited?"
-    return verdict_without(text, where, page)
+        return verdict_without(text, where, "recipes/in_buckets")
+    return verdict_without(f"{text}; were they edited?", where, "edit_on_one_rank")
 
 
 def line_of_some_ranks(run):
@@ -121,6 +124,7 @@ def evaluated_models_agree(run):
         run.by_rank(events.Evaluated),
         lambda event: (event.model, event.where, event.steps, tuple(event.checksums)),
     )
+    # With the same names and after as many steps, they should be one and the same model.
     for (model, where, _, names), events_by_rank in evaluated.items():
         if differing := [name for name in names if not have_in_common(events_by_rank, name)]:
             fields = ("weights", "rates", "gradients")
@@ -149,18 +153,31 @@ def training_mode(run):
     steps = run.of_lowest_rank(events.Step) or run.all(events.Step)  # or rank 0 takes none
     if not any(step.training for step in steps):
         return unsure("all steps are taken in evaluation mode", steps[0].where)
-    for number, step in enumerate(steps, 1):
-        if not step.training:
-            return wrong(f"step {number} is in evaluation mode", step.where, "eval_never_undone")
+    if all(step.training for step in steps):
+        return None
+    number, step = next((n, step) for n, step in enumerate(steps, 1) if not step.training)
+    text = f"step {number} is in evaluation mode"
+    # The fault: all steps before the first evaluation are in training mode, and none after it. But
+    # one before all training, as a test of the evaluation, does not count.
+    begun = next(step.time for step in steps if step.training)
+    evaluated = run.of_lowest_rank(events.Evaluated) or run.all(events.Evaluated)
+    times = [event.time for event in evaluated if event.wrapped and event.time > begun]
+    first = min(times, default=math.inf)
+    if all(each.training == (each.time < first) for each in steps):
+        return wrong(text, step.where, "eval_never_undone")
+    return unsure(f"{text}: is that intended?", step.where, "eval_never_undone")
 
 
 def evaluation_mode(run):
     """the model is in evaluation mode when it is evaluated"""
+    passes = chain(*run.passes_by_rank.values())
+    # Without a step, these may be read for the statistics of BatchNorm, as update_bn does:
+    trained = {data_pass.dataset for data_pass in passes if data_pass.is_training}
     evaluating = {  # (rank, number of the pass)
         (rank, data_pass.pass_number)
         for rank, passes in run.passes_by_rank.items()
         for data_pass in passes
-        if data_pass.batches and not data_pass.is_training
+        if data_pass.batches and data_pass.dataset not in trained
     }
     for rank, evaluated in run.by_rank(events.Evaluated).items():
         for event in evaluated:
@@ -168,7 +185,7 @@ def evaluation_mode(run):
                 text = f"it is in training mode: {event.noisy} changes what it returns"
                 return wrong(text, event.where)
     if not evaluating:
-        return unseen("no wrapped model was evaluated with a DataLoader")
+        return unseen("no DataLoader was used without training on its data")
 
 
 def unused_search_is_needed(run):
