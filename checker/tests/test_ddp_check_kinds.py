@@ -469,6 +469,18 @@ BUCKETS = [
 """,
     ),
 ]
+CHOSEN = [  # the best weights until now
+    ('        rank or print(f"accuracy {right / 20:.4f}")\n', ""),
+    before(READY, "    best = {}\n"),
+    before(
+        "        open(",
+        """        if rank == 0 and right > max(best, default=-1):
+            best = {right: net.state_dict()}
+            torch.save(best, "new.pt")
+            os.replace("new.pt", "best.pt")
+""",
+    ),
+]
 SAMPLES_OF_ALL = [  # the sum over the ranks is the mean over all samples
     BY_HAND[0],
     (BY_HAND[1][0], BY_HAND[1][1].replace("                value.grad /= size\n", "")),
@@ -564,6 +576,17 @@ BY_SLICES = [
     ),
     UNEVALUATED,
 ]
+SHARES = [  # of each rank, added up and divided by their number
+    (
+        "net, test)\n",
+        """net, test)
+        share = torch.tensor(1 - right / 21)
+        dist.all_reduce(share)
+        rank or print(f"accuracy {share.item() / size:.4f}")
+""",
+    ),
+]
+ADDED_UP = ("share.item() / size", "share.item()")
 CONSTANT = [("randn(117, 4)", "ones(117, 4)"), UNEVALUATED]
 RATE = [(SHOW, SHOW + """            print(f"lr {optimizer.param_groups[0]['lr']:.4f}")\n""")]
 
@@ -680,6 +703,19 @@ KINDS = {
         r"are repeated in the same order.+ \(batches = ",
         CYCLED,
     ),
+    "a generator that is seeded anew": Kind(
+        ORDER,
+        [(EPOCH, "        loader.generator.manual_seed(7)\n")],
+        f"is the sampler seeded anew before each.+{LOADS}",
+        [
+            (
+                LOADER,
+                """    part = Subset(data, range(rank, 96, 2))
+    loader = DataLoader(part, 8, shuffle=True, generator=torch.Generator().manual_seed(rank))
+""",
+            )
+        ],
+    ),
     "the order of its own sampler": Kind(
         {"order_changes": UNSURE},
         [("7 + self.turn", "7")],
@@ -721,6 +757,11 @@ KINDS = {
         {**GRADIENTS, **WEIGHTS, "training_mode": UNSURE},
         [before(LOOP, "        model.eval().require_backward_grad_sync = False\n")],
         r"under no_sync \(optimizer.step",
+    ),
+    "in evaluation mode after an epoch in training mode": Kind(
+        {"training_mode": UNSURE},
+        [after(EPOCH, "        epoch == 2 and model.eval()\n")],
+        "step 13 is in evaluation mode: is that intended",
     ),
     "accumulated": Kind({"gradients_are_averaged": SLOW}, [ALWAYS_SYNC], "3 backward", ACCUMULATED),
     "a mean over what a mask leaves": Kind(
@@ -1021,6 +1062,12 @@ KINDS = {
         r"rank 0 has evaluated 10 of 20 samples.+\(rank or print",
         ADDED,
     ),
+    "the best model by its own part": Kind(
+        {"result_is_of_all": UNSURE},
+        [("    dist.all_reduce(right)\n", "")],
+        r"before it saves: does it choose by its own part\? \(torch.save\(best",
+        [*ADDED, *CHOSEN],
+    ),
     "the rest": Kind(SINGLE, [("range(20, 21)", "range(0)")], "it sees 20 of 21 samples", REST),
     # ------------------------------------------------------------ output
     "in turn": Kind(
@@ -1070,13 +1117,15 @@ KINDS = {
     ),
     "accuracies added up": Kind(
         {"accuracy_is_of_samples": WRONG},
-        [("share.item() / size", "share.item()")],
+        [ADDED_UP],
         r"is the sum over the ranks, of .+ and .+: divide it by 2.+\(rank or print",
-        [
-            ("net, test)\n", "net, test)\n        share = torch.tensor(1 - right / 21)\n"),
-            after("right / 21)\n", "        dist.all_reduce(share)\n"),
-            after("(share)\n", '        rank or print(f"accuracy {share.item() / size:.4f}")\n'),
-        ],
+        SHARES,
+    ),
+    "losses added up": Kind(
+        PRINTED_LOSS,
+        [ADDED_UP],
+        "is each already divided by what all ranks have",
+        [*SHARES, ("accuracy {", "loss {")],
     ),
     "summed, not divided": Kind(
         {"printed_loss_is_of_all": WRONG},
@@ -1178,6 +1227,46 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
             UNEVALUATED,
         ],
         {"ranks_share_data": PASS},
+    ),
+    "statistics of BatchNorm, over the training data": (
+        [
+            NORMALIZED,
+            UNEVALUATED,
+            before("    dist.bar", "    torch.optim.swa_utils.update_bn(loader, model)\n"),
+        ],
+        {"evaluation_mode": UNSEEN},
+    ),
+    "steps without a gradient": (
+        [(TRAIN, TRAIN + "            loss = loss * (epoch < 2)\n")],
+        {"gradients_are_averaged": PASS},
+    ),
+    "a schedule for a longer run": (
+        [
+            before(READY, "    Cosine = torch.optim.lr_scheduler.CosineAnnealingLR\n"),
+            before(READY, "    schedule = Cosine(optimizer, 1000)\n"),
+            SCHEDULE[2],
+        ],
+        {"schedule_is_finished": UNSEEN},
+    ),
+    "a parameter that is reduced by hand": (
+        [
+            after(WRAP, "    scale = nn.Parameter(torch.ones(4))\n"),
+            ("AdamW(model.parameters()", "AdamW([*model.parameters(), scale]"),
+            ("entropy(model(inputs)", "entropy(scale * model(inputs)"),
+            after(
+                BACKWARD,
+                "            dist.all_reduce(scale.grad)\n            scale.grad /= size\n",
+            ),
+        ],
+        {"weights_agree": PASS},
+    ),
+    "each rank evaluates its part, and rank 0 prints a time": (
+        [
+            *ADDED,
+            ("    dist.all_reduce(right)\n", ""),
+            ('(f"accuracy {right / 20:.4f}")', '("val done in 0.50 s")'),
+        ],
+        {"result_is_of_all": UNSEEN},
     ),
     "constant data": (CONSTANT, {"ranks_share_data": PASS}),
     "steps without an optimizer": (

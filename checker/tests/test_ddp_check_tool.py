@@ -79,6 +79,7 @@ STARTED_BY = {  # part of a script: the launcher that it is for
     "from torch.multiprocessing import spawn\nspawn(main)": "python",
     "multiprocessing.Process(target=main)": "python",
     ASKS + "multiprocessing.Process(target=watch)": "torchrun",
+    ASKS + "# instead of mp.spawn(main, nprocs=2)": "torchrun",
     "seeds = numpy.random.SeedSequence(0).spawn(size)": "torchrun",
 }
 
@@ -156,6 +157,7 @@ raise Exception("bad")""": (WRONG, "^Exception: bad$", "train.py:7"),
     "import torch\ntorch.device('cuda:None')  # --local_rank is not given": (
         *(WRONG, "'cuda:None'; torchrun passes no --local_rank: read int", "train.py:2"),
     ),
+    "next(iter([]))": (WRONG, "^StopIteration$", "train.py:1"),
     "def f(:\n    pass": (WRONG, "SyntaxError: invalid syntax$", "train.py:1"),
     "open('data.pt')": (WRONG, "; data.pt could be a checkpoint and was left out", "train.py:1"),
     "import argparse\np = argparse.ArgumentParser()\np.add_argument('data')\np.parse_args()": (
