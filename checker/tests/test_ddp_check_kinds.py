@@ -1601,7 +1601,10 @@ DRILLED = {
     ),
     "warm-up": Drilled("world-size", [UNSEEDED, SAME_DATA, *WARM_UP], "", PASS),
     "warm-up by the samples of one rank": Drilled(
-        "world-size", [*WARM_UP, ("size * len", "len")], "a schedule count the samples of one rank"
+        "world-size",
+        [*WARM_UP, ("size * len", "len")],
+        "does a schedule count the samples of one rank",
+        UNSURE,
     ),
     "warm-up by the batch size": Drilled(
         "world-size",
