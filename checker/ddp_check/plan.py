@@ -19,6 +19,7 @@ from ddp_check import events
 from ddp_check.keeper import kept_folder, signal_processes
 from ddp_check.protocol import HERE, STACKS, VARIABLE, Task
 from ddp_check.run import Run, without_own_steps
+from ddp_check.source import parsed
 
 CHECKPOINT = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".new", ".interrupted")
 MAX_DEPTH, MAX_ENTRIES = 9, 1000  # of folders that are copied, not linked
@@ -212,8 +213,7 @@ def planned(script, arguments=(), nproc=2, timeout=300, launcher=None, **options
 
 def launcher_of(text):
     """Return which launcher a script is written for."""
-    with contextlib.suppress(SyntaxError):
-        text = ast.unparse(ast.parse(text))  # without comments
+    text = ast.unparse(parsed(text))  # without comments
     needs_torchrun = set(re.findall(ASKS, text)) - set(re.findall(SETS, text))
     if re.search(SPAWNS, text) or (re.search(PROCESS, text) and not needs_torchrun):
         return "python"

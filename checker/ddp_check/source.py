@@ -18,7 +18,7 @@ def divisions_by_world_size(run):
     one of its names, `loss /= world_size`, or in a function of the script that such a statement
     calls, `loss = scaled(loss)`. Whether the loss really is divided, the run has to show.
     """
-    tree = parsed(run)
+    tree = parsed(run.source)
     sizes = world_size_names(tree)
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     lines = []
@@ -39,10 +39,10 @@ def divisions_by_world_size(run):
     return [f"{run.script}:{number}" for number in dict.fromkeys(lines)]
 
 
-def parsed(run):
+def parsed(text):
     """Return the syntax tree of a script, without statements if it has none."""
     try:
-        return ast.parse(run.source)
+        return ast.parse(text)
     except SyntaxError:
         return ast.Module([], [])
 

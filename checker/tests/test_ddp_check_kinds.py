@@ -734,12 +734,6 @@ KINDS = {
     "seeded by the index": Kind(
         RANDOM, [("torch.manual_seed(index)", "0")], f"in DataLoader workers.+ {LOADS}", SEEDED
     ),
-    "seeded by the worker": Kind(
-        RANDOM,
-        [("torch.manual_seed(index)", "0"), ("rs=2", "rs=2, worker_init_fn=torch.manual_seed")],
-        rf"worker_init_fn has to seed by torch.initial_seed.+ {LOADS}",
-        SEEDED,
-    ),
     "equal seeds of random": Kind(
         {"random_numbers_differ": UNSURE},
         [("random.seed(rank)", "random.seed(7)")],
@@ -920,16 +914,6 @@ KINDS = {
         [(SCHEDULED, SCHEDULED.replace("sch", "rank or sch"))],
         r"from step 2 on.+takes 18 steps on rank 0 and 0 steps on rank 1.+\(rank or schedule.step",
         SCHEDULE,
-    ),
-    "a schedule for the steps of one process": Kind(
-        {"schedule_is_finished": UNSURE},
-        [("3 * len(loader)", "3 * len(data) // 8")],
-        r"it takes 18 steps of 36.+\(schedule.step",
-        [
-            before(READY, "    Cosine = torch.optim.lr_scheduler.CosineAnnealingLR\n"),
-            before(READY, "    schedule = Cosine(optimizer, 3 * len(loader))\n"),
-            SCHEDULE[2],
-        ],
     ),
     "a schedule of its own class, for the steps of one process": Kind(
         {"schedule_is_finished": UNSURE},

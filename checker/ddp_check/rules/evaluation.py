@@ -263,16 +263,11 @@ def own_part_printed(run, parts):
     added_up = [event.total for event in run.following(last, events.Totalled, ENDS_AN_EVALUATION)]
     totals = [total for total in (own, *added_up) if total]
     for line in results_of_rank_0(run, last, parts):
-        shares = [
-            number
-            for number in numbers_in(line.text)
-            if re.search(SHARE, number.words) and number.digits > 1
-        ]
+        shares = [number for number in numbers_in(line.text) if re.search(SHARE, number.words)]
         is_share = any(
-            number.is_share_of(total)
+            number.digits > 1 and 0 < number.value < number.whole and number.is_share_of(total)
             for number in shares
             for total in totals
-            if 0 < number.value < number.whole
         )
         if is_share or re.search(rf"\d+ ?/ ?{own}\b", line.text):
             text = f'{own_part(parts)} when it prints "{line.text.strip()[:60]}"'
