@@ -93,8 +93,7 @@ def in_another_order(parts):
     in_turns = all(of_rank and of_rank[0] == rank for rank, of_rank in enumerate(samples))
     if len(parts) < 2 or not in_turns:
         return None
-    used = [event for part in parts for event in part.events_of(events.Counted)]
-    for event in used:
+    for event in chain(*(part.events_of(events.Counted) for part in parts)):
         if event.equal is not None and event.equal_in_turns > event.equal + 2 * event.length**0.5:
             text = "what is gathered is in another order than the labels, one rank's part behind "
             text += f"another's: {event.equal} of {event.length} agree, and "
@@ -150,8 +149,7 @@ def padded(parts, twice):
     distinct = loaded - twice
     text = f"{loaded} samples, {distinct} of them distinct, of {parts[0].sample_count}"
     calls_by_rank = [sums_and_gathers(part) for part in parts]
-    gathered = [[call for call in calls if "gather" in call.name] for calls in calls_by_rank]
-    gathers = max(map(len, gathered))
+    gathers = max(sum("gather" in call.name for call in calls) for calls in calls_by_rank)
     cuts = [cut for part in parts for cut in part.events_of(events.Cut) if cut.dropped == twice]
     used = [event for part in parts for event in part.events_of(events.Counted)]
     if cuts:
@@ -164,7 +162,7 @@ def padded(parts, twice):
         return wrong(text) if gathers == 1 else unsure(text)  # of several, each may hold one batch
     if any(event.length == distinct for event in used):
         return None
-    if bring_only_counts(parts, calls_by_rank, gathered):
+    if bring_only_counts(parts, calls_by_rank):
         totals = totals_after(parts)
         if distinct in totals and loaded not in totals:
             return unsure(f"it loads {text}: are the extra ones left out?")
@@ -174,16 +172,17 @@ def padded(parts, twice):
     return unsure(f"it loads {text}: are the extra ones dropped after the gather?")
 
 
-def bring_only_counts(parts, calls_by_rank, gathered):
+def bring_only_counts(parts, calls_by_rank):
     """Return whether the ranks add up numbers, or gather too few for one of each sample.
 
-    calls_by_rank, gathered: the sums and gathers of each rank, and the gathers alone
+    calls_by_rank: their sums and gathers
     """
     if all(calls and calls[0].sums for calls in calls_by_rank):
         return True
-    too_few = sum(call.elements for call in gathered[0]) < len(parts[0].values("indices"))
-    of_objects = any("object" in call.name for call in chain(*gathered))  # of which any may be long
-    return too_few and any(gathered) and not of_objects
+    gathers = [call for call in calls_by_rank[0] if "gather" in call.name]
+    if not gathers or any("object" in call.name for call in gathers):  # an object may be long
+        return False
+    return sum(call.elements for call in gathers) < len(parts[0].values("indices"))
 
 
 def sums_and_gathers(part):

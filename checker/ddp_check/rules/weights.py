@@ -151,12 +151,12 @@ def have_in_common(events_by_rank, name):
 def training_mode(run):
     """the model is in training mode in each step"""
     steps = run.of_lowest_rank(events.Step) or run.all(events.Step)  # or rank 0 takes none
-    if not any(step.training for step in steps):
-        return unsure("all steps are taken in evaluation mode", steps[0].where)
-    if all(step.training for step in steps):
+    numbers = [number for number, step in enumerate(steps, 1) if not step.training]
+    if not numbers:
         return None
-    number, step = next((n, step) for n, step in enumerate(steps, 1) if not step.training)
-    text = f"step {number} is in evaluation mode"
+    if len(numbers) == len(steps):
+        return unsure("all steps are taken in evaluation mode", steps[0].where)
+    step, text = steps[numbers[0] - 1], f"step {numbers[0]} is in evaluation mode"
     # The fault: all steps before the first evaluation are in training mode, and none after it. But
     # one before all training, as a test of the evaluation, does not count.
     begun = next(step.time for step in steps if step.training)
