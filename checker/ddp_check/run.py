@@ -312,7 +312,7 @@ class Run:
         """The output without the launcher's report of a failure."""
         return re.split(REPORT, self.output, maxsplit=1, flags=re.M)[0]
 
-    @property
+    @cached_property
     def raised(self):
         """The matches of the errors that may have ended ranks, without those that others follow."""
         errors = list(filter(ends_rank, re.finditer(ERROR, self.printed, re.M)))
