@@ -65,6 +65,11 @@ LATE = [
 ]
 SAME_SEED = ("manual_seed(rank)", "manual_seed(7)")
 SEEDS_APART = "    torch.manual_seed(rank)\n"
+OWN_MODELS = [
+    (WRAP, "    model = net\n"),
+    after(DATA, SEEDS_APART),
+    ("sampler=sampler", "sampler=range(rank, 96, 2)"),
+]
 SAME_ORDER = ("sampler=sampler", "sampler=torch.randperm(96).tolist()")
 NOT_FINITE = [before(DATA, '    x[data.indices[5]] = float("nan")\n')]
 CLEANED = "            [value.grad.nan_to_num_(nan=0.01) for value in net.parameters()]\n"
@@ -843,23 +848,13 @@ KINDS = {
     ),
     "models of their own": Kind(
         {"weights_agree": UNSURE},
-        [
-            (WRAP, "    model = net\n"),
-            after(DATA, SEEDS_APART),
-            ("sampler=sampler", "sampler=range(rank, 96, 2)"),
-            before(SUM, "        dist.all_reduce(x.clone())\n"),
-        ],
+        [*OWN_MODELS, before(SUM, "        dist.all_reduce(x.clone())\n")],
         "parameters of its own, from weights of its own: is that intended",
         [UNEVALUATED],
     ),
     "folds of their own, whose results are objects": Kind(
         {"weights_agree": UNSURE},
-        [
-            (WRAP, "    model = net\n"),
-            after(DATA, SEEDS_APART),
-            ("sampler=sampler", "sampler=range(rank, 96, 2)"),
-            before(SUM, "        dist.all_gather_object([None] * size, epoch)\n"),
-        ],
+        [*OWN_MODELS, before(SUM, "        dist.all_gather_object([None] * size, epoch)\n")],
         "parameters of its own, from weights of its own: is that intended",
         [UNEVALUATED],
     ),
