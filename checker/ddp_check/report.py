@@ -121,7 +121,7 @@ def reason_of(plan, verdicts):
         return f"first: {message(verdicts[0])}"
     if exit_code(plan, verdicts) == 2:
         if plan.undisturbed.all(events.SkippedStep):
-            return "the GradScaler skipped each step, for no gradient was finite"
+            return "the GradScaler skipped each step, as no gradient was finite"
         text = "no optimizer of torch.optim took a step, so it says little that rules pass: "
         return f"{text}does the script change its weights by hand?"
     passing = sum(verdict.status == base.PASS for verdict in verdicts)

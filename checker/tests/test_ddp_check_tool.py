@@ -18,7 +18,7 @@ from ddp_check import __version__, events
 from ddp_check.__main__ import parse_args
 from ddp_check.drills import perform
 from ddp_check.plan import launcher_of, planned
-from ddp_check.report import annotations, as_data, coloured, exit_code, lines_of, text_of
+from ddp_check.report import annotations, as_data, coloured, exit_code, lines_of, reason_of, text_of
 from ddp_check.rules import RULES, judge
 from ddp_check.rules.base import UNSURE, WRONG, Verdict
 from ddp_check.run import Run
@@ -303,6 +303,12 @@ def test_a_drill_of_a_script_that_did_not_end():
     plan = SimpleNamespace(undisturbed=Run(2, Path(), returncode=None))
     (verdict,) = perform("world-size", plan)
     assert verdict.text.startswith("the script fails without the drill: still busy after 0 s")
+
+
+def test_why_no_training_was_seen():
+    run = Run(2, Path(), returncode=0, events_by_rank={0: [events.SkippedStep()]})
+    reason = reason_of(SimpleNamespace(undisturbed=run), judge(run))
+    assert reason == "the GradScaler skipped each step, as no gradient was finite"
 
 
 # Has a child, as torchrun has, and leaves a temporary folder behind.
