@@ -954,10 +954,7 @@ KINDS = {
         [("sampler=sampler", "sampler=range(rank, 96, 2)"), UNEVALUATED],
     ),
     "early stopping": Kind(
-        ENDS,
-        [("total[0] < 0", "rank == epoch == 1")],
-        "^after 2 epochs.+rank 1 left the loop",
-        STOPS,
+        ENDS, [("total[0] < 0", "rank == epoch == 1")], "^after 2 epochs.+rank 1 left", STOPS
     ),
     "early stopping beside buffers": Kind(
         ENDS, [("total[0] < 0", "rank < epoch == 1")], "rank 0 left the loop", [*STOPS, NORMALIZED]

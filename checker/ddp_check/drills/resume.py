@@ -167,7 +167,7 @@ def begins_again(plan, interrupted, resumed, where):
         return wrong(f"when started again, it fails: {end.text}", end.where, "", end.details)
     begins_anew = after == total
     text = f"when started again, it begins at step 0 of {total}"
-    if begins_anew and not where and plan.restart_args is None:
+    if begins_anew and not where and plan.restart_args is None:  # it has loaded nothing
         if not re.search(HAS_RESUME, resumed.source):
             return unsure(f"{text}: it has no resume")
         return unsure(f"{text}. If it needs more arguments to resume, add --restart-args '…'")

@@ -135,8 +135,8 @@ def fewer_epochs(run):
     text += f"left the loop over the epochs, or waits inside of it, and rank {more} began the next"
     if calls_alone := calls[fewer][len(calls[more]) :]:
         call = calls_alone[0]
-        text += f"; rank {fewer} alone calls {call.name} ({short(call.where)})"
-    return fewer, text
+        return fewer, f"{text}; rank {fewer} alone calls {call.name} ({short(call.where)})"
+    return fewer, f"{text}: does each decide by its own loss?"
 
 
 def failure(run):

@@ -254,32 +254,34 @@ def meaning_of(number, windows):
     meanings = [
         meaning
         for rows in windows
-        for value, meaning in possible_values(rows).items()
+        for value, meaning in possible_values(rows)
         if number.is_printed_for(value)
     ]
     return RIGHT if RIGHT in meanings else next(iter(meanings), None)
 
 
 def possible_values(rows):
-    """Return what a number that is printed after these steps may be: {value: what that is}."""
+    """Return what a number that is printed after these steps may be: [(value, what that is)].
+
+    Of equal values, the first counts.
+    """
     steps = [step for row in rows for step in row]
     if not steps or len(rows[0]) < 2 or not all(step.losses for step in steps):
-        return {}
+        return []
     ranks, of_rank_0 = len(rows[0]), [row[0] for row in rows]
     over_samples, over_batches = mean_over_samples(steps), mean_over_batches(steps)
-    values = {over_samples: RIGHT}  # of equal values, the first meaning counts: setdefault
+    values = [(over_samples, RIGHT)]
     divisors = [divisor for step in steps for divisor in step.divisors]
-    divided = divisors and all(close(divisor, ranks) for divisor in divisors)
-    if divided or any(step.loss_reduced for step in steps):
+    are_divided = divisors and all(close(divisor, ranks) for divisor in divisors)
+    if are_divided or any(step.loss_reduced for step in steps):
         return values  # these losses are no means, which another rule tells
+    own = f"the loss of rank 0, that of all ranks is {over_batches:.6g}"
+    divided = "the loss of rank 0 divided by the number of ranks, without those of the others"
     for value in (mean_over_samples(of_rank_0), mean_over_batches(of_rank_0)):
-        values.setdefault(value, f"the loss of rank 0, that of all ranks is {over_batches:.6g}")
-        text = "the loss of rank 0 divided by the number of ranks, without those of the others"
-        values.setdefault(value / ranks, text)
-    text = f"{THE_SUM}, their mean is {over_batches:.6g}"
-    values.setdefault(ranks * over_batches, text)
+        values += [(value, own), (value / ranks, divided)]
+    values.append((ranks * over_batches, f"{THE_SUM}, their mean is {over_batches:.6g}"))
     text = f"a mean over batches of unequal size, over samples it is {over_samples:.6g}"
-    values.setdefault(over_batches, text)
+    values.append((over_batches, text))
     return values
 
 
