@@ -253,31 +253,21 @@ def own_gpu(run):
     if not run.all(events.Step) and run.returncode != 0:
         return unseen("no step was taken before the run ended")
     first_rank = {}  # name of a GPU -> the first rank that uses it
-    for rank, event in used_gpus(run):
-        visible, why = [*map(str, range(run.nproc))], f"a node has {run.nproc}"
-        if event.visible:
-            visible = event.visible.split(",")
-            why = f"the script sets CUDA_VISIBLE_DEVICES={event.visible}"
-        if not 0 <= event.index < len(visible):
-            page = "" if event.visible else "global_rank_as_device"
-            return wrong(f"rank {rank} uses GPU {event.index}, but {why}", event.where, page)
-        gpu = visible[event.index]
-        other = first_rank.setdefault(gpu, rank)
-        if other != rank:
-            text = f"ranks {other} and {rank} both use GPU {gpu}"
-            return wrong(f"{text}: {why}" if event.visible else text, event.where)
-
-
-def used_gpus(run):
-    """Return the GPUs that ranks use, as pairs of a rank and an event.
-
-    If a rank names some in tensors or modules, the one that it gives to set_device does not count.
-    """
-    pairs = []
     for rank, named in run.by_rank(events.Gpu).items():
-        used = [event for event in named if not event.by_set_device]
-        pairs += [(rank, event) for event in used or named]
-    return pairs
+        # If tensors or modules name some, the one that set_device gets does not count.
+        for event in [event for event in named if not event.by_set_device] or named:
+            visible, why = [*map(str, range(run.nproc))], f"a node has {run.nproc}"
+            if event.visible:
+                visible = event.visible.split(",")
+                why = f"the script sets CUDA_VISIBLE_DEVICES={event.visible}"
+            if not 0 <= event.index < len(visible):
+                page = "" if event.visible else "global_rank_as_device"
+                return wrong(f"rank {rank} uses GPU {event.index}, but {why}", event.where, page)
+            gpu = visible[event.index]
+            other = first_rank.setdefault(gpu, rank)
+            if other != rank:
+                text = f"ranks {other} and {rank} both use GPU {gpu}"
+                return wrong(f"{text}: {why}" if event.visible else text, event.where)
 
 
 def same_collectives(run):

@@ -50,27 +50,21 @@ def nothing_is_wrapped(run):
 def foreign_parameters(run):
     """Return the verdict on an optimizer that changes what is in no wrapped model.
 
-    It may: if the script itself reduces their gradients, all ranks have the same.
+    It may: if the script itself reduces their gradients, all ranks have the same, and not none.
     """
     wrapped = run.all(events.Wrap)
-    rows = [row for row in run.step_rows if row[0].unwrapped]
-    gradients = [[gradients_of_unwrapped(step) for step in row] for row in rows]
-    are_reduced = all(of_rank == row[0] for row in gradients for of_rank in row)
-    are_trained = any(any(row[0].values()) for row in gradients)
-    if wrapped and rows and not (are_reduced and are_trained):
-        step = rows[0][0]
-        text = f"the optimizer changes {counted(step.unwrapped, 'parameter')} of a model that is "
-        text += f"not wrapped: {short(wrapped[-1].where)} wraps others"
-        return wrong(text, step.where, "optimizer_of_other_parameters")
-
-
-def gradients_of_unwrapped(step):
-    """Return the checksums of the gradients of parameters in no wrapped model, by their names."""
-    return {
-        name: checksum
+    steps = [row[0] for row in run.step_rows if row[0].unwrapped]
+    are_trained = any(
+        checksum
+        for step in steps
         for name, checksum in step.gradients.items()
         if name.startswith(events.PARAMETER)
-    }
+    )
+    are_reduced = are_trained and not run.first_difference("gradients")
+    if wrapped and steps and not are_reduced:
+        text = f"the optimizer changes {counted(steps[0].unwrapped, 'parameter')} of a model that "
+        text += f"is not wrapped: {short(wrapped[-1].where)} wraps others"
+        return wrong(text, steps[0].where, "optimizer_of_other_parameters")
 
 
 def weights_differ(run):
