@@ -58,8 +58,6 @@ class Join(Event):
 class Leave(Event):
     """It is about to destroy the process group."""
 
-    live_wrappers: int  # DDP models that still exist
-
 
 class Exit(Event):
     """It ends, and Python's atexit functions run."""
@@ -139,7 +137,6 @@ class Counted(Event):
     # and how many would be if the ranks took turns in it.
     equal: int | None
     equal_in_turns: int | None
-    read_in_blocks: bool  # it became an array or a list in that order
 
 
 class Totalled(Event):
@@ -262,7 +259,9 @@ class Step(Event, BetweenSteps):
     # "gradient of NAME" if that is not finite, "loss" if a loss, too, is not, its cause; or "":
     infinite: str
     zero: bool  # all gradients are zero
-    unused: int  # parameters that require a gradient and got none from this rank's losses
+    # Parameters that require a gradient and got none; in the first steps, also those that got only
+    # what DDP gives them for the other ranks:
+    unused: int
     unwrapped: int  # parameters that are in no wrapped model
     # Parameters that got into a model, or got a gradient, after DDP had wrapped it:
     unreduced: list[str]

@@ -1018,6 +1018,12 @@ KINDS = {
         "counts 22 samples, 21 of them distinct, of 21: nothing is cut off after the gather",
         LENGTH,
     ),
+    "not cut, with as many samples as the checker reads": Kind(
+        SINGLE,
+        [KEPT, ("guesses == test.dataset.y[test.indices]", "guesses == 0")],
+        "counts 130 samples, 129 of them distinct, of 129: nothing is cut off after the gather",
+        [("randn(117", "randn(225"), ("(96, 21)", "(96, 129)")],
+    ),
     "gathered in the loop, cut behind it": Kind(
         SINGLE,
         [KEPT, ("guesses == test.dataset.y[test.indices]", "guesses == 0")],

@@ -25,7 +25,7 @@ TOLD = {  # pitfall: the rules that tell it, and what they say
     "edit_on_one_rank": {"weights_agree": "before step 1, the weights differ from rank to rank"},
     "eval_never_undone": {"training_mode": "step 27 is in evaluation mode"},
     "every_rank_saves": {"one_rank_writes": "ranks 0, 1 write checkpoint.pt.new"},
-    "find_unused_without_need": {"unused_search_is_needed": "every parameter is used in each step"},
+    "find_unused_without_need": {"unused_search_is_needed": "is used in the first steps: if that"},
     "fixed_port": {"port_is_free": "the port is always 12355"},
     "forward_through_module": {
         "weights_agree": "before step 2, the weights differ from rank to rank",

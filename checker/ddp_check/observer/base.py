@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 
 import torch
 from torch._C import (
-    DisableTorchFunctionSubclass,
+    DisableTorchFunction,
     _current_graph_task_id,
     _len_torch_dispatch_stack,
 )
@@ -34,7 +34,6 @@ class SinceStep(BetweenSteps):
     forwards: list = field(default_factory=list)  # calls of DDP, as `Forward`
     bypasses: dict = field(default_factory=dict)  # number of a model -> a line that calls it itself
     loss_scaled: bool = False  # by a GradScaler
-    used: set = field(default_factory=set)  # identities of parameters that got a gradient here
     # (checksum, number of elements) of each tensor that the script itself adds up over the ranks:
     added_up: list = field(default_factory=list)
 
@@ -54,7 +53,6 @@ class State:
     since_step: SinceStep = field(default_factory=SinceStep)
     passes: int = 0  # over a DataLoader
     no_step_in_pass: bool = True  # since the last pass began
-    watched_for_use: set = field(default_factory=set)  # identities of parameters, for `used`
     batch_is_unused: bool = False  # no model was called since the last batch
     batch_is_unevaluated: bool = False  # no model was called without gradients since then
     steps: int = 0  # of the optimizers
@@ -71,7 +69,6 @@ class State:
     gpu: int = 0  # that "cuda" means
     # The models inside DDP, kept because the script may have deleted the wrapper by the end:
     wrapped: list = field(default_factory=list)
-    wrappers: list = field(default_factory=list)  # weak references to their wrappers
     parameters: dict = field(default_factory=dict)  # of the optimizers, by identity
 
 
@@ -119,11 +116,11 @@ def ask(question, *arguments, default=None):
 def harmless():
     """Let the observer's own work fail without breaking the script.
 
-    What fails is a fault of the observer, so it is reported. A subclass of Tensor that the script
-    has written does not notice what is asked of its tensors.
+    What fails is a fault of the observer, so it is reported. What is asked of tensors is noticed by
+    no subclass of Tensor and no TorchFunctionMode, neither the script's nor the observer's own.
     """
     try:
-        with DisableTorchFunctionSubclass():
+        with DisableTorchFunction():
             yield
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -139,34 +136,24 @@ def is_first(*key):
     return is_new
 
 
-def script_line(outside=(), direct=False):
+def script_line(direct=False):
     """Return the line of the script that is running, as "file:line", or "" if none is.
 
     The file is relative to the folder that the script runs in.
 
-    outside: identities of objects: the line that calls their methods is meant, not one in these
     direct: only a line that calls the patched function itself, not by means of a library
     """
     frame = sys._getframe(1)
     while frame:
         path = frame.f_code.co_filename
-        if is_own(path) and not passes_on(frame, outside):
+        # A `print` of the script's own only passes on what its caller prints.
+        if is_own(path) and frame.f_code.co_name != "print":
             path = os.path.normpath(os.path.join(TASK.folder, path))
             return f"{path.removeprefix(TASK.folder)}:{frame.f_lineno}"
         if direct and not path.startswith(f"{HERE}{os.sep}"):
             return ""
         frame = frame.f_back
     return ""
-
-
-def passes_on(frame, outside):
-    """Return whether a function of the script only passes a call on, so its caller is meant.
-
-    It is a `print` of the script's own, or a method of an object in `outside`.
-    """
-    if frame.f_code.co_name == "print":
-        return True
-    return bool(outside) and id(frame.f_locals.get("self")) in outside
 
 
 def callers():

@@ -74,10 +74,11 @@ def audit_open(path, mode, flags):
     path, writes = os.fsdecode(path), flags & (os.O_WRONLY | os.O_RDWR)
     if writes:
         detach(path, truncates=bool(flags & os.O_TRUNC))
-    if not mode:
-        return  # os.open(), which libraries call
+    if mode is None:
+        return  # it is opened by os.open(), which libraries call
     real = os.path.realpath(path)
-    if not real.startswith(TASK.folder) or real.endswith(CODE) or not script_line():
+    is_data = real.startswith(TASK.folder) and not real.endswith(CODE)
+    if not (is_data and script_line()):
         return
     if writes and "a" not in mode:
         report(Written, path=real)

@@ -40,20 +40,19 @@ TO_ONE_NUMBER = ("sum", "mean")
 HARMLESS_MODES = ("ddp_check.", "torch.utils._device")  # modules; torch.set_default_device's
 EQUALS = ("__eq__", "eq")
 latest_sums = WeakTensorKeyDictionary()  # a tensor that was added up -> its `rounds_of`, the sum
-CONVERTS = ("numpy", "tolist")
-READ_OUT = (*EQUALS, "__ne__", "ne", *CONVERTS, *TO_ONE_NUMBER)
+READ_OUT = (*EQUALS, "__ne__", "ne", "numpy", "tolist", *TO_ONE_NUMBER)
 
 
 def meet_here(address):
     """Return `tcp://HOST:PORT` or `HOST` with `localhost` for the host of another machine."""
-    url = urlsplit(address if "//" in address else f"//{address}")
+    is_url = "//" in address
+    url = urlsplit(address if is_url else f"//{address}")
     host = url.hostname or ""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with contextlib.suppress(OSError), socket.create_server((host, 0), family=family):
         return address  # a server can be created there, so it is this machine
     report(events.OtherMachine, host=host)
-    here = url._replace(netloc=f"localhost:{url.port}")
-    return here.geturl() if url.scheme else "localhost"
+    return url._replace(netloc=f"localhost:{url.port}").geturl() if is_url else "localhost"
 
 
 @patch(f"{C10D}.init_process_group")
@@ -86,17 +85,21 @@ def init_process_group(original, *args, **kwargs):
 
 
 class Call:
-    """A collective that the script, or a library on its behalf, calls on all ranks."""
+    """A collective that the script, or a library on its behalf, calls on all ranks.
+
+    It is made before the collective is called, which overwrites what this rank gives.
+    """
 
     def __init__(self, function, args, kwargs):
         self.name, self.line = function.__name__, script_line()
         named = inspect.signature(function).bind(*args, **kwargs).arguments
         arguments = [*named.values()]
-        operations = [value for value in arguments if isinstance(value, dist.ReduceOp)]
         self.tensors = tensors_in(arguments)
-        self.sums = self.name in REDUCTIONS and all(each in SUMS for each in operations)
         self.parts = parts_in(named)
-        self.own_number = number_in(self.tensors) if self.sums else None  # it will be overwritten
+        operations = [value for value in arguments if isinstance(value, dist.ReduceOp)]
+        self.sums = self.name in REDUCTIONS and all(each in SUMS for each in operations)
+        self.own_number = number_in(self.tensors) if self.sums else None
+        # A mean of a mean is the same again, so only sums are counted:
         adds = self.sums and dist.ReduceOp.AVG not in operations and len(self.tensors) == 1
         self.rounds = rounds_of(self.tensors[0]) if adds else None
         self.requires_gradient = any(tensor.requires_grad for tensor in self.tensors)
@@ -121,20 +124,28 @@ class Call:
     def report_result(self, result):
         """Report what the call has given, as far as it is of interest."""
         if self.sums and self.cuts_gradient:
-            for tensor in self.tensors:
-                elements = tensor.numel()
-                report_in_backward(tensor, events.ReducedInPlace, self.line, elements=elements)
-        is_done = not isinstance(result, dist.Work)
-        if self.name in REDUCTIONS and is_done:
+            self.watch_backward()
+        if "gather" in self.name:
+            self.watch_parts()
+        if isinstance(result, dist.Work):
+            return  # it is not done yet
+        if self.name in REDUCTIONS:
             self.report_numbers(self.tensors[0])
             self.keep_sum(self.tensors[0])
-        if "gather" in self.name:
-            loses_gradient = self.cuts_gradient and self.name == "all_gather"
-            parts = tensors_in(self.parts) or ask(lambda: [*map(torch.as_tensor, self.parts)])
-            after_gather.start(parts or [], self.line if loses_gradient else "")
-            total = ask(sum, parts) if self.name == "all_gather" and is_done else None
-            if isinstance(total, torch.Tensor):
-                self.report_numbers(total)
+        elif self.name == "all_gather":
+            self.report_numbers(ask(sum, tensors_in(self.parts)))
+
+    def watch_backward(self):
+        """Let a backward pass report that it goes through a tensor which was summed up in place."""
+        for tensor in self.tensors:
+            elements = tensor.numel()
+            report_in_backward(tensor, events.ReducedInPlace, self.line, elements=elements)
+
+    def watch_parts(self):
+        """Begin to watch what becomes of the parts that the ranks gave: tensors, or numbers."""
+        numbers = ask(lambda: [*map(torch.as_tensor, self.parts)], default=[])
+        loses_gradient = self.cuts_gradient and self.name == "all_gather"
+        after_gather.start(tensors_in(self.parts) or numbers, self.line if loses_gradient else "")
 
     def keep_sum(self, tensor):
         """Keep a sum for the next time that its tensor is added up: it may still be in there."""
@@ -145,6 +156,8 @@ class Call:
 
     def report_numbers(self, tensor):
         """Report the whole numbers that the ranks gave together: they may count samples."""
+        if not isinstance(tensor, torch.Tensor):
+            return  # parts of different lengths have no sum
         if tensor.numel() > MAX_COUNTS and tensor.is_floating_point():
             return
         numbers = ask(lambda: [*tensor.flatten()[:MAX_COUNTS].tolist(), tensor.sum().item()])
@@ -271,33 +284,36 @@ class AfterGather(TorchFunctionMode):
         if self.parts is not None and not is_recorded():
             with harmless():
                 name = getattr(func, "__name__", "")
-                self.report_length(name, args, result)
+                tensor = args[0] if args else None
+                length = ask(len, tensor) if isinstance(tensor, torch.Tensor) else None
+                if length is not None:  # a single number, or a lazy parameter, has none
+                    self.report_cut(name, args, length, result)
+                    self.report_read(name, args, length, result)
                 follows_parts = len(self.ranks_of) > 0  # whose gather has lost a gradient
                 if follows_parts and torch.is_grad_enabled() and name != "detach":
                     self.follow_parts([args, kwargs], result)
         return result
 
-    def report_length(self, name, args, result):
-        """Report a cut, and the length of what is compared or read."""
-        tensor = args[0] if args else None
-        length = ask(len, tensor) if isinstance(tensor, torch.Tensor) else None
-        if length is None:
-            return  # a single number, or a lazy parameter, has none
+    def report_cut(self, name, args, length, result):
+        """Report that the end of a tensor is cut off."""
         if name == "__getitem__" and isinstance(args[1], slice) and len(result) < length:
-            in_blocks = turns_instead(tensor, self.parts) is not None
+            in_blocks = turns_instead(args[0], self.parts) is not None
             report(events.Cut, dropped=length - len(result), in_blocks=in_blocks)
-        elif name in READ_OUT and length > 1:
-            equal, equal_in_turns = None, None
-            if name in EQUALS and ask(lambda: args[1].shape) == tensor.shape:
-                equal, equal_in_turns = self.count_equal(*args[:2], result)
-            report(
-                events.Counted,
-                length=length,
-                reduced=name in TO_ONE_NUMBER,
-                equal=equal,
-                equal_in_turns=equal_in_turns,
-                read_in_blocks=name in CONVERTS and turns_instead(tensor, self.parts) is not None,
-            )
+
+    def report_read(self, name, args, length, result):
+        """Report the length of a tensor that is compared, or read by other means."""
+        if name not in READ_OUT or length < 2:
+            return
+        equal, equal_in_turns = None, None
+        if name in EQUALS and ask(lambda: args[1].shape) == args[0].shape:
+            equal, equal_in_turns = self.count_equal(*args[:2], result)
+        report(
+            events.Counted,
+            length=length,
+            reduced=name in TO_ONE_NUMBER,
+            equal=equal,
+            equal_in_turns=equal_in_turns,
+        )
 
     def count_equal(self, tensor, other, result):
         """Return how many numbers are equal, and how many would be if the ranks took turns.
@@ -320,11 +336,13 @@ class AfterGather(TorchFunctionMode):
             parts[rank].copy_(mine)  # now one has
             torch.cat(parts)  # made of the parts of all ranks; the others have lost theirs
         """
-        ranks = set()
+        ranks = set()  # at whose parts a backward pass would end
         for tensor in tensors_in(arguments):
-            own = {dist.get_rank()} if tensor.requires_grad else set()
-            ranks |= self.ranks_of.get(tensor, set()) - own
-        for tensor in tensors_in(result) if ranks else ():
+            has_gradient_again = {dist.get_rank()} if tensor.requires_grad else set()
+            ranks |= self.ranks_of.get(tensor, set()) - has_gradient_again
+        if not ranks:
+            return
+        for tensor in tensors_in(result):
             if tensor.requires_grad:
                 own_part = dist.get_rank() in ranks
                 report_in_backward(tensor, events.GradientLost, self.line, own_part=own_part)

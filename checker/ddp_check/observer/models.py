@@ -4,7 +4,6 @@ import functools
 import inspect
 import os
 import time
-import weakref
 from typing import NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from ddp_check.observer.base import (
     state,
 )
 from ddp_check.observer.patches import C10D, DDP, patch
-from ddp_check.observer.randomness import credit_draws, credit_script, forget_draws
+from ddp_check.observer.randomness import credit_draws, credit_script
 from ddp_check.observer.values import (
     checksum,
     checksums,
@@ -50,6 +49,7 @@ class Forward(NamedTuple):
     model: int
     backwards_before: int  # passes; calls with the same number share the one that follows
     synced: bool  # its gradients will be reduced
+    in_join: bool  # inside of join()
 
 
 @patch(f"{DDP}.__init__")
@@ -65,27 +65,14 @@ def wrap(original, self, module, *args, **kwargs):
     if TASK.scale:
         save_for_checker(f"start{number}", module.state_dict())
     with harmless():
-        forget_draws()  # what was drawn before made the model
+        credit_draws(None)  # what was drawn before made the model
         model_numbers.update((id(part), number) for part in module.modules())
         trainable = [value for value in module.parameters() if value.requires_grad]
         reduced_by_ddp.update((id(value), value) for value in trainable)
         state.wrapped.append(module)
-        state.wrappers.append(weakref.ref(self))
         buffers_at_start.update(buffer_checksums(module, number))
-        for value in trainable if self.find_unused_parameters else ():
-            watch_use(value)
         names = [name for name, _ in module.named_parameters()]
         report(events.Wrap, names=names, ranks=self.process_group.size())
-
-
-def watch_use(parameter):
-    """Note whether this rank uses a parameter: DDP gives it a gradient if another rank does."""
-
-    def note_use(_):
-        state.since_step.used.add(id(parameter))
-
-    state.watched_for_use.add(id(parameter))
-    parameter.register_hook(note_use)
 
 
 def model_suffix(number):
@@ -118,8 +105,12 @@ def forward(original, self, *args, **kwargs):
     state.in_forward = True
     with harmless():
         if torch.is_grad_enabled():
-            number = model_numbers.get(id(self.module), -1)
-            call = Forward(number, state.total_backwards, self.require_backward_grad_sync)
+            call = Forward(
+                model=model_numbers.get(id(self.module), -1),
+                backwards_before=state.total_backwards,
+                synced=self.require_backward_grad_sync,
+                in_join=self._join_config.enable,
+            )
             state.since_step.forwards.append(call)
             if self.module.training:
                 note_inputs(self, args, kwargs)
@@ -180,7 +171,7 @@ def note_bypass(module):
     if state.in_forward or in_backward():  # in a backward pass, checkpointing calls modules again
         return
     if any(value.requires_grad for value in module.parameters()):
-        bypasses[number] = script_line(outside=model_numbers)
+        bypasses[number] = script_line()
 
 
 def watch_sharded_inputs(module):
@@ -244,10 +235,9 @@ def describe_models():
 
 @patch(f"{C10D}.destroy_process_group")
 def destroy_process_group(original, *args, **kwargs):
-    """Report the weights before a rank leaves the process group, and how it leaves it."""
+    """Report the weights before a rank leaves the process group, and that it leaves it."""
     with harmless():
         describe_models()
-        live = sum(wrapper() is not None for wrapper in state.wrappers)
-        report(events.Leave, live_wrappers=live)
+    report(events.Leave)
     time.sleep(0.05)  # gloo's threads forget their last work, or freeing a DDP model could hang
     return original(*args, **kwargs)

@@ -17,12 +17,15 @@ WINDOW = 8  # numbers by which two states of a generator are compared
 
 
 def credit_draws(owner):
-    """Note that this owner has drawn what was drawn since the last look at the generator."""
-    if state.in_loader:
+    """Note that "model" or "script" has drawn what was drawn since the last look at the generator.
+
+    With None, nobody is credited with it: this look counts as the last one, and that is all.
+    """
+    if state.in_loader:  # `ignoring_draws` looks when it has made its batch
         return
     before, after = state.credited_up_to, torch.get_rng_state()
     state.credited_up_to = after
-    if before is None or after.equal(before):
+    if owner is None or before is None or after.equal(before):
         return
     since = state.since_step
     since.random.setdefault(owner, checksum([before]))
@@ -33,16 +36,7 @@ def credit_draws(owner):
 
 def credit_script():
     """Note that the script itself has drawn, unless it has only prepared for its first step."""
-    if state.steps:
-        credit_draws("script")
-    else:
-        forget_draws()
-
-
-def forget_draws():
-    """Credit nobody with what was drawn since the last look at the generator."""
-    if not state.in_loader:
-        state.credited_up_to = torch.get_rng_state()
+    credit_draws("script" if state.steps else None)
 
 
 def are_within(count, before, after):
@@ -71,7 +65,7 @@ def ignoring_draws():
         yield
     finally:
         state.in_loader = False
-        forget_draws()
+        credit_draws(None)
 
 
 @patch("torch.manual_seed")  # once dynamo is imported, another function than torch.random's
@@ -80,5 +74,5 @@ def set_generator(original, *args, **kwargs):
     """Give the generator a new state, which is no draw: nobody is credited with it."""
     credit_script()
     result = original(*args, **kwargs)
-    forget_draws()
+    credit_draws(None)
     return result

@@ -17,7 +17,8 @@ from ddp_check.observer.base import TASK, ask, harmless, is_first, report, scrip
 from ddp_check.observer.models import describe_models
 from ddp_check.observer.patches import intercept
 
-NAMES_THREADS = torch.__version__ >= "2.13"  # seen; 2.10 gives them none
+# Seen; 2.10 gives them none. It is a TorchVersion, which compares numbers: "2.9" is less.
+NAMES_THREADS = torch.__version__ >= "2.13"
 
 
 @atexit.register  # before the script can register anything, so it is called last
@@ -36,23 +37,19 @@ def end():
 
 def end_in_fork(_):
     """Let a forked multiprocessing.Process call `end`, as it calls no function of atexit's."""
-    if state.pid != os.getpid():  # else it was spawned, and calls them
+    if state.pid != os.getpid():  # its parent's; a spawned process has a state of its own
         multiprocessing.util.Finalize(None, end, exitpriority=-1000)  # the last to be called
 
 
 def gloo_threads_that_stay():
     """Return how many threads of gloo are there two seconds after the group was destroyed."""
     end = time.monotonic() + 2
-    while (count := count_gloo_threads()) and time.monotonic() < end:
+    while True:
+        paths = ask(list, Path("/proc/self/task").glob("*/comm"), default=())
+        count = sum("gloo" in ask(path.read_text, default="") for path in paths)
+        if not count or time.monotonic() > end:
+            return count
         time.sleep(0.1)  # Linux lists a thread for a moment after it has ended
-    return count
-
-
-def count_gloo_threads():
-    """Return how many threads of this process bear gloo's name."""
-    paths = Path("/proc/self/task").glob("*/comm")
-    names = [ask(path.read_text, default="") for path in ask(list, paths, default=())]
-    return sum("gloo" in name for name in names)
 
 
 def set_handler(original, number, handler):

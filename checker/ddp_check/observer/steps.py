@@ -1,6 +1,5 @@
 """Observes the steps of optimizers, schedulers and GradScalers."""
 
-import functools
 import inspect
 import math
 import re
@@ -33,7 +32,7 @@ from ddp_check.observer.models import (
     reduced_by_ddp,
 )
 from ddp_check.observer.patches import SCALER, patch
-from ddp_check.observer.randomness import credit_script, forget_draws
+from ddp_check.observer.randomness import credit_draws, credit_script
 from ddp_check.observer.values import checksums, is_finite, local_part, mesh_dimensions
 from ddp_check.protocol import STEPS
 
@@ -48,9 +47,7 @@ SCHEDULERS = [  # that have a step() of their own
     "CosineAnnealingWarmRestarts",
 ]
 
-projecting = {}  # identity of a parameter -> the handle of its hook, in the first steps
-# Identity of a parameter -> projection of what this rank has added to its gradient, until a step:
-own_projections = {}
+own_gradients = {}  # identity of a parameter -> its `OwnGradient`, in the first steps
 
 
 @optimizers.register_optimizer_step_pre_hook
@@ -122,12 +119,13 @@ class OptimizerParameters:
 
     @property
     def unused(self):
-        """How many parameters the losses of this rank have given no gradient."""
-        unused_here = state.watched_for_use - state.since_step.used
-        return sum(
-            value.requires_grad and (value.grad is None or id(value) in unused_here)
-            for value in self.by_name.values()
-        )
+        """How many parameters have no gradient, or only what DDP gives them for other ranks."""
+        count = 0
+        for value in self.by_name.values():
+            own = own_gradients.get(id(value))
+            is_unused = value.grad is None or (own is not None and own.projection is None)
+            count += value.requires_grad and is_unused
+        return count
 
     @property
     def bypassed(self):
@@ -147,7 +145,6 @@ class OptimizerParameters:
 
 def report_step(optimizer, closure):
     """Report the step that an optimizer is about to take, with what happened since the last one."""
-    wrappers = [wrapper for reference in state.wrappers if (wrapper := reference()) is not None]
     since, parameters = state.since_step, OptimizerParameters(optimizer)
     gradients = parameters.gradients
     elements = sum(gradient.numel() for gradient in gradients.values())
@@ -173,18 +170,19 @@ def report_step(optimizer, closure):
         reduced_all=sum(count for _, count in since.added_up) >= elements,
         training=all(state.wrapped[number].training for number in parameters.models.values()),
         **describe_buffers(),
-        in_join=any(wrapper._join_config.enable for wrapper in wrappers),
+        in_join=any(call.in_join for call in since.forwards),
     )
+    project_anew(parameters.by_name.values())
 
 
 def wants_weights():
     """Return whether this step reports its weights, which takes time: seldom, if DDP is used.
 
-    Two steps in turn do, as two optimizers may take turns: 1, 2, 3, 4, 5, 8, 9, 16, 17, …
+    Those are powers of 2, which have a single bit that is not 0, and the step after each, as two
+    optimizers may take turns: 1, 2, 3, 4, 5, 8, 9, 16, 17, …
     """
-    numbers = state.steps, state.steps - 1
-    is_power_of_2 = any(number.bit_count() <= 1 for number in numbers)
-    return state.no_step_in_pass or not state.wrapped or is_power_of_2
+    is_early_or_rare = 1 in (state.steps.bit_count(), (state.steps - 1).bit_count())
+    return state.no_step_in_pass or not state.wrapped or is_early_or_rare
 
 
 def reductions_by_ddp(forwards):
@@ -212,29 +210,38 @@ def describe_buffers():
 # ---------------------------------------------------------------- projections of gradients
 
 
+class OwnGradient:
+    """What the losses of this rank add to the gradient of a parameter, before DDP reduces it."""
+
+    def __init__(self, parameter):
+        self.parameter = weakref.ref(parameter)
+        self.projection = None  # of what was added since the last step; None: nothing was
+        self.hook = parameter.register_hook(self.add)
+
+    def add(self, gradient):
+        """Add what a backward pass gives."""
+        with harmless():
+            parameter = self.parameter()
+            if parameter is None:
+                return
+            if parameter.grad is None or self.projection is None:  # it is the first since the step
+                self.projection = 0.0
+            if not gradient.is_sparse:
+                self.projection += projection(gradient)
+
+
 @patch("torch.optim.Optimizer.add_param_group")
 def add_param_group(original, self, *args, **kwargs):
     """Project the gradients that this rank computes, before anything reduces them."""
     result = original(self, *args, **kwargs)
     with harmless():
-        forget_draws()  # what was drawn before made a model
+        credit_draws(None)  # what was drawn before made a model
         for value in self.param_groups[-1]["params"]:
             if is_lazy(value) or mesh_dimensions([value]):
                 continue  # a lazy one takes no hook; the slice of a sharded gradient communicates
-            if value.requires_grad and value.is_leaf and id(value) not in projecting:
-                hook = functools.partial(project_own, weakref.ref(value))
-                projecting[id(value)] = value.register_hook(hook)
+            if value.requires_grad and value.is_leaf and id(value) not in own_gradients:
+                own_gradients[id(value)] = OwnGradient(value)
     return result
-
-
-def project_own(parameter, gradient):
-    """Project the gradient that a backward pass gives to a parameter, as `own_projections` says."""
-    with harmless():
-        if gradient.is_sparse or parameter() is None:
-            return
-        key = id(parameter())
-        before = 0.0 if parameter().grad is None else own_projections.get(key, 0.0)
-        own_projections[key] = before + projection(gradient)
 
 
 def projection(gradient):
@@ -245,24 +252,26 @@ def projection(gradient):
 
 def describe_projections(parameters):
     """Return the projections of this rank's gradients, and of those that the optimizer takes."""
+    owns = [own_gradients.get(id(parameters.by_name[name])) for name in parameters.gradients]
     gradients = parameters.gradients.values()
-    keys = [id(parameters.by_name[name]) for name in parameters.gradients]
-    own = sum(own_projections.pop(key, 0.0) for key in keys)
     sparse = any(gradient.is_sparse for gradient in gradients)  # other elements on each rank
-    hooked = bool(projecting) and all(key in projecting for key in keys)
-    if not hooked or state.since_step.loss_scaled or sparse:
+    if not own_gradients or None in owns or state.since_step.loss_scaled or sparse:
         return {"own_gradient": None, "taken_gradient": None}
-    taken = sum(map(projection, gradients))
+    return {
+        "own_gradient": sum(own.projection or 0.0 for own in owns),
+        "taken_gradient": sum(map(projection, gradients)),
+    }
+
+
+def project_anew(parameters):
+    """Forget what was added to the gradients of a step. After the first steps, remove all hooks."""
+    for value in parameters:
+        if own := own_gradients.get(id(value)):
+            own.projection = None
     if state.steps >= STEPS:
-        stop_projecting()
-    return {"own_gradient": own, "taken_gradient": taken}
-
-
-def stop_projecting():
-    """Remove the hooks, which cost time."""
-    for hook in projecting.values():
-        hook.remove()
-    projecting.clear()
+        for own in own_gradients.values():
+            own.hook.remove()  # it costs time
+        own_gradients.clear()
 
 
 # ---------------------------------------------------------------- GradScaler

@@ -189,4 +189,5 @@ def unused_search_is_needed(run):
     warned = "find_unused_parameters=True was specified" in run.output
     if warned and not any(step.unused for step in run.all(events.Step)):
         where = run.all(events.Wrap)[0].where
-        return slow("every parameter is used in each step", where, "find_unused_without_need")
+        text = "every parameter is used in the first steps: if that is so in all, leave it out"
+        return slow(text, where, "find_unused_without_need")
