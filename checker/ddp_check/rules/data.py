@@ -267,7 +267,7 @@ def same_order(run, passes):
     if not first.shuffle:
         return unseen("the sampler does not shuffle: is that intended?", where)
     if not first.distributed:
-        text += ": is the sampler seeded anew before each, or does its set_epoch wait to be called?"
+        text += ": is the sampler seeded anew before each, or is its set_epoch never called?"
         return wrong(text, where, "no_set_epoch")
     calls = run.of_lowest_rank(events.EpochSet)
     if calls:
