@@ -935,6 +935,12 @@ KINDS = {
     "loaded after wrapping": Kind(
         WEIGHTS, [("    net.load_state_dict({k", "    rank or net.load_state_dict({k")], *LOADED
     ),
+    "a state of each rank's own, loaded after wrapping": Kind(
+        WEIGHTS,
+        [("{k: 2 * v", "{k: (2 + rank) * v")],
+        r"does each rank load the same state here.+ \(net.load_state_dict",
+        LOADED[1],
+    ),
     "a state that does not fit": Kind(
         {"loaded_names_fit": WRONG},
         [("{k: v", "{f'module.{k}': v")],

@@ -96,6 +96,12 @@ def with_earlier_cause(run, number, verdict_without, text, where=""):
             return wrong(text, where, follows=True)
     if line := line_of_some_ranks(run):
         return verdict_without(f"{text}: not all ranks load a state here", line, "edit_on_one_rank")
+    rows, loads = run.step_rows, [load for load in run.all(events.StateLoaded) if load.wraps]
+    if number <= len(rows):
+        loads = [load for load in loads if load.time < rows[number - 1][0].time]
+    if loads:
+        text += ": does each rank load the same state here, and only when it is written?"
+        return verdict_without(text, loads[-1].where, "missing_barrier")
     if number == 1 and not run.all(events.Wrap):
         text += "; broadcast them at the start, or seed all ranks alike"
         return verdict_without(text, where, "recipes/in_buckets")
