@@ -10,7 +10,7 @@ from itertools import chain
 from ddp_check import events
 from ddp_check.ranks import counted, grouped, of_lowest_rank
 from ddp_check.rules.base import passed, unseen, unsure, worst, wrong
-from ddp_check.rules.data import padding_allowed, repeated
+from ddp_check.rules.data import are_the_same, padding_allowed, repeated
 from ddp_check.rules.output import sum_is_printed
 from ddp_check.rules.printed import SAYS_RANK, SHARE, numbers_in
 from ddp_check.run import SENDS
@@ -73,15 +73,10 @@ def remainder(parts, evaluations):
     for others in evaluations:
         is_smaller = others[0].sample_count < parts[0].sample_count
         same_data = others[0].dataset_checksum == parts[0].dataset_checksum
-        if is_smaller and same_data and are_equal(others, "base_indices"):
-            return set(others[0].values("base_indices"))
+        samples = [part.values("base_indices") for part in others]
+        if is_smaller and same_data and None not in samples and are_the_same(samples):
+            return set(samples[0])
     return set()
-
-
-def are_equal(parts, field_name):
-    """Return whether all ranks evaluate the same known samples, perhaps in other orders."""
-    samples = [part.values(field_name) for part in parts]
-    return None not in samples and len({tuple(sorted(of_rank)) for of_rank in samples}) == 1
 
 
 def in_another_order(parts):
@@ -114,7 +109,8 @@ def not_once(parts, evaluated_elsewhere, run):
         return unseen("the samples have no index, or each rank evaluates a part of its own")
     if all(sorted(of_rank) == list(range(size)) for of_rank in samples):
         return None  # each of these ranks evaluates the whole set
-    if not are_equal(parts, "indices") and (twice := repeated(chain(*samples))):
+    twice = repeated(chain(*samples))
+    if twice and not are_the_same(samples):
         return padded(parts, twice)
     distinct = {index for part in parts for index in part.values("base_indices")}
     if len(distinct) < size and len(distinct | evaluated_elsewhere) != size:
