@@ -19,16 +19,20 @@ class AfterImport:
         specs = (finder.find_spec(name, path, target) for finder in others)
         spec = next(filter(None, specs), None)
         if spec and spec.loader:
-            execute = spec.loader.exec_module
-
-            def exec_module(module):
-                execute(module)
-                if self in sys.meta_path:
-                    sys.meta_path.remove(self)
-                    self.function()
-
-            spec.loader.exec_module = exec_module
+            self.call_after(spec.loader)
         return spec
+
+    def call_after(self, loader):
+        """Let the loader that a lookup has found call the function once the module is executed."""
+        execute = loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            if self in sys.meta_path:  # else that of another lookup has
+                sys.meta_path.remove(self)
+                self.function()
+
+        loader.exec_module = exec_module
 
 
 def after_import(name, function):

@@ -81,13 +81,7 @@ class OnTheCPU(TorchFunctionMode):
             report_translated(".cuda()")
             report_gpu(args[1] if len(args) > 1 else kwargs.get("device"))
             return args[0]
-        args, kwargs = numbers_as_devices(func, args, kwargs)
-        gpus = [value for value in (*args, *kwargs.values()) if names_gpu(value)]
-        if gpus:
-            report_translated(f'"{gpus[0]}"')
-            report_gpu(gpus[0])
-            args = tuple(CPU if names_gpu(value) else value for value in args)
-            kwargs = {name: CPU if names_gpu(value) else value for name, value in kwargs.items()}
+        args, kwargs = without_gpus(*numbers_as_devices(func, args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -98,6 +92,17 @@ def numbers_as_devices(func, args, kwargs):
         args = (*args[:index], torch.device("cuda", args[index]), *args[index + 1 :])
     if type(kwargs.get("device")) is int:
         kwargs = {**kwargs, "device": torch.device("cuda", kwargs["device"])}
+    return args, kwargs
+
+
+def without_gpus(args, kwargs):
+    """Return the arguments of a call with the CPU for each GPU, of which it reports the first."""
+    gpus = [value for value in (*args, *kwargs.values()) if names_gpu(value)]
+    if gpus:
+        report_translated(f'"{gpus[0]}"')
+        report_gpu(gpus[0])
+        args = [CPU if names_gpu(value) else value for value in args]
+        kwargs = {name: CPU if names_gpu(value) else value for name, value in kwargs.items()}
     return args, kwargs
 
 
@@ -186,11 +191,16 @@ def replace_arguments(name, **replacements):
             given = call.arguments.get(argument, signature.parameters[argument].default)
             call.arguments[argument] = replacement
             if given and given not in (replacement, "cpu", CPU):
-                report_translated(f'"{given}"' if isinstance(given, str) else argument)
-                if argument in ("device_ids", "output_device", "device_id"):
-                    for device in given if isinstance(given, list | tuple) else [given]:
-                        report_gpu(device)
+                report_replaced(argument, given)
         return original(*call.args, **call.kwargs)
+
+
+def report_replaced(argument, given):
+    """Report an argument that was replaced, and the GPUs that it names."""
+    report_translated(f'"{given}"' if isinstance(given, str) else argument)
+    if argument in ("device_ids", "output_device", "device_id"):
+        for device in given if isinstance(given, list | tuple) else [given]:
+            report_gpu(device)
 
 
 replace_arguments(f"{DDP}.__init__", device_ids=None, output_device=None)
