@@ -41,6 +41,7 @@ for source, targets in test_loader:
         predictions = model(source).argmax(dim=1)
     gathered = accelerator.gather_for_metrics((predictions, targets))
     correct += torch.eq(*gathered).sum().item()
-accelerator.print(f"accuracy {correct / len(test_set):.2%} ({correct}/{len(test_set)})")
+if accelerator.is_main_process:  # accelerator.print prints once per node
+    print(f"accuracy {correct / len(test_set):.2%} ({correct}/{len(test_set)})")
 model, optimizer = accelerator.free_memory(model, optimizer)  # DDP goes before its group
 accelerator.end_training()

@@ -271,8 +271,8 @@ def test_a_rank_hangs_on_this_machine(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(not gpus.count(), reason="runs on GPUs: pytest --gpus")
 def test_a_rank_that_stays_away_is_named(tmp_path):
-    """NCCL's watchdog ends the rank that waits, and the flight recorder says for whom."""
-    away = at(0, 101, "time.sleep(60)", ON_RANK_1)  # in the last step, after the last vote
+    """NCCL's watchdog ends the rank that waits; the recorder says for whom. SIGTERM ends it."""
+    away = at(0, 101, "signal.signal(signal.SIGTERM, signal.SIG_DFL)\ntime.sleep(60)", ON_RANK_1)
     path = edited(tmp_path, "05", away, ("timedelta(minutes=5)", "timedelta(seconds=10)"))
     traces = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/trace_"}
     job = run(command(path, *LONG), tmp_path, {**traces, "TORCH_FR_BUFFER_SIZE": "2000"})
