@@ -243,8 +243,14 @@ class Run:
         if self.final_weights and differing_ranks(self.final_weights) is None:
             return True  # perhaps after each step: then they never differ before one
         first = self.first_difference("weights")
-        later = self.step_rows[first.number :] if first else []  # numbers begin at 1
-        return any(all(step.weights == row[0].weights for step in row) for row in later)
+        if not first:
+            return False
+        # The weights that each rank has later on. Ranks may take other numbers of steps in between.
+        later = [
+            {tuple(step.weights.values()) for step in steps[first.number :] if step.weights}
+            for steps in self.by_rank(events.Step).values()
+        ]
+        return bool(set.intersection(*later))
 
     @property
     def only_trainer(self):

@@ -1199,6 +1199,16 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
         [LOCAL[0], after(STEP, textwrap.indent(LOCAL[1][1].removesuffix(SUM), "    "))],
         {"weights_agree": PASS, "gradients_are_averaged": NOT_APPLICABLE},
     ),
+    "weights averaged after unequal numbers of steps": (
+        [
+            *LOCAL,
+            ("sampler=sampler", "sampler=range(rank, 96 - 40 * rank, 2)"),
+            (EPOCH, ""),
+            before("    dist.bar", "    optimizer.step()\n"),
+            UNEVALUATED,
+        ],
+        {"weights_agree": PASS, "gradients_are_averaged": NOT_APPLICABLE},
+    ),
     "a gathered loss is changed and read": ([LOST[1], READ], {"gradients_pass_collectives": PASS}),
     "a validation in the middle of an epoch": (
         [after(LOOP, "            next(iter(DataLoader(test, 7)))\n"), UNEVALUATED],
