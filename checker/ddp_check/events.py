@@ -101,8 +101,13 @@ class Collective(Event):
     sums: bool  # it adds numbers up, or averages them
     in_model: bool  # during a forward pass of DDP, or a backward pass
     elements: int  # of its largest tensor
+    of_small_gradient: bool  # its tensor is the gradient of a parameter of few elements
     requires_gradient: bool  # an input does, so a loss may depend on the result
     cuts_gradient: bool  # the same while gradients are enabled: the result has none
+
+
+class PartsOverwritten(Event):
+    """Several ranks' parts were gathered into one tensor, which holds the last of them."""
 
 
 class GradientLost(Event):

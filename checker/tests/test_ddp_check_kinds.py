@@ -217,6 +217,10 @@ SCHEDULE = [
     before(READY, "    schedule = Lambda(optimizer, lambda count: 0.9**count)\n"),
     after(STEP, SCHEDULED),
 ]
+SLOWER = (
+    '{**(state := optimizer.state_dict()), "param_groups": [{**state["param_groups"][0], "lr": 1}]}'
+)
+ONE_BUFFER = "[torch.empty_like(mine)] * dist.get_world_size()"
 OWN_SCHEDULE = """
 class Linear(torch.optim.lr_scheduler.LRScheduler):
     def __init__(self, optimizer, total):
@@ -841,7 +845,7 @@ KINDS = {
         GRADIENTS,
         [("                value.grad /= size\n", "")],
         r"are the sum over the ranks, 2 times their mean: divide .+\(dist.all_reduce\(value",
-        BY_HAND,
+        [*BY_HAND, ("nn.ReLU()", "nn.PReLU()")],  # of one element
     ),
     "summed by hooks, not divided": Kind(
         GRADIENTS, [("value.grad /= size", "0")], r"are the sum over the ranks", HOOKED
@@ -958,6 +962,18 @@ KINDS = {
         [("range(rank, 96, 2)", "range(rank, 96 - 40 * (1 - rank), 2)")],
         r"after . steps, rank 0 calls all_reduce, and rank 1 trains on.+\(dist.all_reduce",
         [("sampler=sampler", "sampler=range(rank, 96, 2)"), UNEVALUATED],
+    ),
+    "a batch that one rank skips": Kind(
+        ENDS,
+        [before(TRAIN, "            if rank and targets[0] == 0:\n                continue\n")],
+        r"trains on: rank 1 has taken . steps? with 6 batches",
+        [UNEVALUATED],
+    ),
+    "a schedule that one rank restores": Kind(
+        {**RATES, **WEIGHTS},
+        [("    optimizer.load_state_dict({", "    rank or optimizer.load_state_dict({")],
+        r"not all ranks load the state of their optimizer \(wrong.py:",
+        [before(READY, f"    optimizer.load_state_dict({SLOWER})\n"), UNEVALUATED],
     ),
     "early stopping": Kind(
         ENDS, [("total[0] < 0", "rank == epoch == 1")], "^after 2 epochs.+rank 1 left", STOPS
@@ -1102,6 +1118,11 @@ KINDS = {
         {"sums_begin_anew": WRONG},
         [("        total = torch.zeros(2)\n", ""), before(READY, "    total = torch.zeros(2)\n")],
         r"the sum of all 2 ranks stays in the tensor.+\(dist.all_reduce\(total",
+    ),
+    "one buffer for the parts of all ranks": Kind(
+        {"gathered_parts_are_apart": WRONG},
+        [("[torch.empty_like(mine) for _ in range(dist.get_world_size())]", ONE_BUFFER)],
+        r"all parts go into one tensor, which keeps the last rank's.+\(dist.all_gather\(parts",
     ),
     "accuracies added up": Kind(
         {"accuracy_is_of_samples": WRONG},

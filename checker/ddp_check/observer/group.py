@@ -117,6 +117,7 @@ class Call:
             sums=self.sums,
             in_model=state.in_forward or in_backward(),
             elements=elements,
+            of_small_gradient=elements <= MAX_COUNTS and any(map(is_gradient, self.tensors)),
             requires_gradient=self.requires_gradient,
             cuts_gradient=self.cuts_gradient,
         )
@@ -143,9 +144,13 @@ class Call:
 
     def watch_parts(self):
         """Begin to watch what becomes of the parts that the ranks gave: tensors, or numbers."""
+        parts = tensors_in(self.parts)
+        places = [part.data_ptr() for part in parts if part.numel()]
+        if len(set(places)) < len(places):
+            report(events.PartsOverwritten, self.line)
         numbers = ask(lambda: [*map(torch.as_tensor, self.parts)], default=[])
         loses_gradient = self.cuts_gradient and self.name == "all_gather"
-        after_gather.start(tensors_in(self.parts) or numbers, self.line if loses_gradient else "")
+        after_gather.start(parts or numbers, self.line if loses_gradient else "")
 
     def keep_sum(self, tensor):
         """Keep a sum for the next time that its tensor is added up: it may still be in there."""
@@ -166,6 +171,11 @@ class Call:
         report(events.Totalled, values=whole, own=self.own_number, total=total)
 
 
+def is_gradient(tensor):
+    """Return whether a tensor is the gradient of a parameter that an optimizer has."""
+    return any(tensor is value.grad for value in state.parameters.values())
+
+
 def rounds_of(tensor):
     """Return how often in a row a tensor is added up with the earlier sum of all ranks still in it.
 
@@ -173,7 +183,7 @@ def rounds_of(tensor):
     """
     if tensor.numel() > MAX_COUNTS:
         return None
-    if any(tensor is value.grad for value in state.parameters.values()):
+    if is_gradient(tensor):
         return None
     rounds, latest = latest_sums.get(tensor, (0, None))
     has_grown = latest is not None and bool((tensor >= latest).all() and (tensor > latest).any())

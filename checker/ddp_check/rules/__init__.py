@@ -56,6 +56,7 @@ RULES = {  # rule: what it needs to look at
     launch.group_is_destroyed: [events.Join],
     weights.unused_search_is_needed: [events.Step, events.Wrap],
     output.sums_begin_anew: [events.Collective],
+    output.gathered_parts_are_apart: [events.Collective],
     output.printed_loss_is_of_all: [events.Print, events.Step],
     evaluation.accuracy_is_of_samples: [events.PassBegun, events.Print],
     launch.no_thread_left: [events.Join],

@@ -5,7 +5,7 @@ from collections import Counter
 
 from ddp_check import events
 from ddp_check.numbers import close, ratio
-from ddp_check.ranks import counted, differing_ranks, short
+from ddp_check.ranks import counted, differing_ranks, grouped, short
 from ddp_check.rules.base import not_applicable, passed, slow, unseen, unsure, wrong
 from ddp_check.source import divisions_by_world_size
 
@@ -80,6 +80,8 @@ def all_zero(run):
     for rows in rows_by_optimizer.values():
         if all(step.zero for row in rows for step in row):
             step, text = rows[0][0], f"all gradients are zero, in {counted(len(rows), 'step')}"
+            text += ": does zero_grad() come after backward(), or was the optimizer given other "
+            text += "parameters than the model's, as before fully_shard()?"
             return wrong(text, step.where, follows=bool(step.unwrapped))
 
 
@@ -192,7 +194,8 @@ def sum_may_be_right(run):
     them look the same, so it is True then, too.
     """
     steps, ranks = run.all(events.Step), run.world_size
-    sums = [call for call in run.all(events.Collective) if call.sums and call.elements <= ranks]
+    calls = [call for call in run.all(events.Collective) if call.sums and call.elements <= ranks]
+    sums = [call for call in calls if not call.of_small_gradient]
     return len(sums) >= len(steps) or all(
         any(close(divisor, ranks) for divisor in step.divisors) for step in steps
     )
@@ -315,6 +318,8 @@ def rates_are_equal(run):
         reason = f"the scheduler gets another value on each rank, {values}"
     elif counts:
         reason = f"the scheduler takes {counts}"
+    elif line := line_of_some_ranks(run, lambda load: not load.by_model):
+        reason = f"not all ranks load the state of their optimizer ({short(line)})"
     if first := run.first_difference("rates"):
         return rates_differ(run, first, reason)
     if metrics_row:
@@ -323,6 +328,16 @@ def rates_are_equal(run):
     if counts:
         text = f"{reason}: should all ranks step it?"
         return unsure(text, run.all(events.Scheduled)[0].where)
+
+
+def line_of_some_ranks(run, is_meant):
+    """Return a line in which not all ranks load a state, of the loads that are meant, or ""."""
+    loads = grouped(run.by_rank(events.StateLoaded), lambda load: (load.where, is_meant(load)))
+    for (where, meant), loads_by_rank in loads.items():
+        counts = {len(loads_by_rank.get(rank, ())) for rank in run.events_by_rank}
+        if meant and len(counts) > 1:
+            return where
+    return ""
 
 
 def rates_differ(run, first, reason):

@@ -111,8 +111,17 @@ def more_batches(run):
             if any(each.steps and not each.ended for each in run.passes_by_rank[calls_more]):
                 text += "does not, but trains on"  # both are inside of the loop
                 return wrong(text, call.where, "collective_on_one_rank")
-            text += "trains on: does it have more batches?"
+            text += f"trains on: {why_more_batches(run, calls_more)}"
             return wrong(text, call.where, "uneven_batches")
+
+
+def why_more_batches(run, rank):
+    """Return in words why a rank is done before another: it has skipped batches, or has fewer."""
+    *_, last = (data_pass for data_pass in run.passes_by_rank[rank] if data_pass.steps)
+    batches, steps = len(last.batches), len(last.steps)
+    if steps < batches < 2 * steps:  # with twice as many, it accumulates gradients
+        return f"rank {rank} has taken {counted(steps, 'step')} with {batches} batches"
+    return "does it have more batches?"
 
 
 def fewer_epochs(run):

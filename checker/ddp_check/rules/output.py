@@ -169,6 +169,15 @@ def sums_begin_anew(run):
         return wrong(text, event.where, "rank_0_loss")
 
 
+def gathered_parts_are_apart(run):
+    """what is gathered goes into a tensor for each rank"""
+    if not any("gather" in call.name for call in run.all(events.Collective)):
+        return unseen("nothing is gathered")
+    for event in run.all(events.PartsOverwritten):
+        text = "all parts go into one tensor, which keeps the last rank's: [tensor] * N is the "
+        return wrong(f"{text}same tensor N times", event.where)
+
+
 def loaded_names_fit(run):
     """a model has the names that it loads"""
     if not any(event.by_model for event in run.all(events.StateLoaded)):

@@ -7,7 +7,7 @@ from itertools import chain
 from ddp_check import events
 from ddp_check.ranks import counted, differing_ranks, grouped, short
 from ddp_check.rules.base import not_applicable, passed, slow, unseen, unsure, wrong
-from ddp_check.rules.gradients import NOT_FINITE
+from ddp_check.rules.gradients import NOT_FINITE, line_of_some_ranks
 
 
 def weights_agree(run):
@@ -94,7 +94,7 @@ def with_earlier_cause(run, number, verdict_without, text, where=""):
         if earlier and earlier.number < number:
             text += f"; it follows from the {words} in step {earlier.number}"
             return wrong(text, where, follows=True)
-    if line := line_of_some_ranks(run):
+    if line := line_of_some_ranks(run, lambda load: load.wraps > 0):
         return verdict_without(f"{text}: not all ranks load a state here", line, "edit_on_one_rank")
     rows, loads = run.step_rows, [load for load in run.all(events.StateLoaded) if load.wraps]
     if number <= len(rows):
@@ -106,16 +106,6 @@ def with_earlier_cause(run, number, verdict_without, text, where=""):
         text += "; broadcast them at the start, or seed all ranks alike"
         return verdict_without(text, where, "recipes/in_buckets")
     return verdict_without(f"{text}; were they edited?", where, "edit_on_one_rank")
-
-
-def line_of_some_ranks(run):
-    """Return a line in which not all ranks load a state into a wrapped model, or ""."""
-    loads = grouped(run.by_rank(events.StateLoaded), lambda load: (load.where, load.wraps > 0))
-    for (where, wrapped), loads_by_rank in loads.items():
-        counts = {len(loads_by_rank.get(rank, ())) for rank in run.events_by_rank}
-        if wrapped and len(counts) > 1:
-            return where
-    return ""
 
 
 def evaluated_models_agree(run):
