@@ -181,9 +181,11 @@ class Plan:
         run.seconds = time.monotonic() - run.begun
         run.output = (folder / "output").read_text(encoding="utf-8", errors="replace")
         processes = read_events(folder)
-        run.events_by_rank = without_own_steps(
-            {rank: of_rank for rank, (_, of_rank) in processes.items()}
-        )
+        run.events_by_rank = {rank: of_rank for rank, (_, of_rank) in processes.items()}
+        taken = run.by_rank(events.Step)
+        run.events_by_rank = without_own_steps(run.events_by_rank)
+        kept = run.by_rank(events.Step)
+        run.own_steps = all(len(kept[rank]) < len(steps) for rank, steps in taken.items())
         run.missed_checkpoints = missed_checkpoints(run)
         return run
 

@@ -61,28 +61,33 @@ def prefix_of(error):
 
 
 def without_own_steps(events_by_rank):
-    """Return the events without steps that only some ranks take, of models in no wrapper.
+    """Return the events without steps that a rank takes in a model of its own.
 
-    Such as those of a teacher that rank 0 trains before it broadcasts it. If nothing is wrapped,
-    they all count.
+    In a model that is not wrapped, those are the steps that only some ranks take, such as with a
+    teacher that rank 0 trains before it broadcasts it, and those before anything is wrapped, such
+    as in trials of hyperparameters. If no step is taken in a wrapped model, all count.
     """
-    if not any(isinstance(event, events.Wrap) for event in chain(*events_by_rank.values())):
+
+    def is_unwrapped(event):
+        return isinstance(event, events.Step) and event.unwrapped == len(event.gradients)
+
+    steps = [event for event in chain(*events_by_rank.values()) if isinstance(event, events.Step)]
+    if all(map(is_unwrapped, steps)):
         return events_by_rank
     optimizers = [  # an optimizer is known by the names of its parameters
         {tuple(event.gradients) for event in events_of_rank if isinstance(event, events.Step)}
         for events_of_rank in events_by_rank.values()
     ]
 
-    def is_of_some_ranks(event):
-        if not isinstance(event, events.Step) or event.unwrapped < len(event.gradients):
-            return False
-        return not all(tuple(event.gradients) in of_rank for of_rank in optimizers)
+    def is_of_some_ranks(step):
+        return not all(tuple(step.gradients) in of_rank for of_rank in optimizers)
 
     kept = {rank: [] for rank in events_by_rank}
     for rank, events_of_rank in events_by_rank.items():
-        left_out = 0
+        left_out, wraps = 0, False
         for event in events_of_rank:
-            if is_of_some_ranks(event):
+            wraps = wraps or isinstance(event, events.Wrap)
+            if is_unwrapped(event) and (not wraps or is_of_some_ranks(event)):
                 left_out += 1
                 continue
             counts = left_out and hasattr(event, "steps")  # how many were taken before
@@ -115,6 +120,7 @@ class Run:
     begun: float = 0  # when it was started
     idle_ranks: set = field(default_factory=set)  # those that used no CPU time when it was killed
     output: str = ""
+    own_steps: bool = False  # each rank has taken steps in a model of its own, which are left out
     # rank -> the events of its process, in order:
     events_by_rank: dict = field(default_factory=dict)
     stacks: dict = field(default_factory=dict)  # rank -> its frames when it hung, innermost first

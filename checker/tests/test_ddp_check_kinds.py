@@ -449,6 +449,14 @@ CODEBOOK = [
     before("    model = DDP(net)\n", "    net = Centered(net)\n"),
     UNEVALUATED,
 ]
+HALF_HOOK = """
+def halve(_, bucket):
+    half = bucket.buffer().half()
+    half = half / dist.get_world_size()
+    sent = dist.all_reduce(half, async_op=True).get_future()
+    return sent.then(lambda sent: bucket.buffer().copy_(sent.value()[0]))
+
+"""
 HOOKED = [  # gradients are reduced as soon as each is there
     (
         WRAP,
@@ -878,6 +886,37 @@ KINDS = {
         [(WRAP, "    model = net\n"), (LOOP, LOOP.replace("loader", "loader if rank else ()"))],
         "only rank 1 trains: is that intended",
         [UNEVALUATED],
+    ),
+    "trials of their own": Kind(
+        {"weights_agree": UNSURE},
+        [before(WRAP, TEACHER.replace(" if rank == 0 else ()", "").replace("0.1", "0.1 + rank"))],
+        r"before, each rank has trained a model that is not wrapped.+\(model = DDP",
+    ),
+    "noise of its own in gradients": Kind(
+        {**GRADIENTS, **WEIGHTS},
+        [after(BACKWARD, "            net[0].bias.grad += torch.randn(8)\n")],
+        "first that of 0.bias; were they changed after DDP had averaged them",
+    ),
+    "gradients past DDP": Kind(
+        {**GRADIENTS, **WEIGHTS},
+        [
+            (
+                BACKWARD,
+                "            values = [*net.parameters()]\n"
+                "            for value, grad in zip(values, torch.autograd.grad(loss, values)):\n"
+                "                value.grad = grad\n",
+            )
+        ],
+        "no backward.. has given them: torch.autograd.grad",
+    ),
+    "a hook that sums up in half precision": Kind(
+        GRADIENTS,
+        [("half / dist.get_world_size()", "half / 1")],
+        "are the sum over the ranks, 2 times their mean",
+        [
+            before("\ndef evaluate(", HALF_HOOK),
+            after(WRAP, "    model.register_comm_hook(None, halve)\n"),
+        ],
     ),
     "over a part of the ranks": Kind(
         {**GRADIENTS, **WEIGHTS},

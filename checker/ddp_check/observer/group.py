@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import sys
+import threading
 from urllib.parse import urlsplit
 
 import torch
@@ -224,7 +225,9 @@ def report_in_backward(tensor, kind, line, **values):
 @patch(*(f"{C10D}.{name}" for name in distributed_c10d.__all__ if re.match(COLLECTIVE, name)))
 def collective(original, *args, **kwargs):
     """Report a collective before it is called, as it may hang, and what it gave afterwards."""
-    if state.in_collective:  # all_gather_object calls all_gather
+    # all_gather_object calls all_gather. The calls of another thread have no order among those of
+    # this one.
+    if state.in_collective or threading.current_thread() is not threading.main_thread():
         return original(*args, **kwargs)
     state.in_collective = True
     call = None

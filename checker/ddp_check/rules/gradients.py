@@ -15,7 +15,7 @@ WRONG_RESULTS = "lookup/wrong_results"  # the page about wrong results without a
 UNEQUAL = 1.05  # times as many elements on one rank as on another: fewer are as good as equal
 RATES = "recipes/learning_rate"  # the page about them
 ENOUGH = 8  # steps: a schedule of fewer may be longer by chance
-FACTOR_TOLERANCE = 1e-3  # of a factor between gradients, which are sums of float32
+FACTOR_TOLERANCE = 1e-2  # of a factor between gradients, which may be sums of float16
 
 
 def values_are_finite(run):
@@ -122,11 +122,22 @@ def gradients_differ(run):
     if name in step.unreduced:
         text += ", which DDP does not reduce: it was frozen or not there when DDP wrapped them"
         return wrong(text, run.of_lowest_rank(events.Wrap)[-1].where)
+    if not str(name).startswith(events.PARAMETER):
+        text += why_reduced_ones_differ(run, step)
     line_by_hand = line_of_reduction(run) if step.reduced else ""
     # A parameter of no wrapped model, or no wrapped model at all, is the cause: another rule's.
     unwrapped = step.unwrapped and str(name).startswith(events.PARAMETER)
     follows = bool(unwrapped or not (run.all(events.Wrap) or line_by_hand))
     return wrong(text, line_by_hand or step.where, follows=follows)
+
+
+def why_reduced_ones_differ(run, step):
+    """Return in words why gradients that DDP reduces differ; "" if a hook may replace its mean."""
+    if run.all(events.CommHook):
+        return ""
+    if not step.backwards:
+        return "; no backward() has given them: torch.autograd.grad() goes past DDP"
+    return "; were they changed after DDP had averaged them?"
 
 
 def line_of_reduction(run):
@@ -172,16 +183,17 @@ def is_factor(factor, expected):
 
 def sum_or_divided_twice(run):
     """Return the verdict on gradients that are a sum, or divided twice, instead of a mean."""
-    factor, ranks, wrapped = factor_of_mean(run), run.world_size, run.all(events.Wrap)
+    factor, ranks = factor_of_mean(run), run.world_size
+    by_ddp = run.all(events.Wrap) and not run.all(events.CommHook)
     where = line_of_reduction(run) or run.all(events.Step)[0].where
-    if ranks > 1 and is_factor(factor, ranks) and (wrapped or not sum_may_be_right(run)):
+    if ranks > 1 and is_factor(factor, ranks) and (by_ddp or not sum_may_be_right(run)):
         text = f"the gradients are the sum over the ranks, {ranks} times their mean: "
-        text += "DDP has averaged them before" if wrapped else f"divide them by {ranks}"
+        text += "DDP has averaged them before" if by_ddp else f"divide them by {ranks}"
         return wrong(text, where, WRONG_RESULTS)
     accumulates = any(step.backwards > 1 for step in run.all(events.Step))  # and may divide by that
     if ranks > 1 and is_factor(factor, 1 / ranks) and not accumulates:
         text = f"the gradients are 1/{ranks} of the mean over the ranks: "
-        text += "DDP has divided them already" if wrapped else "they are divided twice"
+        text += "DDP has divided them already" if by_ddp else "they are divided twice"
         return wrong(text, where, WRONG_RESULTS)
 
 

@@ -31,6 +31,9 @@ def weights_agree(run):
         return unsure(f"{text}should it hold what all ranks have seen?", first.row[0].where)
     if run.first_infinite:
         return NOT_FINITE
+    if run.own_steps:
+        text = "before, each rank has trained a model that is not wrapped: is that intended?"
+        return unsure(text, wrapped[0].where)
     return passed("bit for bit", (wrapped or steps)[0].where)
 
 
@@ -110,6 +113,8 @@ def with_earlier_cause(run, number, verdict_without, text, where=""):
 
 def evaluated_models_agree(run):
     """all ranks evaluate the same model, buffers included"""
+    if run.own_steps:
+        return unseen("each rank has trained a model of its own before")
     evaluated = grouped(
         run.by_rank(events.Evaluated),
         lambda event: (event.model, event.where, event.steps, tuple(event.checksums)),
