@@ -93,8 +93,9 @@ def drop_unused_batches(data_pass):
 def credit(step, recent, passes):
     """Credit a step to the last of the passes that gave a batch since the step before (`recent`).
 
-    One that goes on is preferred to one that has ended. If none gave a batch, it was fetched ahead:
-    then the step belongs to the pass that took the step before, or to the newest.
+    One that goes on is preferred to one that has ended, and to an evaluation that was left by a
+    break. If none gave a batch, it was fetched ahead: then the step belongs to the pass that took
+    the step before, or to the newest.
 
     Train, validate until a break, train: between the last step before the validation and the first
     one after it, both the validation and the second training pass give batches. The step is
@@ -111,8 +112,9 @@ def credit(step, recent, passes):
     fetched_ahead = training[-1:] or list(filter(may_train, passes[-1:]))
     candidates = gave_batch or fetched_ahead
     unfinished = [data_pass for data_pass in candidates if not data_pass.ended]
+    not_evaluating = [data_pass for data_pass in unfinished if not data_pass.evaluates]
     if candidates:
-        *others, credited = unfinished or candidates
+        *others, credited = not_evaluating or unfinished or candidates
         credited.steps.append(step)
         for data_pass in others:
             data_pass.shared_steps += 1

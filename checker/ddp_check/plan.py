@@ -80,8 +80,9 @@ def copied(path, new):
 
 
 def is_data(folder):
-    """Return whether a folder is linked as a whole: it seems to hold a data set."""
-    return "data" in folder.name or len(os.listdir(folder)) > MAX_ENTRIES
+    """Return whether a folder is linked as a whole: it holds a data set, or an environment."""
+    names = os.listdir(folder)
+    return "data" in folder.name or "pyvenv.cfg" in names or len(names) > MAX_ENTRIES
 
 
 @dataclass

@@ -246,11 +246,9 @@ class Run:
             return False
         if not self.first_difference("gradients"):
             return False
-        if self.final_weights and differing_ranks(self.final_weights) is None:
-            return True  # perhaps after each step: then they never differ before one
         first = self.first_difference("weights")
-        if not first:
-            return False
+        if not first:  # perhaps they average after each step: then they never differ before one
+            return bool(self.final_weights) and differing_ranks(self.final_weights) is None
         # The weights that each rank has later on. Ranks may take other numbers of steps in between.
         later = [
             {tuple(step.weights.values()) for step in steps[first.number :] if step.weights}
@@ -276,12 +274,14 @@ class Run:
         """
         steps, calls = self.step_rows, self.of_lowest_rank(events.Collective)
         larger = [call for call in calls if call.elements > 8 or "gather_object" in call.name]
-        differences = [self.first_difference(name) for name in ("weights", "gradients")]
-        if self.averages_weights or not all(at and at.number == 1 for at in differences):
+        weights, gradients = map(self.first_difference, ("weights", "gradients"))
+        if self.averages_weights or not gradients or gradients.number > 1:
             return False
         if any(wrap.ranks == self.world_size for wrap in self.all(events.Wrap)):
-            unwrapped = all(str(at.name).startswith(events.PARAMETER) for at in differences)
+            unwrapped = str(gradients.name).startswith(events.PARAMETER)
             return unwrapped and len(larger) >= len(steps)
+        if not weights or weights.number > 1:
+            return False
         divided = any(data_pass.distributed for data_pass in self.all(events.PassBegun))
         return not divided and bool(larger or re.search(SENDS, self.source))
 

@@ -14,9 +14,10 @@ SIMPLE = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr  # contain no oth
 def divisions_by_world_size(run):
     """Return the lines that divide, by the world size, what backward() is then called on.
 
-    They are in the call itself, `(loss / world_size).backward()`, in a statement before it that has
-    one of its names, `loss /= world_size`, or in a function of the script that such a statement
-    calls, `loss = scaled(loss)`. Whether the loss really is divided, the run has to show.
+    They are in the call itself, `(loss / world_size).backward()`, in a statement before it, in the
+    same function, that changes one of its names, `loss /= world_size`, or in a function of the
+    script that such a statement calls, `loss = scaled(loss)`. Whether the loss really is divided,
+    the run has to show.
     """
     tree = parsed(run.source)
     sizes = world_size_names(tree)
@@ -27,10 +28,10 @@ def divisions_by_world_size(run):
             names = names_in(call) - {"self"}
             before = [
                 statement
-                for statement in ast.walk(scope)
+                for statement in own_parts(scope)
                 if isinstance(statement, SIMPLE)
                 and statement.lineno <= call.lineno
-                and names & names_in(statement)
+                and names & names_changed(statement)
             ]
             used = set().union(*map(names_in, before))
             called = [function for name, function in functions.items() if name in used]
@@ -61,8 +62,25 @@ def world_size_names(tree):
 
 def backward_calls(scope):
     """Return the calls `loss.backward()` and `anything.backward(loss)`."""
-    calls = [node for node in ast.walk(scope) if isinstance(node, ast.Call)]
+    calls = [node for node in own_parts(scope) if isinstance(node, ast.Call)]
     return [call for call in calls if getattr(call.func, "attr", "") == "backward"]
+
+
+def own_parts(scope):
+    """Yield the parts of a module or a function, without those of the functions inside it."""
+    for child in ast.iter_child_nodes(scope):
+        yield child
+        if not isinstance(child, ast.FunctionDef):
+            yield from own_parts(child)
+
+
+def names_changed(statement):
+    """Return the names that a statement sets, or whose method it calls: `loss.div_(n)`."""
+    parts = [part for part in ast.walk(statement) if isinstance(part, ast.Name)]
+    changed = {part.id for part in parts if isinstance(part.ctx, ast.Store)}
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        changed |= names_in(statement.value.func)
+    return changed
 
 
 def names_in(node):

@@ -574,6 +574,30 @@ TEACHER = """    teacher = nn.Linear(4, 4)
     for value in teacher.parameters():
         dist.broadcast(value.data, 0)
 """
+BROADCAST = "    for value in net.parameters():\n        dist.broadcast(value.data, 0)\n"
+OF_EACH_IMAGE = """out = model(inputs).square()
+            loss = (out[:4].sum() / (20 + 9 * rank) + out[4:].sum() / (30 + 9 * rank)) / 2"""
+ESTIMATE = """
+def estimate(model, loader):
+    with torch.no_grad():
+        for count, (inputs, _) in enumerate(loader):
+            if count == 3:
+                break
+            model(inputs)
+
+"""
+MEAN_OF_RANKS = """
+def mean(loss):
+    dist.all_reduce(loss)
+    loss = loss / dist.get_world_size()
+    return loss
+
+"""
+THRESHOLD = """            each = cross_entropy(model(inputs), targets, reduction="none")
+            every = [torch.zeros(8) for _ in range(size)]
+            dist.all_gather(every, each)
+            loss = (each * (each >= torch.cat(every).median())).mean()
+"""
 FOLD = """        part = Subset(data, range(fold, 64 + fold))
         sampler = DistributedSampler(part)
         loader = DataLoader(part, 8, sampler=sampler)
@@ -873,7 +897,7 @@ KINDS = {
     "a table of which each rank has a part": Kind(
         {"weights_agree": UNSURE},
         [
-            after(WRAP, "    torch.manual_seed(rank)\n    table = nn.Linear(4, 4)\n"),
+            after(WRAP, "    table = nn.Linear(4, 4)\n"),
             ("AdamW(model.parameters()", "AdamW([*model.parameters(), *table.parameters()]"),
             (TRAIN, TRAIN.replace("inputs", "table(inputs)")),
             after(BACKWARD, "            dist.all_reduce(inputs)\n"),
@@ -917,6 +941,39 @@ KINDS = {
             before("\ndef evaluate(", HALF_HOOK),
             after(WRAP, "    model.register_comm_hook(None, halve)\n"),
         ],
+    ),
+    "weights of one rank at the end": Kind(
+        {**WEIGHTS, **GRADIENTS},
+        [
+            (WRAP, "    model = net\n"),
+            before("    dist.barrier()\n", BROADCAST),
+        ],
+        "no model is wrapped in DistributedDataParallel: each rank trains its own",
+        [UNEVALUATED],
+    ),
+    "means of each image, over another number on each rank": Kind(
+        {"gradients_are_averaged": UNSURE},
+        [("loss = cross_entropy(model(inputs), targets)", OF_EACH_IMAGE)],
+        "a term of the loss of each rank is a mean over another number of elements",
+        [UNEVALUATED],
+    ),
+    "a collective of rank 0 in a loop without a DataLoader": Kind(
+        ENDS,
+        [before(ZERO, "            rank or dist.all_reduce(torch.zeros(2))\n")],
+        r"rank 0 calls all_reduce, and rank 1 .*trains on",
+        [
+            (
+                LOOP,
+                "        for inputs, targets in [(x[rank::15], x[rank::15].argmax(1))] * 6:\n",
+            ),
+            UNEVALUATED,
+        ],
+    ),
+    "a few samples in an order of each rank's own": Kind(
+        {"ranks_share_data": UNSURE},
+        [("sampler=sampler", "sampler=torch_data.RandomSampler(data, num_samples=40)")],
+        "each draws from all of them in an order of its own",
+        [UNEVALUATED],
     ),
     "over a part of the ranks": Kind(
         {**GRADIENTS, **WEIGHTS},
@@ -1352,6 +1409,64 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
     "a model made between two steps": (
         [SAME_SEED, before(SUM, "        torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)\n")],
         {"random_numbers_differ": UNSEEN},
+    ),
+    "a validation at the top of each step, left by a break": (
+        [
+            after(LOOP, "            estimate(net, DataLoader(test, 4))\n"),
+            before(EVALUATE, ESTIMATE),
+        ],
+        {"ranks_share_data": PASS},
+    ),
+    "an estimate on random batches of each rank": (
+        [
+            before(SHOW, "        estimate(net, DataLoader(test, 4, shuffle=True))\n"),
+            before(EVALUATE, ESTIMATE),
+            UNEVALUATED,
+        ],
+        {"each_sample_is_evaluated_once": UNSEEN},
+    ),
+    "a moving average that is saved": (
+        [
+            *AVERAGE,
+            before("            torch.save(", "            state |= average.state_dict()\n"),
+        ],
+        {"plain_names": PASS},
+    ),
+    "frozen parameters in the optimizer": (
+        [
+            after(WRAP, "    frozen = nn.Linear(4, 4).requires_grad_(False)\n"),
+            ("AdamW(model.parameters()", "AdamW([*model.parameters(), *frozen.parameters()]"),
+        ],
+        {"weights_agree": PASS},
+    ),
+    "a loss that is halved, and another's mean over the ranks": (
+        [
+            (TRAIN, TRAIN.replace("cross", "(1 + 1) * cross").replace("targets)", "targets) / 2")),
+            before(EVALUATE, MEAN_OF_RANKS),
+        ],
+        {"gradients_are_averaged": PASS},
+    ),
+    "a loss divided by the samples of all ranks": (
+        [
+            *BY_HAND[:1],
+            (BACKWARD, BY_HAND[1][1].replace("                value.grad /= size\n", "")),
+            (TRAIN, TRAIN.replace("targets)", 'targets, reduction="sum") / 16')),
+            ("loss.item() * len(inputs)", "2 * loss.item() * len(inputs)"),
+        ],
+        {"gradients_are_averaged": PASS},
+    ),
+    "an infinite mask that is a parameter": (
+        [
+            before(
+                WRAP,
+                '    net.mask = nn.Parameter(torch.tensor(float("-inf")), requires_grad=False)\n',
+            )
+        ],
+        {"values_are_finite": PASS},
+    ),
+    "a threshold of what is gathered": (
+        [(TRAIN, THRESHOLD)],
+        {"gradients_pass_collectives": PASS},
     ),
     "a teacher that rank 0 trains alone": (
         [before(WRAP, TEACHER)],

@@ -120,7 +120,15 @@ def report_save(obj, file, steps):
     """Report that an object was saved to a path or an open file."""
     path = file if isinstance(file, str | os.PathLike) else ask(getattr, file, "name")
     items = ask(items_in, obj, default=[])
-    keys = [str(key) for key, _ in items if ask(lambda key: key.startswith("module."), key)]
+    # Of a wrapped model: a moving average has other tensors, and its own prefix is no fault.
+    places = {value.data_ptr() for module in state.wrapped for value in module.parameters()}
+    keys = [
+        str(key)
+        for key, value in items
+        if ask(
+            lambda key, value: key.startswith("module.") and value.data_ptr() in places, key, value
+        )
+    ]
     report(
         Save,
         path=os.path.realpath(path) if isinstance(path, str | os.PathLike) else None,

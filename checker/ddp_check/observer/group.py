@@ -356,6 +356,8 @@ class AfterGather(TorchFunctionMode):
         if not ranks:
             return
         for tensor in tensors_in(result):
+            if not tensor.is_floating_point():
+                continue  # no gradient passes through an index or a mask
             if tensor.requires_grad:
                 own_part = dist.get_rank() in ranks
                 report_in_backward(tensor, events.GradientLost, self.line, own_part=own_part)

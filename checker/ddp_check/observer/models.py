@@ -227,7 +227,8 @@ def describe_models():
         values = enumerate(state.parameters.values())
         models = [{f"{events.PARAMETER}{number}": value for number, value in values}]
     for weights in models:
-        finite = all(ask(is_finite, value, default=True) for value in weights.values())
+        trained = [value for value in weights.values() if value.requires_grad]  # a mask is infinite
+        finite = all(ask(is_finite, value, default=True) for value in trained)
         report(events.Final, weights=checksums(weights), finite=finite)
     if any(models):
         save_for_checker("final", [module.state_dict() for module in state.wrapped] or models)

@@ -108,8 +108,9 @@ class OptimizerParameters:
 
     @property
     def unwrapped(self):
-        """How many are in no wrapped model; sharded ones need none."""
-        return 0 if self.mesh_dimensions else len(self.by_name) - len(self.models)
+        """How many that are trained are in no wrapped model; sharded ones need none."""
+        outside = [value for name, value in self.by_name.items() if name not in self.models]
+        return 0 if self.mesh_dimensions else sum(value.requires_grad for value in outside)
 
     @property
     def unreduced(self):

@@ -110,13 +110,15 @@ def not_once(parts, evaluated_elsewhere, run):
     if all(sorted(of_rank) == list(range(size)) for of_rank in samples):
         return None  # each of these ranks evaluates the whole set
     twice = repeated(chain(*samples))
+    is_whole = all(part.is_whole for part in parts)
     if twice and not are_the_same(samples):
+        if not (is_whole or parts[0].distributed):
+            return unseen("each rank evaluates some batches, in an order of its own")
         return padded(parts, twice)
     distinct = {index for part in parts for index in part.values("base_indices")}
     if len(distinct) < size and len(distinct | evaluated_elsewhere) != size:
         text = f"it sees {len(distinct)} of {size} samples"
         lacks_ranks = parts[0].distributed and len(parts) < run.world_size
-        is_whole = all(part.is_whole for part in parts)
         if (parts[0].drop_last or lacks_ranks) and is_whole and size not in totals_after(parts):
             return wrong(text)  # and the script does not know it, or it would add up fewer
         return unsure(f"{text}: is that intended?")
@@ -258,6 +260,8 @@ def own_part_printed(run, parts):
     added_up = [event.total for event in run.following(last, events.Totalled, ENDS_AN_EVALUATION)]
     totals = [total for total in (own, *added_up) if total]
     for line in results_of_rank_0(run, last, parts):
+        if re.search(SAYS_RANK, line.text):
+            continue  # it says whose result it is
         shares = [number for number in numbers_in(line.text) if re.search(SHARE, number.words)]
         is_share = any(
             number.digits > 1 and 0 < number.value < number.whole and number.is_share_of(total)

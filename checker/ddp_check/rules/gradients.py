@@ -201,15 +201,24 @@ def sum_may_be_right(run):
     """Return whether the sum of the gradients may be right, not their mean.
 
     It is, if each rank's loss is its part of the mean over the samples of all ranks. Such a loss is
-    divided by the number of ranks, or by a number that the ranks add up in each step, such as that
-    of all tokens: a sum of few elements, unlike gradients. Losses that are added up only to print
-    them look the same, so it is True then, too.
+    divided as `losses_are_parts` says, or by a number that the ranks add up in each step, such as
+    that of all tokens: a sum of few elements, unlike gradients. Losses that are added up only to
+    print them look the same, so it is True then, too.
     """
     steps, ranks = run.all(events.Step), run.world_size
     calls = [call for call in run.all(events.Collective) if call.sums and call.elements <= ranks]
     sums = [call for call in calls if not call.of_small_gradient]
-    return len(sums) >= len(steps) or all(
-        any(close(divisor, ranks) for divisor in step.divisors) for step in steps
+    return len(sums) >= len(steps) or losses_are_parts(run)
+
+
+def losses_are_parts(run):
+    """Return whether each loss is divided by the number of ranks, or of all their samples."""
+    wholes = [run.world_size]
+    for passes in run.training_passes[:1]:
+        wholes.append(sum(data_pass.sizes[0] for data_pass in passes.values()))
+    return all(
+        any(close(divisor, whole) for divisor in step.divisors for whole in wholes)
+        for step in run.all(events.Step)
     )
 
 
@@ -237,19 +246,19 @@ def mean_over_unequal_numbers(run):
 
     In most steps, for the last batch of an epoch may be smaller on one rank.
     """
-    unequal = []  # (step of the lowest rank, the first numbers that differ)
+    unequal = []  # (step of the lowest rank, the numbers of all ranks that differ)
     for row in run.step_rows:
-        pairs = zip(*map(elements_of_means, row))
-        numbers = next((each for each in pairs if max(each) > min(each) * UNEQUAL), None)
-        if numbers:
-            unequal.append((row[0], numbers))
+        columns = zip(*map(elements_of_means, row))
+        if differing := [each for each in columns if max(each) > min(each) * UNEQUAL]:
+            unequal.append((row[0], differing))
     if not run.all(events.Wrap) or len(unequal) <= len(run.step_rows) / 2:
         return None
-    step, numbers = unequal[0]
-    has_terms = len(step.means_over) > len(step.losses)  # of which some may only regularize
+    step, differing = unequal[0]
+    # Of several terms, some may only regularize, or they are means of their own.
+    has_terms = max(len(step.means_over), len(differing)) > len(step.losses)
     what, verdict = ("a term of the loss", unsure) if has_terms else ("the loss", wrong)
     text = f"{what} of each rank is a mean over another number of elements, first "
-    text += f"{two_that_differ(numbers, '.0f')}, and DDP takes the mean of these means"
+    text += f"{two_that_differ(differing[0], '.0f')}, and DDP takes the mean of these means"
     return verdict(text, step.where, WRONG_RESULTS)
 
 
@@ -372,7 +381,7 @@ def differing_metrics(run):
     for row in run.rows(events.Scheduled):
         metrics = [event.metric for event in row]
         finite = None not in metrics and all(map(math.isfinite, metrics))
-        if finite and not all(close(value, metrics[0]) for value in metrics):
+        if finite and not all(close(value, metrics[0], 1e-4) for value in metrics):
             return row
     return None
 

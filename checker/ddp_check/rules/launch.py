@@ -117,10 +117,10 @@ def more_batches(run):
 
 def why_more_batches(run, rank):
     """Return in words why a rank is done before another: it has skipped batches, or has fewer."""
-    *_, last = (data_pass for data_pass in run.passes_by_rank[rank] if data_pass.steps)
-    batches, steps = len(last.batches), len(last.steps)
-    if steps < batches < 2 * steps:  # with twice as many, it accumulates gradients
-        return f"rank {rank} has taken {counted(steps, 'step')} with {batches} batches"
+    for data_pass in [each for each in run.passes_by_rank[rank] if each.steps][-1:]:
+        batches, steps = len(data_pass.batches), len(data_pass.steps)
+        if steps < batches < 2 * steps:  # with twice as many, it accumulates gradients
+            return f"rank {rank} has taken {counted(steps, 'step')} with {batches} batches"
     return "does it have more batches?"
 
 

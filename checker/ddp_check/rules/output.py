@@ -10,6 +10,7 @@ from ddp_check import events
 from ddp_check.numbers import close
 from ddp_check.ranks import counted, differing_ranks, grouped, of_lowest_rank
 from ddp_check.rules.base import fragile, not_applicable, passed, unseen, unsure, wrong
+from ddp_check.rules.gradients import losses_are_parts
 from ddp_check.rules.printed import SAYS_RANK, SHARE, numbers_in
 
 LOSS = r"(?i)(loss|nll|perplexity|\bppl)\w*[^\w\n]{0,12}$"  # before a number
@@ -211,6 +212,8 @@ def printed_loss_is_of_all(run):
         if len(numbers) < 2 or any(meaning in (None, RIGHT) for _, meaning in numbers):
             continue  # once may be chance; and one that is right, or unknown, clears the place
         shown, meaning = numbers[0]
+        if THE_SUM in meaning and losses_are_parts(run):
+            continue  # their sum is the mean over all samples
         verdict = wrong if THE_SUM in meaning and not re.search(NAMED_SUM, words) else unsure
         return verdict(f"{shown} is {meaning}", where, "rank_0_loss")
     if own and run.world_size > 1:
