@@ -106,7 +106,7 @@ unseen, not_applicable = partial(Verdict, UNSEEN), partial(Verdict, NOT_APPLICAB
 
 
 def worst(verdicts):
-    """Return the first of the worst of these verdicts, or None if all of them are."""
+    """Return the worst of these verdicts, of equally bad ones the first, or None without any."""
     order = [*LABELS]
     given = [verdict for verdict in verdicts if verdict]
     return min(given, key=lambda verdict: order.index(verdict.status), default=None)

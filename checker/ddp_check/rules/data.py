@@ -67,6 +67,7 @@ def verdict_on_epoch(epoch, samples_are_random):
     is_whole = all(data_pass.is_whole for data_pass in epoch.values())
     shared = repeated(chain(*samples))
     too_many = shared > padding_allowed(list(epoch.values()))
+    # A set that is as small as the padding is shared as a whole.
     if too_many or (is_whole and shared and are_the_same(samples)):
         return why_shared(epoch, samples, samples_are_random)
     if is_whole or of_lowest_rank(epoch).distributed or not shared:
@@ -133,10 +134,10 @@ def same_stream(run):
 
     A rank that draws more than the others, as for an evaluation, is ahead in the same numbers.
     """
-    inputs = [
-        [*chain(*(step.inputs for step in steps))] for steps in run.by_rank(events.Step).values()
-    ]
+    steps_by_rank = run.by_rank(events.Step)
+    inputs = [list(chain(*(step.inputs for step in steps))) for steps in steps_by_rank.values()]
     common, batches = set.intersection(*map(set, inputs)), len(inputs[0])
+    # Inputs that repeat are constant, or few: it says nothing that they are equal.
     if len(inputs) > 1 and len(common) > batches / 2 and not any(map(repeated, inputs)):
         text = f"{len(common)} of {batches} batches are the same on all ranks, in other steps"
         return wrong(text, run.all(events.Step)[0].where, "no_sampler")
@@ -151,7 +152,8 @@ def repeated(samples):
 def padding_allowed(passes):
     """Return how many samples may come twice, so that all ranks have equally many.
 
-    DistributedSampler adds less than one for each rank, and Accelerate fills the last batches.
+    That is less than one for each rank, as DistributedSampler adds, or else less than a batch for
+    each, as Accelerate fills the last batches.
     """
     of_each_rank = 1 if passes[0].distributed else max(passes[0].sizes, default=1)
     return len(passes) * of_each_rank - 1
@@ -197,11 +199,12 @@ def dealt_by_data_set(epoch):
     all samples have the same one, the samples decide.
     """
     same_samples = equal_where_common(checksums_by_index(epoch, "checksums"))
-    if same_samples is None:  # the ranks have no index in common
+    if same_samples or same_samples is None:  # None: the ranks have no index in common
         return False
     labels = checksums_by_index(epoch, "label_checksums")
     labels_tell = len(set(labels[0].values())) > 1
-    return not (same_samples or (labels_tell and equal_where_common(labels)))
+    only_augmented = labels_tell and equal_where_common(labels)
+    return not only_augmented
 
 
 def checksums_by_index(epoch, field_name):
@@ -244,7 +247,7 @@ def read_once(passes):
     """Return the verdict on batches that are kept and repeated, as itertools.cycle does."""
     for data_pass in passes:
         inputs, count = [step.inputs for step in data_pass.steps], len(data_pass.batches)
-        goes_on = data_pass.ended and len(inputs) > count > 1
+        goes_on = data_pass.ended and len(inputs) > count > 1  # more steps than batches
         # Each step has the batch of the step `count` steps before it.
         if goes_on and all(inputs) and inputs[count:] == inputs[:-count]:
             text = f"steps 1 to {count} are repeated in the same order: the loader is read once"

@@ -32,8 +32,8 @@ def evaluations(run):
     def evaluates(data_pass):
         if data_pass.dataset in trained or not (data_pass.batches and data_pass.sample_count):
             return False
-        is_left_early = data_pass.dataset not in read_whole  # in every pass, so that is meant
-        is_meant = is_left_early and run.returncode == 0
+        # One that is left early counts if no pass reads this data as a whole: then it is meant.
+        is_meant = data_pass.dataset not in read_whole and run.returncode == 0
         return data_pass.is_whole or (is_meant and data_pass.events_of(events.BatchEvaluated))
 
     evaluating = {
@@ -89,6 +89,7 @@ def in_another_order(parts):
     if len(parts) < 2 or not in_turns:
         return None
     for event in chain(*(part.events_of(events.Counted) for part in parts)):
+        # More than chance: two standard deviations of such a number are at most this root.
         if event.equal is not None and event.equal_in_turns > event.equal + 2 * event.length**0.5:
             text = "what is gathered is in another order than the labels, one rank's part behind "
             text += f"another's: {event.equal} of {event.length} agree, and "
@@ -153,7 +154,8 @@ def padded(parts, twice):
     if cuts:
         in_blocks = parts[0].distributed and any(cut.in_blocks for cut in cuts)
         compared = gathers == 1 and any(event.equal is not None for event in used)
-        if not in_blocks or (twice == 1 and not compared):
+        loses_nothing = twice == 1 and not compared  # the only extra one ends the last block
+        if not in_blocks or loses_nothing:
             return None
         text = "what is gathered is in blocks, one rank's part behind another's, when its end is "
         text += "cut off: other samples are lost, or in another order than their labels"
@@ -175,6 +177,7 @@ def bring_only_counts(parts, calls_by_rank):
 
     calls_by_rank: their sums and gathers
     """
+    # What comes first brings the results together; later sums may be of anything.
     if all(calls and calls[0].sums for calls in calls_by_rank):
         return True
     gathers = [call for call in calls_by_rank[0] if "gather" in call.name]
@@ -205,14 +208,17 @@ def result_is_of_all(run):
     kept_apart = [parts for parts in divided if not result_is_shared(run, parts[0].batches[-1])]
     if not kept_apart:
         return passed(counted(len(divided), "evaluation"), divided[0][0].where)
-    saves = []  # the first save of rank 0 after each of them, or None
-    for parts in kept_apart:
-        following = run.following(parts[0].batches[-1], events.Save, ENDS_AN_EVALUATION)
-        saves.append(next(iter(following), None))
+    saves = [first_save_after(run, parts) for parts in kept_apart]
     if any(saves) and None in saves:  # it saves after some, so it chooses
         text = f"{own_part(kept_apart[0])} before it saves: does it choose by its own part?"
         return unsure(text, next(filter(None, saves)).where, "rank_0_loss")
     return unseen("the parts are not brought together, and nothing is printed of them")
+
+
+def first_save_after(run, parts):
+    """Return the first save of rank 0 that follows an evaluation, or None."""
+    saves = run.following(parts[0].batches[-1], events.Save, ENDS_AN_EVALUATION)
+    return next(iter(saves), None)
 
 
 def is_divided(parts):
@@ -235,7 +241,7 @@ def own_part(parts):
 def result_is_shared(run, last, parts=()):
     """Return whether a collective that can bring results together follows what rank 0 did last.
 
-    A single sum is not enough if it is that of how many samples the ranks have in their parts.
+    A lone sum of how many samples the ranks have in their parts brings no result.
 
     parts: of the evaluation, if that is asked, too
     """

@@ -82,6 +82,7 @@ def all_zero(run):
             step, text = rows[0][0], f"all gradients are zero, in {counted(len(rows), 'step')}"
             text += ": does zero_grad() come after backward(), or was the optimizer given other "
             text += "parameters than the model's, as before fully_shard()?"
+            # If they are in no wrapped model, a rule about weights tells the cause.
             return wrong(text, step.where, follows=bool(step.unwrapped))
 
 
@@ -159,8 +160,13 @@ def equal_before_reduction(run):
     if run.world_size < 2 or len(equal) < 2 or len(equal) <= len(rows) / 2:
         return None
     step, text = equal[0][0], "before they are all-reduced, all ranks have the same"
-    if not run.all(events.Wrap):
-        return wrong(f"{text}: the same data everywhere?", step.where, "no_sampler")
+    if run.all(events.Wrap):
+        return reduced_again(run, step, text)
+    return wrong(f"{text}: the same data everywhere?", step.where, "no_sampler")
+
+
+def reduced_again(run, step, text):
+    """Return the verdict if what the script reduces by hand are gradients that DDP has averaged."""
     where, are_gradients = line_of_reduction(run), len(step.reduced) >= len(step.gradients)
     if where and are_gradients and is_factor(factor_of_mean(run), 1):
         return slow(f"{text}: DDP has averaged them, and this changes nothing", where)
@@ -269,14 +275,17 @@ def two_that_differ(values, layout):
 
 
 def elements_of_means(step):
-    """Return over how many elements the losses of a step are means: also by a division."""
-    # A divisor that is a whole number may be a number of elements. It may also be that of
-    # micro-batches, but then it is the same on all ranks.
+    """Return the numbers of elements over which the losses of a step may be means."""
+    # A divisor that is a whole number may be one, too. It may also be the number of micro-batches,
+    # but that is the same on all ranks.
     return step.means_over + [by for by in step.divisors if by > 1 and by % 1 == 0]
 
 
 def several_reductions(run):
-    """Return the verdict on steps whose gradients are all-reduced more than once."""
+    """Return the verdict on steps whose gradients are all-reduced more than once.
+
+    As a GAN's, with two backward passes of its discriminator: the first could be in no_sync().
+    """
     for number, step in enumerate(run.of_lowest_rank(events.Step), 1):
         if step.reductions > 1:
             text = f"step {number}: {step.reductions} backward passes all-reduce their gradients"
@@ -353,10 +362,13 @@ def rates_are_equal(run):
 
 def line_of_some_ranks(run, is_meant):
     """Return a line in which not all ranks load a state, of the loads that are meant, or ""."""
-    loads = grouped(run.by_rank(events.StateLoaded), lambda load: (load.where, is_meant(load)))
-    for (where, meant), loads_by_rank in loads.items():
+    loads = {
+        rank: [load for load in of_rank if is_meant(load)]
+        for rank, of_rank in run.by_rank(events.StateLoaded).items()
+    }
+    for where, loads_by_rank in grouped(loads, lambda load: load.where).items():
         counts = {len(loads_by_rank.get(rank, ())) for rank in run.events_by_rank}
-        if meant and len(counts) > 1:
+        if len(counts) > 1:
             return where
     return ""
 

@@ -44,6 +44,7 @@ def script_ends(run):
         return unsure(f"still busy {text}: {cure}, or raise --timeout")
     if code == -signal.SIGABRT and run.by_rank(events.Exit).get(rank):
         text += f"; rank {rank} was aborted after its last line, a rare race of gloo's threads"
+        # Where a library has joined the process group, this is not the script's to mend.
         return passed(text) if joined_by_framework(run) else fragile(text, "", "late_import")
     return failure(run)
 
@@ -75,7 +76,7 @@ def with_cause(run, text, where, page="", details=()):
     5. A rank evaluates the DDP model, whose buffers wait for the others.
     6. The ranks have called different collectives.
     """
-    tells_its_cause = run.returncode and run.raised and not re.search(OF_OTHERS, run.ending)
+    tells_its_cause = run.returncode and run.raised and not re.search(OF_OTHERS, run.ending)  # 1
     syncing_buffers = [
         rank
         for rank, stack in run.stacks.items()
@@ -83,17 +84,17 @@ def with_cause(run, text, where, page="", details=()):
     ]
     if not tells_its_cause:
         rank, reason = fewer_epochs(run)
-        if reason and rank not in syncing_buffers:
+        if reason and rank not in syncing_buffers:  # 2
             return wrong(f"{reason}; {text}", where, "recipes/early_stopping", details)
-        if verdict := more_batches(run):
+        if verdict := more_batches(run):  # 3
             return replace(verdict, text=f"{verdict.text}; {text}", details=details)
-        if names := [name for step in run.all(events.Step) for name in step.unreduced]:
+        if names := [name for step in run.all(events.Step) for name in step.unreduced]:  # 4
             reason = f"{names[0]} came into the model after it was wrapped"
             return wrong(f"{reason}; {text}", where, page, details)
-    if syncing_buffers or "_sync_buffers" in str(details):
+    if syncing_buffers or "_sync_buffers" in str(details):  # 5
         return wrong(f"{BUFFERS}; {text}", where, "rank_0_evaluates_the_wrapper", details)
     cause = same_collectives(run)
-    if cause and cause.status == WRONG:
+    if cause and cause.status == WRONG:  # 6
         return wrong(f"{cause.text}; {text}", cause.where, cause.page or page, details)
     return wrong(text, where, page, details)
 
@@ -104,7 +105,7 @@ def more_batches(run):
     if IN_BACKWARD not in run.output:
         return None
     for calls_more, trains_on in permutations(calls, 2):
-        more_calls = calls[calls_more][len(calls[trains_on]) :]
+        more_calls = calls[calls_more][len(calls[trains_on]) :]  # both make the first ones
         if more_calls and len(steps[trains_on]) >= len(steps[calls_more]) > 0:
             call, taken = more_calls[0], counted(len(steps[calls_more]), "step")
             text = f"after {taken}, rank {calls_more} calls {call.name}, and rank {trains_on} "
@@ -178,6 +179,7 @@ def is_about_gpus(run):
     """Return whether a translated run failed in the translation, or for the lack of a GPU."""
     frames = [at for at, line in enumerate(run.traceback) if FRAME.match(line)]
     innermost = run.traceback[frames[-1] :] if frames else [""]
+    # An error in a call that the observer only passes on is PyTorch's, or the script's.
     if "ddp_check/observer" in innermost[0] and not innermost[0].endswith(PASSED_ON):
         return True
     text = " ".join([run.ending, *innermost[1:]])

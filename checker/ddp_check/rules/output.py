@@ -41,7 +41,7 @@ def tell_their_ranks(lines_by_rank):
         for rank, lines in lines_by_rank.items()
         for line in lines
     ]
-    return any(map(all, zip(*rows)))
+    return any(map(all, zip(*rows)))  # a column in which each line has its rank's number
 
 
 def pattern(text):
@@ -259,7 +259,8 @@ def printed_after_steps(run):
 def meaning_of(number, windows):
     """Return what a printed number is: `RIGHT`, a fault in words, or None if that is not known.
 
-    A window is a list of steps, each a tuple of the ranks' events, of which it may be the mean.
+    A window is a list of steps, each a tuple of the ranks' events, of which it may be the mean. If
+    several values would be printed so, one that is right counts, or else the first.
     """
     if number.digits < 3 or not number.value or number.percent:
         return None
@@ -273,10 +274,7 @@ def meaning_of(number, windows):
 
 
 def possible_values(rows):
-    """Return what a number that is printed after these steps may be: [(value, what that is)].
-
-    Of equal values, the first counts.
-    """
+    """Return what a number that is printed after these steps may be: [(value, what that is)]."""
     steps = [step for row in rows for step in row]
     if not steps or len(rows[0]) < 2 or not all(step.losses for step in steps):
         return []
@@ -299,8 +297,9 @@ def possible_values(rows):
 
 def loss_of(step):
     """Return the loss of a step: the last, or the sum of N micro-batches, each divided by N."""
-    by_their_number = [divisor for divisor in step.divisors if close(divisor, len(step.losses))]
-    return sum(step.losses) if len(by_their_number) > 1 else step.losses[-1]
+    # Divisions by the number of micro-batches:
+    averaging = [divisor for divisor in step.divisors if close(divisor, len(step.losses))]
+    return sum(step.losses) if len(averaging) > 1 else step.losses[-1]
 
 
 def mean_over_batches(steps):

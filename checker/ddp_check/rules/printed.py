@@ -29,7 +29,7 @@ class Number(NamedTuple):
     @property
     def whole(self):
         """What stands for all, if the number is a share."""
-        return 100 if self.percent or self.value > 1 else 1
+        return 100 if self.percent or self.value > 1 else 1  # 98.07 is meant in percent
 
     def is_share_of(self, total):
         """Return whether a whole number of so many samples has this share."""

@@ -84,11 +84,11 @@ def weights_differ(run):
         return with_earlier_cause(run, len(run.step_rows) + 1, unsure, text)
 
 
-def with_earlier_cause(run, number, verdict_without, text, where=""):
+def with_earlier_cause(run, number, if_unexplained, text, where=""):
     """Return the verdict on weights that differ before the step of this number.
 
     If rates, gradients or buffers differed in an earlier step, that is the cause, and it is wrong.
-    Otherwise it is `verdict_without` (a kind of verdict, such as `unsure`), and a load, another
+    Otherwise it is `if_unexplained` (a kind of verdict, such as `unsure`), and a load, another
     start, or else an edit may be the cause.
     """
     causes = {"rates": "learning rates", "gradients": "gradients", "buffers": "buffers"}
@@ -98,17 +98,17 @@ def with_earlier_cause(run, number, verdict_without, text, where=""):
             text += f"; it follows from the {words} in step {earlier.number}"
             return wrong(text, where, follows=True)
     if line := line_of_some_ranks(run, lambda load: load.wraps > 0):
-        return verdict_without(f"{text}: not all ranks load a state here", line, "edit_on_one_rank")
+        return if_unexplained(f"{text}: not all ranks load a state here", line, "edit_on_one_rank")
     rows, loads = run.step_rows, [load for load in run.all(events.StateLoaded) if load.wraps]
     if number <= len(rows):
         loads = [load for load in loads if load.time < rows[number - 1][0].time]
     if loads:
         text += ": does each rank load the same state here, and only when it is written?"
-        return verdict_without(text, loads[-1].where, "missing_barrier")
+        return if_unexplained(text, loads[-1].where, "missing_barrier")
     if number == 1 and not run.all(events.Wrap):
         text += "; broadcast them at the start, or seed all ranks alike"
-        return verdict_without(text, where, "recipes/in_buckets")
-    return verdict_without(f"{text}; were they edited?", where, "edit_on_one_rank")
+        return if_unexplained(text, where, "recipes/in_buckets")
+    return if_unexplained(f"{text}; were they edited?", where, "edit_on_one_rank")
 
 
 def evaluated_models_agree(run):
@@ -154,9 +154,9 @@ def training_mode(run):
     step, text = steps[numbers[0] - 1], f"step {numbers[0]} is in evaluation mode"
     # The fault: all steps before the first evaluation are in training mode, and none after it. But
     # one before all training, as a test of the evaluation, does not count.
-    begun = next(step.time for step in steps if step.training)
+    training_begun = next(step.time for step in steps if step.training)
     evaluated = run.of_lowest_rank(events.Evaluated) or run.all(events.Evaluated)
-    times = [event.time for event in evaluated if event.wrapped and event.time > begun]
+    times = [event.time for event in evaluated if event.wrapped and event.time > training_begun]
     first = min(times, default=math.inf)
     if all(each.training == (each.time < first) for each in steps):
         return wrong(text, step.where, "eval_never_undone")
