@@ -141,7 +141,8 @@ def script_line(direct=False):
 
     The file is relative to the folder that the script runs in.
 
-    direct: only a line that calls the patched function itself, not by means of a library
+    direct: only a line that calls the patched function itself, not by means of a library; the
+        checker's own frames do not count
     """
     frame = sys._getframe(1)
     while frame:

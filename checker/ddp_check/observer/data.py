@@ -37,7 +37,7 @@ class PassState:
 
     pass_number: int
     subset: list | None  # indices that Subsets keep, or None for all
-    samples_before: int  # loaded for the next step when this pass began
+    samples_before_pass: int  # that were loaded for the next step when it began
     in_order: bool  # workers return batches as they were requested
     requested: deque = field(default_factory=deque)  # indices of batches, not returned yet
 
@@ -50,7 +50,7 @@ def begin(original, self, loader, *first_iter):
     """
     with ignoring_draws():  # it draws a seed for its workers
         original(self, loader, *first_iter)
-    if not any(first_iter):  # else it is reset while it is made, which has been reported
+    if not any(first_iter):  # True in __init__ of an iterator of workers, which was reported
         with harmless():
             begin_pass(self, loader)
 
@@ -61,8 +61,8 @@ def begin_pass(iterator, loader):
     state.passes += 1
     state.no_step_in_pass = True
     dataset, subset = ask(without_subsets, loader.dataset, default=(loader.dataset, None))
-    samples_before = state.since_step.sample_count
-    iterator._ddp_check = PassState(state.passes, subset, samples_before, loader.in_order)
+    samples_before_pass = state.since_step.sample_count
+    iterator._ddp_check = PassState(state.passes, subset, samples_before_pass, loader.in_order)
     sampler = sampler_of(loader)
     length = ask(len, loader.dataset)  # an iterable data set may have none
     report(
@@ -97,7 +97,7 @@ def sampler_of(loader):
     It is a sampler, a list or range in its place, or a batch sampler of the script's own.
     """
     batch_sampler = loader.batch_sampler
-    for _ in range(MAX_WRAPPERS):
+    for _ in range(MAX_WRAPPERS):  # Accelerate's BatchSamplerShard has the script's inside it
         batch_sampler = ask(getattr, batch_sampler, "batch_sampler") or batch_sampler
     if batch_sampler is None:
         return loader.sampler
@@ -165,7 +165,7 @@ def end_pass(pass_state):
     """Report that a pass is over."""
     report(events.PassEnded, pass_number=pass_state.pass_number)
     if state.no_step_in_pass:  # an evaluation, perhaps between two micro-batches of one step
-        state.since_step.sample_count = pass_state.samples_before
+        state.since_step.sample_count = pass_state.samples_before_pass
     after_gather.resume()
 
 

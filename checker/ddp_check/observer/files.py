@@ -34,7 +34,8 @@ def write(text):
 def log(original, self, record):
     """Report what the script logs; of standard output it is reported anyway.
 
-    A file that is named after the rank may hold what is that rank's own.
+    A file that is named after the rank may hold what is that rank's own. This is meant to be
+    generous: on rank 1, it leaves out log10.txt as well.
     """
     with harmless():
         file = os.path.basename(getattr(self, "baseFilename", ""))  # of a FileHandler
@@ -74,8 +75,8 @@ def audit_open(path, mode, flags):
     path, writes = os.fsdecode(path), flags & (os.O_WRONLY | os.O_RDWR)
     if writes:
         detach(path, truncates=bool(flags & os.O_TRUNC))
-    if mode is None:
-        return  # it is opened by os.open(), which libraries call
+    if mode is None:  # it is opened by os.open(), which libraries call
+        return
     real = os.path.realpath(path)
     is_data = real.startswith(TASK.folder) and not real.endswith(CODE)
     if not (is_data and script_line()):

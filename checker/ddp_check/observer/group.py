@@ -93,16 +93,19 @@ class Call:
 
     def __init__(self, function, args, kwargs):
         self.name, self.line = function.__name__, script_line()
+        # What it is given, and what it fills:
         named = inspect.signature(function).bind(*args, **kwargs).arguments
         arguments = [*named.values()]
         self.tensors = tensors_in(arguments)
         self.parts = parts_in(named)
+        # What it adds up:
         operations = [value for value in arguments if isinstance(value, dist.ReduceOp)]
         self.sums = self.name in REDUCTIONS and all(each in SUMS for each in operations)
         self.own_number = number_in(self.tensors) if self.sums else None
         # A mean of a mean is the same again, so only sums are counted:
         adds = self.sums and dist.ReduceOp.AVG not in operations and len(self.tensors) == 1
         self.rounds = rounds_of(self.tensors[0]) if adds else None
+        # What becomes of gradients:
         self.requires_gradient = any(tensor.requires_grad for tensor in self.tensors)
         self.cuts_gradient = self.requires_gradient and torch.is_grad_enabled()
 
@@ -180,7 +183,7 @@ def is_gradient(tensor):
 def rounds_of(tensor):
     """Return how often in a row a tensor is added up with the earlier sum of all ranks still in it.
 
-    It is None for a large tensor, and for a gradient.
+    It is 0 if that is not in it, and None, which is not watched, for a large tensor or a gradient.
     """
     if tensor.numel() > MAX_COUNTS:
         return None
@@ -195,6 +198,7 @@ def parts_in(arguments):
     """Return what a gather fills with the parts of the ranks: the items of a list, or views."""
     if "output_tensor" in arguments:
         shape = dist.get_world_size(), *arguments["input_tensor"].shape
+        # The output may be of this shape, concatenated, or flat: the parts lie one behind another.
         return [*arguments["output_tensor"].detach().view(shape)]
     return next((arguments[name] for name in LISTS_OF_PARTS if arguments.get(name)), [])
 
@@ -281,7 +285,7 @@ class AfterGather(TorchFunctionMode):
             self.__exit__(None, None, None)
 
     def resume(self):
-        """Enter the mode, unless the script has entered one of its own."""
+        """Enter the mode, unless the script is in one of its own: its end would leave this one."""
         current = _get_current_function_mode()
         is_free = current is None or type(current).__module__.startswith(HARMLESS_MODES)
         if self.parts is not None and current is not self and is_free:
@@ -310,7 +314,7 @@ class AfterGather(TorchFunctionMode):
     def report_cut(self, name, args, length, result):
         """Report that the end of a tensor is cut off."""
         if name == "__getitem__" and isinstance(args[1], slice) and len(result) < length:
-            in_blocks = turns_instead(args[0], self.parts) is not None
+            in_blocks = is_in_blocks(args[0], self.parts)
             report(events.Cut, dropped=length - len(result), in_blocks=in_blocks)
 
     def report_read(self, name, args, length, result):
@@ -368,6 +372,11 @@ class AfterGather(TorchFunctionMode):
 after_gather = AfterGather()
 
 
+def is_in_blocks(tensor, parts):
+    """Return whether a tensor has one rank's part behind another's, and that is another order."""
+    return turns_instead(tensor, parts) is not None
+
+
 def turns_instead(tensor, parts):
     """Return what the ranks gave, taking turns, if a tensor has one rank's part behind another's.
 
@@ -381,6 +390,6 @@ def turns_instead(tensor, parts):
     if blocks is None or blocks.dtype != tensor.dtype:
         return None
     places = torch.cat([torch.arange(len(part), device=blocks.device) for part in parts])
-    turns = blocks[places.argsort(stable=True)]
+    turns = blocks[places.argsort(stable=True)]  # [0 1 2 0 1 2] -> [0 3 1 4 2 5]
     in_blocks, in_turns = (tensor.equal(order[: len(tensor)]) for order in (blocks, turns))
     return turns[: len(tensor)] if in_blocks and not in_turns else None

@@ -20,7 +20,7 @@ def note_losses(tensors):
 def note_graph(root):
     """Note what the graph of a loss divides by or takes a mean over, as `BetweenSteps` says."""
     since, nodes = state.since_step, [root]
-    for node in nodes:  # the list grows by the inputs of each
+    for node in nodes:  # the list grows by the inputs of each, until there are enough
         name = type(node).__name__
         if name == "_AllReduceBackward":
             since.loss_reduced = True
@@ -41,7 +41,7 @@ def divisor_of(node, name):
         (first_operand, _), *_ = node.next_functions
         # In `loss * 0.5`, the first operand is the one with a graph; in `0.5 * loss`, it has none.
         factor = saved_number(node, "self" if first_operand is None else "other")
-        return 1 / factor if factor else None
+        return 1 / factor if factor else None  # both are doubles: of 0.1, exactly 10.0
     return None
 
 

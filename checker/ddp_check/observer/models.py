@@ -82,6 +82,7 @@ def model_suffix(number):
 
 def buffer_checksums(module, number):
     """Return checksums of the buffers, by name, but for those that all ranks update together."""
+    # The path of the model itself is empty.
     return {
         f"{path}.{name}{model_suffix(number)}".removeprefix("."): checksum([value], quick=True)
         for path, part in module.named_modules()
@@ -138,7 +139,7 @@ def enter_module(module, args):
     """Observe that any module is called."""
     if is_compiling():
         return  # the hooks would become a part of the graph
-    state.in_module += 1
+    state.in_module += 1  # in any case, as leave_module counts down
     if is_recorded():
         return
     with harmless():

@@ -54,7 +54,8 @@ def intercept(owner, name, function):
     def replacement(*args, **kwargs):
         return function(original, *args, **kwargs)
 
-    # A script may also take it from a package that passes it on.
+    # A script may also take it from a package that passes it on: torch.manual_seed,
+    # torch.distributed.all_reduce, torch.nn.utils.clip_grad_norm_.
     for holder in (owner, torch, torch.distributed, torch.nn.utils):
         if getattr(holder, name, None) is original:
             setattr(holder, name, replacement)

@@ -24,7 +24,7 @@ def credit_draws(owner):
     if state.in_loader:  # `ignoring_draws` looks when it has made its batch
         return
     before, after = state.credited_up_to, torch.get_rng_state()
-    state.credited_up_to = after
+    state.credited_up_to = after  # from here on, this is the last look
     if owner is None or before is None or after.equal(before):
         return
     since = state.since_step
@@ -50,7 +50,8 @@ def are_within(count, before, after):
     numbers = torch.rand(count + WINDOW, generator=generator, device="cpu")
     generator.set_state(after)
     following = torch.rand(WINDOW, generator=generator, device="cpu")
-    return bool((numbers.unfold(0, WINDOW, 1) == following).all(dim=1).any())
+    windows = numbers.unfold(0, WINDOW, 1)  # each 8 in a row
+    return bool((windows == following).all(dim=1).any())
 
 
 @contextlib.contextmanager
@@ -60,6 +61,7 @@ def ignoring_draws():
         yield
         return
     credit_script()
+    # If another thread reads the loader, what the model draws meanwhile is left out, too.
     state.in_loader = True
     try:
         yield

@@ -60,6 +60,7 @@ def set_handler(original, number, handler):
 
 
 intercept(signal, "signal", set_handler)
+# Unlike os.register_at_fork, it calls this after multiprocessing has cleared its finalizers.
 multiprocessing.util.register_after_fork(state, end_in_fork)
 if TASK.translate:
     from ddp_check.observer import translate  # noqa: F401

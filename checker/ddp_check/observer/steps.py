@@ -225,7 +225,7 @@ class OwnGradient:
             parameter = self.parameter()
             if parameter is None:
                 return
-            if parameter.grad is None or self.projection is None:  # it is the first since the step
+            if parameter.grad is None or self.projection is None:  # first since zero_grad(), a step
                 self.projection = 0.0
             if not gradient.is_sparse:
                 self.projection += projection(gradient)
@@ -294,7 +294,7 @@ def step_scaled(original, self, *args, **kwargs):
     with harmless():
         if self.is_enabled() and state.steps == steps:
             report(events.SkippedStep)
-    state.since_step = SinceStep()
+    state.since_step = SinceStep()  # a skipped step has not reset it
     return result
 
 
@@ -324,7 +324,7 @@ def load_state_dict(original, self, *args, **kwargs):
 def length_of_schedule(scheduler):
     """Return how many steps a schedule has.
 
-    Of a function, or a class of the script, that is the largest whole number which it keeps.
+    Of a function, or a class of the script, it guesses: the largest whole number that it keeps.
     """
     if hasattr(scheduler, "lr_lambdas"):
         function = scheduler.lr_lambdas[0]

@@ -163,12 +163,12 @@ QUIET = "set_device|init$|synchronize|empty_cache|ipc_collect|manual_seed"
 
 
 def answer(original, *args, **kwargs):
-    """Answer the script's question about GPUs as if there were some."""
+    """Answer the script's question about GPUs as if there were some; of a library, only `QUIET`."""
     name = original.__name__
     if script_line(direct=True):
         report_translated(f"{original.__module__}.{name}()")
     elif not re.match(QUIET, name):
-        return original(*args, **kwargs)  # a library asks
+        return original(*args, **kwargs)  # a library asks, and gets the truth
     value = ANSWERS.get(name, 0)
     return value(*args, **kwargs) if callable(value) else value
 
@@ -251,6 +251,7 @@ def normalize_over_ranks(original, self, tensor):
     sizes = SumOverRanks.apply(sizes, group).tolist()
     before, after = sum(sizes[:rank]), sum(sizes[rank + 1 :])
     # Each rank fills its place in a batch of zeros, so the sum over the ranks is the whole batch.
+    # What pad() gets begins with the last dimension, and the first is that of the samples.
     padded = torch.nn.functional.pad(tensor, [0, 0] * (tensor.dim() - 1) + [before, after])
     batch = SumOverRanks.apply(padded, group)
     return _BatchNorm.forward(self, batch)[before : before + len(tensor)]

@@ -99,9 +99,10 @@ def describe_samples(batch, count):
     if not parts:
         return UNKNOWN_SAMPLES
     label, *others = parts
-    label_checksums = checksums = with_rows([0] * count, label)
+    label_checksums = continued([0] * count, label)
+    checksums = label_checksums
     for part in others:
-        checksums = with_rows(checksums, part)
+        checksums = continued(checksums, part)
     return {
         "checksums": checksums,
         "label_checksums": label_checksums if others else None,
@@ -110,7 +111,7 @@ def describe_samples(batch, count):
     }
 
 
-def with_rows(checksums, part):
+def continued(checksums, part):
     """Return the checksums of samples, continued by the row that each has in a further tensor."""
     elements = part[:, :: 1 + part.shape[1] // MAX_PER_SAMPLE].contiguous()
     rows = elements.view(torch.uint8).numpy()
