@@ -35,7 +35,8 @@ def perform(name, plan):
 def conclude(name, verdicts):
     """Return a line that says whether the promise of a drill holds, and if not, why."""
     doubts = [verdict for verdict in verdicts if verdict.status not in (FRAGILE, PASS)]
-    holds = f"not shown ({doubts[0].text})" if doubts else "you may rely on it"
     if any(verdict.status == WRONG for verdict in doubts):
         holds = "do not rely on it"
+    else:
+        holds = f"not shown ({doubts[0].text})" if doubts else "you may rely on it"
     return f"{name}: {holds}: {DRILLS[name].__doc__}"

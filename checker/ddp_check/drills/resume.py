@@ -77,7 +77,7 @@ def cannot_resume(run):
 
 
 def pause_of(plan):
-    """Return how long to wait before each step, so that an interruption comes before the end."""
+    """Return the wait before each step with which all take 4 s: time for an interruption."""
     steps = plan.undisturbed.steps
     return max(0.0, (MIN_TRAINING_SECONDS - (steps[-1].time - steps[0].time)) / len(steps))
 
@@ -159,7 +159,12 @@ def resumes(plan, interrupted, promise, may_lose_steps):
 
 
 def begins_again(plan, interrupted, resumed, where):
-    """Return the verdict on where an interrupted run has begun again."""
+    """Return the verdict on where an interrupted run has begun again.
+
+    - It takes all steps, and loads nothing: unsure, unless --restart-args are given.
+    - It takes all steps, although some were saved: wrong.
+    - It takes too few: wrong.
+    """
     runs = interrupted, resumed, plan.undisturbed
     before, after, total = (len(run.steps) for run in runs)
     if resumed.returncode != 0:
@@ -284,9 +289,10 @@ def random_numbers(run, pairs):
     loaders = [of_lowest_rank(epoch) for epoch in run.training_passes]
     shuffles = any(loader.shuffle and not loader.distributed for loader in loaders)
     if any(old.random != now.random for old, now in pairs):
-        return "(dropout, batches)"
+        return "(dropout, batches)"  # they differ
     if others:
         return f"that {' and '.join(others)} draws"
+    # They may differ:
     return "(dropout, batches)" if sources or shuffles or run.draws_numbers else ""
 
 

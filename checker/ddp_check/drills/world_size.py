@@ -47,13 +47,7 @@ def steps_agree(plan):
     many = plan.run("many", scale=1, during=after_some_steps)
     if verdict := no_gradients_kept(many):
         return verdict
-    start, remark = str(many.folder), ""
-    one = plan.run("one", nproc=1, scale=plan.nproc, start=start, during=after_some_steps)
-    # If one process then has N times the samples of all ranks, the script has already given it as
-    # many as all of them, and the drill must not multiply its batch.
-    if close(ratio(samples_in(one), samples_in(many)), plan.nproc, COUNT_TOLERANCE):
-        one = plan.run("alone", nproc=1, scale=1, start=start, during=after_some_steps)
-        remark = ": the script itself divides its batch by the number of ranks"
+    one, remark = run_in_one_process(plan, many, after_some_steps)
     if verdict := no_gradients_kept(one):
         return verdict
     if (one.world_size, many.world_size) != (1, plan.nproc):  # it starts its ranks itself
@@ -69,6 +63,18 @@ def steps_agree(plan):
     verdict = other_gradients(many, one, 1) or other_gradients(many, one, steps) or rates_verdict
     text = f"samples, learning rates and gradients of {counted(steps, 'step')}, in float64"
     return verdict or passed(f"{text}, to within {TOLERANCE:.0e}{remark}")
+
+
+def run_in_one_process(plan, many, during):
+    """Return a run in one process with as many samples as all ranks have, and a remark on it."""
+    run_one = partial(plan.run, nproc=1, start=str(many.folder), during=during)
+    one = run_one("one", scale=plan.nproc)
+    # If one process then has N times the samples of all ranks, the script has already given it as
+    # many as all of them, and the drill must not multiply its batch.
+    if close(ratio(samples_in(one), samples_in(many)), plan.nproc, COUNT_TOLERANCE):
+        remark = ": the script itself divides its batch by the number of ranks"
+        return run_one("alone", scale=1), remark
+    return one, ""
 
 
 def samples_in(run):
