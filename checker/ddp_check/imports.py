@@ -28,7 +28,7 @@ class AfterImport:
 
         def exec_module(module):
             execute(module)
-            if self in sys.meta_path:  # else that of another lookup has
+            if self in sys.meta_path:  # of two lookups' loaders, only the first import calls it
                 sys.meta_path.remove(self)
                 self.function()
 

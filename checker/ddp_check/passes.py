@@ -5,7 +5,7 @@ from itertools import chain
 
 from ddp_check import events
 
-MAX_SHARED_BY_EVALUATION = 1  # steps, see `credit`
+MAX_SHARED_BY_EVALUATION = 1  # steps
 
 
 class Pass(events.PassBegun):  # a dataclass, as every subclass of Event becomes one
@@ -26,6 +26,7 @@ class Pass(events.PassBegun):  # a dataclass, as every subclass of Event becomes
     @property
     def is_training(self):
         """Whether its batches were trained on, perhaps together with those of another pass."""
+        # A validation that is left by a break may share one step, the first after it; see `credit`.
         return bool(self.steps) or self.shared_steps > MAX_SHARED_BY_EVALUATION
 
     def events_of(self, kind):
@@ -104,9 +105,9 @@ def credit(step, recent, passes):
     training = [data_pass for data_pass in passes if data_pass.steps]
     training_lines = {data_pass.where for data_pass in training}
 
-    def may_train(data_pass):  # an evaluation that has ended does not, unless its line trains
-        evaluation = data_pass.ended and data_pass.evaluates
-        return data_pass.where in training_lines or not evaluation
+    def may_train(data_pass):
+        """Return whether it goes on, or evaluates nothing, or its line has trained before."""
+        return not (data_pass.ended and data_pass.evaluates) or data_pass.where in training_lines
 
     gave_batch = list(filter(may_train, recent))
     fetched_ahead = training[-1:] or list(filter(may_train, passes[-1:]))

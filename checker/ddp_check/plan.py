@@ -202,6 +202,7 @@ class Plan:
         in_bash += [AS_TASK] if self.launcher == "srun" else []
         if not in_bash:
             return [*words, *option, *end_of_options, name]
+        # "$@" stands for Python with the script and its arguments.
         lines = "\n".join([*in_bash, 'exec "$@"'])
         bash = ["bash", "-c", lines, "bash", sys.executable]
         return [*words, "--no-python", *end_of_options, *bash, *option, name]
@@ -217,6 +218,7 @@ def planned(script, arguments=(), nproc=2, timeout=300, launcher=None, **options
 def launcher_of(text):
     """Return which launcher a script is written for."""
     text = ast.unparse(parsed(text))  # without comments
+    # It reads RANK, and sets it nowhere, so a launcher has to.
     needs_torchrun = set(re.findall(ASKS, text)) - set(re.findall(SETS, text))
     if re.search(SPAWNS, text) or (re.search(PROCESS, text) and not needs_torchrun):
         return "python"

@@ -36,7 +36,8 @@ def ends_rank(error):
         return True
     before = lines_before(error)
     frames = [*takewhile(lambda line: re.match(r"\s|╰", line), before)]  # "rich" draws a box
-    # They begin below "Traceback …"; what stands above that, at the end of Python, ends nobody:
+    # takewhile has also taken the line that ended the frames, "Traceback (most …". If this stands
+    # above it, it was printed at the end of Python, and ended nobody:
     if next(before, "").startswith("Exception ignored in"):
         return False
     if re.match(r"[\w.]*(Error|Exception)\b", error[1]):
@@ -316,6 +317,7 @@ class Run:
     @property
     def for_nccl(self):
         """Whether the script uses only NCCL, so faults of gloo do not affect it."""
+        # A translated call tells it, or else the text, in which "cpu:gloo,cuda:nccl" uses both.
         calls = {event.call for event in self.all(events.Translated)}
         return '"nccl"' in calls or ("nccl" in self.source and "cpu:gloo" not in self.source)
 
@@ -326,7 +328,11 @@ class Run:
 
     @cached_property
     def raised(self):
-        """The matches of the errors that may have ended ranks, without those that others follow."""
+        """The matches of the errors that may have ended ranks.
+
+        ERROR leaves out those that others follow. Those that PyTorch has marked with their rank are
+        preferred, as nothing has caught them.
+        """
         errors = list(filter(ends_rank, re.finditer(ERROR, self.printed, re.M)))
         return list(filter(prefix_of, errors)) or errors
 
@@ -401,6 +407,7 @@ class Run:
         """Whether the script failed because there are none."""
         if not self.returncode:  # it has not failed
             return False
-        # Without a message, only the line with the assertion says what it is about.
+        # Without a message, only the line with the assertion says what it is about. The last three
+        # are the frame, the assertion, and its error.
         bare = self.traceback[1:] if self.ending == "AssertionError" else []
         return bool(re.search(LACKS_GPUS, "\n".join([self.ending, *bare[-3:]])))

@@ -51,7 +51,7 @@ def parsed(text):
 def world_size_names(tree):
     """Return the names that are set in an assignment of the number of ranks.
 
-    Both of `rank, size = get_rank(), get_world_size()`, for nothing is divided by a rank.
+    Of `rank, size = get_rank(), get_world_size()`, it returns both, as nobody divides by a rank.
     """
     assignments = [node for node in ast.walk(tree) if isinstance(node, ASSIGNMENTS)]
     of_sizes = [node for node in assignments if SETS_SIZE.search(ast.unparse(node))]
