@@ -957,15 +957,12 @@ KINDS = {
         "a term of the loss of each rank is a mean over another number of elements",
         [UNEVALUATED],
     ),
-    "a collective of rank 0 in a loop without a DataLoader": Kind(
+    "more batches on one rank, without a DataLoader": Kind(
         ENDS,
-        [before(ZERO, "            rank or dist.all_reduce(torch.zeros(2))\n")],
-        r"rank 0 calls all_reduce, and rank 1 .*trains on",
+        [("* 6:", "* (5 + rank):")],
+        r"rank 0 calls all_reduce, and rank 1 trains on: does it have more batches",
         [
-            (
-                LOOP,
-                "        for inputs, targets in [(x[rank::15], x[rank::15].argmax(1))] * 6:\n",
-            ),
+            (LOOP, "        for inputs, targets in [(x[rank::15], x[rank::15].argmax(1))] * 6:\n"),
             UNEVALUATED,
         ],
     ),
