@@ -221,6 +221,7 @@ SLOWER = (
     '{**(state := optimizer.state_dict()), "param_groups": [{**state["param_groups"][0], "lr": 1}]}'
 )
 ONE_BUFFER = "[torch.empty_like(mine)] * dist.get_world_size()"
+MESH = '    mesh = dist.init_device_mesh("cuda", (size,))\n'
 OWN_SCHEDULE = """
 class Linear(torch.optim.lr_scheduler.LRScheduler):
     def __init__(self, optimizer, total):
@@ -1428,6 +1429,14 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
             before("            torch.save(", "            state |= average.state_dict()\n"),
         ],
         {"plain_names": PASS},
+    ),
+    "a model that is sharded over a mesh of GPUs": (
+        [
+            (WRAP, MESH + SHARDED[0][1].replace("(net)", "(net, mesh=mesh)")),
+            ('"gloo"', '"nccl"'),
+            *SHARDED[1:],
+        ],
+        {"ranks_share_data": PASS},
     ),
     "frozen parameters in the optimizer": (
         [

@@ -208,6 +208,11 @@ replace_arguments("torch.utils.data.DataLoader.__init__", pin_memory=False, pin_
 replace_arguments("torch.load", map_location="cpu")
 replace_arguments("torch.amp.GradScaler.__init__", device="cpu")
 replace_arguments(f"{C10D}.init_process_group", backend="gloo", device_id=None)
+for name in (
+    "torch.distributed.init_device_mesh",
+    "torch.distributed.device_mesh.init_device_mesh",
+):
+    replace_arguments(name, device_type="cpu")
 
 
 @patch("torch.autocast.__init__")
