@@ -123,13 +123,8 @@ def report_save(obj, file, steps):
     items = ask(items_in, obj, default=[])
     # Of a wrapped model: a moving average has other tensors, and its own prefix is no fault.
     places = {value.data_ptr() for module in state.wrapped for value in module.parameters()}
-    keys = [
-        str(key)
-        for key, value in items
-        if ask(
-            lambda key, value: key.startswith("module.") and value.data_ptr() in places, key, value
-        )
-    ]
+    tensors = [(key, value) for key, value in items if ask(str.startswith, key, "module.")]
+    keys = [key for key, value in tensors if ask(lambda value: value.data_ptr() in places, value)]
     report(
         Save,
         path=os.path.realpath(path) if isinstance(path, str | os.PathLike) else None,

@@ -92,11 +92,9 @@ def why_shared(epoch, samples, samples_are_random):
     text = f"{repeated(chain(*samples))} samples are seen by several ranks"
     if differ(epoch, "subset_checksum"):
         return wrong(f"{text}: the split differs from rank to rank", "", "split_differs_by_rank")
-    size, are_whole = (
-        of_lowest_rank(epoch).sample_count,
-        all(each.is_whole for each in epoch.values()),
-    )
-    if are_whole and sum(map(len, samples)) >= size:
+    is_whole = all(data_pass.is_whole for data_pass in epoch.values())
+    size = of_lowest_rank(epoch).sample_count or 0  # None: it is not known
+    if is_whole and sum(map(len, samples)) >= size:
         return wrong(f"{text}: each has a part of an order of its own", "", "rank_seeds_split_data")
     return unsure(f"{text}: each draws from all of them in an order of its own", "", "no_sampler")
 

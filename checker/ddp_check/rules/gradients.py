@@ -221,7 +221,7 @@ def losses_are_parts(run):
     """Return whether each loss is divided by the number of ranks, or of all their samples."""
     wholes = [run.world_size]
     for passes in run.training_passes[:1]:
-        wholes.append(sum(data_pass.sizes[0] for data_pass in passes.values()))
+        wholes.append(sum(sum(data_pass.sizes[:1]) for data_pass in passes.values()))
     return all(
         any(close(divisor, whole) for divisor in step.divisors for whole in wholes)
         for step in run.all(events.Step)
