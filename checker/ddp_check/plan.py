@@ -51,21 +51,23 @@ SLURM = {  # value: variables that srun sets to it on one node; their names begi
 }
 
 
-def mirror(source, target, depth=MAX_DEPTH):
-    """Copy the small files of a folder into a new one, and link large ones, without checkpoints.
+def mirror(source, target, depth=MAX_DEPTH, in_data=False):
+    """Make a new folder with the files of another, without checkpoints.
 
-    Python would import from the folder that a link points to, and a library in C that opens a file
-    for writing is not seen by the observer, which detaches links.
+    Code and small files are copied: Python would import from the folder that a link points to, and
+    a library in C that opens a file for writing is not seen by the observer, which detaches links.
+    Large files are linked, and those of a data set. So are folders of very many files.
     """
     target.mkdir()
     for path in source.iterdir():
         new = target / path.name
         if path.name.startswith(".") or path.name == "__pycache__" or path.suffix in CHECKPOINT:
             continue
-        is_small = path.is_file() and (path.suffix == ".py" or path.stat().st_size < SMALL)
-        if path.is_dir() and os.access(path, os.R_OK | os.X_OK) and depth and not is_data(path):
-            mirror(path, new, depth - 1)
-        elif not (is_small and copied(path, new)):
+        if path.is_dir() and os.access(path, os.R_OK | os.X_OK) and depth and not is_large(path):
+            mirror(path, new, depth - 1, in_data or "data" in path.name)
+            continue
+        is_small = path.is_file() and not in_data and path.stat().st_size < SMALL
+        if not ((is_small or path.suffix == ".py") and copied(path, new)):
             new.symlink_to(path)
 
 
@@ -79,10 +81,10 @@ def copied(path, new):
     return True
 
 
-def is_data(folder):
-    """Return whether a folder is linked as a whole: it holds a data set, or an environment."""
+def is_large(folder):
+    """Return whether a folder is linked as a whole: it holds very many files, or an environment."""
     names = os.listdir(folder)
-    return "data" in folder.name or "pyvenv.cfg" in names or len(names) > MAX_ENTRIES
+    return "pyvenv.cfg" in names or len(names) > MAX_ENTRIES
 
 
 @dataclass

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 from checking import judged, named, plan_of
-from ddp_check import __version__, events
+from ddp_check import __version__, events, plan
 from ddp_check.__main__ import parse_args
 from ddp_check.drills import perform
 from ddp_check.plan import launcher_of, planned
@@ -89,13 +89,29 @@ def test_which_launcher_a_script_is_for(text):
     assert launcher_of(text) == STARTED_BY[text]
 
 
-def test_files_of_the_user_stay_as_they_are(tmp_path, script, fork_ranks):
+def test_files_of_the_user_stay_as_they_are(tmp_path, script, fork_ranks, monkeypatch):
+    monkeypatch.setattr(plan, "MAX_ENTRIES", 3)  # folders of more are linked
     (tmp_path / "unreadable").symlink_to("/proc/self/mem")
-    path = tmp_path / "a/b/c/d/e/f/log.txt"
-    path.parent.mkdir(parents=True)
-    path.write_text("mine", encoding="utf-8")
-    run = ran(script("open('a/b/c/d/e/f/log.txt', 'w').write('of the script')"))
-    assert (run.returncode, path.read_text(encoding="utf-8")) == (0, "mine")
+    for name in ("a/b/c/d/e/f", "data", "many/1/2", "many/3/5", "many/4", "many/5"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "log.txt").write_text("mine", encoding="utf-8")
+    before = sorted(tmp_path.rglob("*"))
+    lines = """import os, shutil, torch
+for name in ("a/b/c/d/e/f", "data", "many/1/2"):
+    assert "mine" in open(f"{name}/log.txt").read()
+    open(f"{name}/log.txt", "a").write("of the script")
+    torch.save(1, f"{name}/saved.pt")
+if os.environ["RANK"] == "0":
+    shutil.rmtree("many/3/5")
+    os.remove("many/4/log.txt")
+    os.rename("many/5", "many/6")
+    os.makedirs("many/new/folder")
+    assert not os.path.exists("many/3/5") and os.path.exists("many/6/log.txt")
+"""
+    run = ran(script(lines), launcher="torchrun")
+    assert run.returncode == 0, run.output
+    assert sorted(path for path in tmp_path.rglob("*") if path.suffix != ".py") == before
+    assert {path.read_text() for path in tmp_path.rglob("log.txt")} == {"mine"}
 
 
 SLURM = """import os

@@ -5,6 +5,8 @@ import os
 import re
 import shutil
 import sys
+import time
+from pathlib import Path
 
 import torch
 
@@ -16,6 +18,8 @@ from ddp_check.protocol import is_own
 
 CODE = (".py", ".pyc")
 MAX_LINE = 200  # characters of a printed line that are kept
+# Audit events by which a folder changes, and how many paths they begin with:
+CHANGES = {"os.mkdir": 1, "os.remove": 1, "os.rmdir": 1, "os.rename": 2, "shutil.rmtree": 1}
 
 stdout = sys.stdout  # the script may give sys.stdout another value; None if it is closed
 stdout_write = getattr(stdout, "write", None)  # before it is replaced
@@ -57,11 +61,18 @@ if stdout:
 
 def audit(event, args):
     """Keep the user's own files unchanged, and report what the script opens and renames."""
+    if state.replaces_link:
+        return
     with harmless():
+        for path in args[: CHANGES.get(event, 0)]:
+            make_own_folders(os.path.abspath(os.fsdecode(path)))
         if event == "open":
             audit_open(*args)
         elif event == "sqlite3.connect" and isinstance(args[0], str):
             detach(args[0], truncates=False)
+        elif event == "shutil.rmtree" and os.path.islink(args[0]):
+            detach(args[0])
+            os.mkdir(args[0])  # for it refuses to remove a link
         elif event == "os.rename" and script_line():
             old_name, new_name = (os.path.realpath(os.fsdecode(name)) for name in args[:2])
             path = new_name if new_name.startswith(TASK.folder) else None
@@ -89,11 +100,39 @@ def audit_open(path, mode, flags):
 
 def detach(path, truncates=True):
     """Replace a link by a file before it is written to, so the user's own file stays unchanged."""
-    if os.path.islink(path) and os.path.abspath(path).startswith(TASK.folder):
+    path = os.path.abspath(path)
+    make_own_folders(path)
+    if os.path.islink(path) and path.startswith(TASK.folder):
         original = os.path.realpath(path)
         os.unlink(path)
         if not truncates and os.path.isfile(original):
             shutil.copyfile(original, path)
+
+
+def make_own_folders(path):
+    """Let no folder above a path be a link to one of the user's."""
+    for folder in reversed(Path(path).parents):
+        inside, is_link = str(folder).startswith(TASK.folder), folder.is_symlink()
+        if inside and is_link and not os.path.realpath(folder).startswith(TASK.folder):
+            replace_link(folder)
+
+
+def replace_link(link):
+    """Let a link to a folder of the user's lead to a new one, of links to its entries."""
+    original, own = link.resolve(), link.with_name(f".{link.name}.own")
+    state.replaces_link = True
+    try:
+        own.mkdir()
+        for name in os.listdir(original):
+            (own / name).symlink_to(original / name)
+        new_link = own.with_suffix(".link")
+        new_link.symlink_to(own)
+        new_link.replace(link)  # at once, for other ranks may use it
+    except FileExistsError:  # another rank makes it
+        while link.resolve() == original:
+            time.sleep(0.001)
+    finally:
+        state.replaces_link = False
 
 
 sys.addaudithook(audit)

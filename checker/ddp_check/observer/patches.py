@@ -10,7 +10,7 @@ an underscore are private, and the first to go. If one is missing, the rest is s
 the report tells it. Private names that the observer only asks are imported at the top of a module.
 
 Outside of PyTorch, the observer replaces `signal.signal`, `logging.StreamHandler.emit` and
-`sys.stdout.write`, and listens to the audit events `open`, `os.rename` and `sqlite3.connect`.
+`sys.stdout.write`, and listens to audit events about files and folders.
 """
 
 import functools
