@@ -107,6 +107,9 @@ if os.environ["RANK"] == "0":
     os.rename("many/5", "many/6")
     os.makedirs("many/new/folder")
     assert not os.path.exists("many/3/5") and os.path.exists("many/6/log.txt")
+    os.symlink("log.txt", "data/latest")
+    open("data/latest", "a").write("by a link")
+    assert os.path.islink("data/latest")
 """
     run = ran(script(lines), launcher="torchrun")
     assert run.returncode == 0, run.output

@@ -70,7 +70,7 @@ def audit(event, args):
             audit_open(*args)
         elif event == "sqlite3.connect" and isinstance(args[0], str):
             detach(args[0], truncates=False)
-        elif event == "shutil.rmtree" and os.path.islink(args[0]):
+        elif event == "shutil.rmtree" and is_of_user(os.path.abspath(args[0])):
             detach(args[0])
             os.mkdir(args[0])  # for it refuses to remove a link
         elif event == "os.rename" and script_line():
@@ -102,7 +102,7 @@ def detach(path, truncates=True):
     """Replace a link by a file before it is written to, so the user's own file stays unchanged."""
     path = os.path.abspath(path)
     make_own_folders(path)
-    if os.path.islink(path) and path.startswith(TASK.folder):
+    if is_of_user(path):
         original = os.path.realpath(path)
         os.unlink(path)
         if not truncates and os.path.isfile(original):
@@ -112,9 +112,14 @@ def detach(path, truncates=True):
 def make_own_folders(path):
     """Let no folder above a path be a link to one of the user's."""
     for folder in reversed(Path(path).parents):
-        inside, is_link = str(folder).startswith(TASK.folder), folder.is_symlink()
-        if inside and is_link and not os.path.realpath(folder).startswith(TASK.folder):
+        if is_of_user(str(folder)):
             replace_link(folder)
+
+
+def is_of_user(path):
+    """Return whether a path in the script's folder is a link that leads out of it."""
+    is_link = path.startswith(TASK.folder) and os.path.islink(path)
+    return is_link and not os.path.realpath(path).startswith(TASK.folder)
 
 
 def replace_link(link):
