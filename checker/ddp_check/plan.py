@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import math
 import os
 import re
 import shlex
@@ -24,6 +25,7 @@ from ddp_check.source import parsed
 CHECKPOINT = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".new", ".interrupted")
 MAX_DEPTH, MAX_ENTRIES = 9, 1000  # of folders that are copied, not linked
 SMALL = 1 << 16  # bytes of a file that is copied, not linked
+LOOK_EVERY, HANGS_AFTER = 5, 30  # seconds: at a running script, and without progress
 # In a script that starts its own processes; with the second, it may be another process:
 SPAWNS = r"(?<![\w.])((torch\.)?\w*(mp|multiprocessing|dist)\.)?(spawn|start_processes)\("
 PROCESS = r"\bProcess\(\s*target"
@@ -176,19 +178,10 @@ class Plan:
             try:
                 if during:
                     during(process, folder, end)
-                run.returncode = process.wait(max(1, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                run.stacks, run.idle_ranks = stacks_and_idle_ranks(folder)
+                wait(process, run, end)
             finally:
                 kill_all(process, folder)
-        run.seconds = time.monotonic() - run.begun
-        run.output = (folder / "output").read_text(encoding="utf-8", errors="replace")
-        processes = read_events(folder)
-        run.events_by_rank = {rank: of_rank for rank, (_, of_rank) in processes.items()}
-        taken = run.by_rank(events.Step)
-        run.events_by_rank = without_own_steps(run.events_by_rank)
-        kept = run.by_rank(events.Step)
-        run.own_steps = all(len(kept[rank]) < len(steps) for rank, steps in taken.items())
+        collect(run)
         run.missed_checkpoints = missed_checkpoints(run)
         return run
 
@@ -260,6 +253,55 @@ def environment(task, variables, launcher):
     return {"OMP_NUM_THREADS": "1"} | env | variables | of_the_observer
 
 
+def wait(process, run, end):
+    """Wait for a script until it ends, hangs, or its time is up; set how that was."""
+    before, since = None, run.begun  # what it had done, and since when it has done nothing
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            run.returncode = process.wait(min(LOOK_EVERY, max(1, end - time.monotonic())))
+            return
+        if time.monotonic() >= end:
+            break
+        now = progress(process, run.folder)
+        if before is None or now[0] > before[0] or now[1] - before[1] > LOOK_EVERY / 50:
+            since = time.monotonic()
+        elif time.monotonic() - since > HANGS_AFTER:
+            since = math.inf  # only once, for it may also wait for the network
+            if seems_to_hang(run):
+                return
+        before = now
+    run.stacks, run.idle_ranks = stacks_and_idle_ranks(run.folder)
+
+
+def progress(process, folder):
+    """Return how many bytes of events there are, and how long all processes have computed.
+
+    Without the process that was started, as torchrun looks at its ranks all the time.
+    """
+    files = [path for path in folder.glob("*.jsonl") if path.stem != str(process.pid)]
+    computed = [cpu_time(int(path.stem)) for path in files]
+    return sum(path.stat().st_size for path in files), sum(computed)
+
+
+def seems_to_hang(run):
+    """Return whether a script that is running hangs."""
+    collect(run)
+    run.stacks, run.idle_ranks = stacks_and_idle_ranks(run.folder)
+    return run.hangs
+
+
+def collect(run):
+    """Set what a run has shown so far."""
+    run.seconds = time.monotonic() - run.begun
+    run.output = (run.folder / "output").read_text(encoding="utf-8", errors="replace")
+    processes = read_events(run.folder)
+    run.events_by_rank = {rank: of_rank for rank, (_, of_rank) in processes.items()}
+    taken = run.by_rank(events.Step)
+    run.events_by_rank = without_own_steps(run.events_by_rank)
+    kept = run.by_rank(events.Step)
+    run.own_steps = all(len(kept[rank]) < len(steps) for rank, steps in taken.items())
+
+
 def read_events(folder):
     """Return the process ID and the events of each rank: {rank: (pid, events)}."""
     processes = {}  # rank -> [(what comes first, pid, events)]
@@ -280,6 +322,7 @@ def stacks_and_idle_ranks(folder):
     pids = {rank: pid for rank, (pid, _) in read_events(folder).items()}
     before = {rank: cpu_time(pid) for rank, pid in pids.items()}
     for pid in pids.values():
+        os.truncate(folder / f"{pid}.stack", 0)  # it may have been asked before
         with contextlib.suppress(ProcessLookupError):  # it may have ended
             os.kill(pid, STACKS)
     time.sleep(1)

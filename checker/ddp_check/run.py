@@ -311,8 +311,9 @@ class Run:
             return False
         frames = list(chain(*self.stacks.values()))
         joining = any(function == "init_process_group" for _, _, function in frames)
-        for_network = any(re.search(r"/(socket|ssl)\.py$", path) for path, _, _ in frames)
-        return bool(self.joins or joining) and not for_network
+        outside = r"/(socket|ssl|subprocess)\.py$"  # it waits for the network, or a download
+        for_others = any(re.search(outside, path) for path, _, _ in frames)
+        return bool(self.joins or joining) and not for_others
 
     @property
     def for_nccl(self):

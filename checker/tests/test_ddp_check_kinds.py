@@ -1675,10 +1675,14 @@ HANGS = {  # line that a rank does not leave: what the report says, and how sure
 
 
 @pytest.mark.parametrize("name", HANGS)
-def test_hang(tmp_path, name):
-    """Collectives that a rank did not reach do not pass, for there are none."""
+def test_hang(tmp_path, monkeypatch, name):
+    """It does not last until the time is up. Collectives that a rank did not reach do not pass."""
+    monkeypatch.setattr("ddp_check.plan.LOOK_EVERY", 0.5)
+    monkeypatch.setattr("ddp_check.plan.HANGS_AFTER", 4)
     change, say, status = HANGS[name]
-    _, verdicts = judged(write(tmp_path / "train.py", BASE, [change]), timeout=8)
+    timeout = 10 if status == UNSURE else 60
+    run, verdicts = judged(write(tmp_path / "train.py", BASE, [change]), timeout=timeout)
+    assert (run.seconds < timeout) == (status == WRONG)
     assert told(verdicts) == {"script_ends": status}
     assert re.search(say, verdicts["script_ends"].text)
     calls = r"\d+" if name == "after the group" else "[01]"

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 from checking import judged, named, plan_of
-from ddp_check import __version__, events, plan
+from ddp_check import __version__, events
 from ddp_check.__main__ import parse_args
 from ddp_check.drills import perform
 from ddp_check.plan import launcher_of, planned
@@ -90,7 +90,7 @@ def test_which_launcher_a_script_is_for(text):
 
 
 def test_files_of_the_user_stay_as_they_are(tmp_path, script, fork_ranks, monkeypatch):
-    monkeypatch.setattr(plan, "MAX_ENTRIES", 3)  # folders of more are linked
+    monkeypatch.setattr("ddp_check.plan.MAX_ENTRIES", 3)  # folders of more are linked
     (tmp_path / "unreadable").symlink_to("/proc/self/mem")
     for name in ("a/b/c/d/e/f", "data", "many/1/2", "many/3/5", "many/4", "many/5"):
         (tmp_path / name).mkdir(parents=True)

@@ -60,7 +60,7 @@ class State:
     in_forward: bool = False  # of DDP, which calls the unwrapped model
     in_loader: bool = False  # a DataLoader makes its next batch
     unfinished_line: str = ""  # of what is printed
-    replaces_link: bool = False  # the observer itself changes folders
+    in_detach: bool = False  # the observer itself changes files
     in_sharded_save: bool = False  # which calls torch.save for its parts
     in_collective: bool = False
     in_scheduler: int = 0  # depth of nested calls: one scheduler's step may call another's

@@ -1,5 +1,6 @@
 """Observes what is printed, written and loaded."""
 
+import contextlib
 import logging
 import os
 import re
@@ -61,7 +62,7 @@ if stdout:
 
 def audit(event, args):
     """Keep the user's own files unchanged, and report what the script opens and renames."""
-    if state.replaces_link:
+    if state.in_detach:
         return
     with harmless():
         for path in args[: CHANGES.get(event, 0)]:
@@ -71,7 +72,7 @@ def audit(event, args):
         elif event == "sqlite3.connect" and isinstance(args[0], str):
             detach(args[0], truncates=False)
         elif event == "shutil.rmtree" and is_of_user(os.path.abspath(args[0])):
-            detach(args[0])
+            os.unlink(args[0])
             os.mkdir(args[0])  # for it refuses to remove a link
         elif event == "os.rename" and script_line():
             old_name, new_name = (os.path.realpath(os.fsdecode(name)) for name in args[:2])
@@ -103,10 +104,13 @@ def detach(path, truncates=True):
     path = os.path.abspath(path)
     make_own_folders(path)
     if is_of_user(path):
-        original = os.path.realpath(path)
-        os.unlink(path)
-        if not truncates and os.path.isfile(original):
-            shutil.copyfile(original, path)
+        with unobserved():
+            new = f"{path}.{os.getpid()}"
+            if truncates or not os.path.isfile(path):
+                open(new, "w").close()
+            else:
+                shutil.copyfile(path, new)
+            os.replace(new, path)  # at once, for other ranks may use it
 
 
 def make_own_folders(path):
@@ -125,19 +129,28 @@ def is_of_user(path):
 def replace_link(link):
     """Let a link to a folder of the user's lead to a new one, of links to its entries."""
     original, own = link.resolve(), link.with_name(f".{link.name}.own")
-    state.replaces_link = True
-    try:
-        own.mkdir()
+    with unobserved():
+        try:
+            own.mkdir()
+        except FileExistsError:  # another rank makes it
+            while link.resolve() == original:
+                time.sleep(0.001)
+            return
         for name in os.listdir(original):
             (own / name).symlink_to(original / name)
         new_link = own.with_suffix(".link")
         new_link.symlink_to(own)
-        new_link.replace(link)  # at once, for other ranks may use it
-    except FileExistsError:  # another rank makes it
-        while link.resolve() == original:
-            time.sleep(0.001)
+        new_link.replace(link)  # at once, too
+
+
+@contextlib.contextmanager
+def unobserved():
+    """Let the observer itself change files."""
+    state.in_detach = True
+    try:
+        yield
     finally:
-        state.replaces_link = False
+        state.in_detach = False
 
 
 sys.addaudithook(audit)
