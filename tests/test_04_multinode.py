@@ -1,13 +1,11 @@
 """Step 4: nodes that a scheduler lends and takes back. Here, a node is a torchrun of its own."""
 
-import signal
-
 import pytest
 import torch
-from support.jobs import Job, finished, free_port, kill, run
-from support.positions import GATE, ON_RANK_1, TOLD, at, wait_at_the_gate
+from support.jobs import Job, finished, free_port, run
+from support.positions import ON_RANK_1, TOLD, at
 from support.results import accuracy, epochs, resumed, same_bits
-from support.scripts import LONG, SCRIPT, TORCHRUN, command, edited, exact, forked, load
+from support.scripts import LONG, SCRIPT, TORCHRUN, edited, exact, forked, load
 
 SLOW = pytest.mark.slow
 STEP = 2 * 64  # samples
@@ -82,28 +80,6 @@ def test_told_twice_with_4_processes_it_loses_no_step(trained_with, tmp_path):
         saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
         assert (saved["EPOCHS_RUN"], saved["SAMPLES_RUN"]) == position
     assert same_bits(finished(start, tmp_path), trained_with("03", exact(4), LONG, nprocs=4))
-
-
-@SLOW
-def test_sigterm_to_all_processes_at_once_loses_no_step(trained, tmp_path):
-    """As srun sends it; the agent gets it twice."""
-    with Job(command(edited(tmp_path, "04", at(1, 15, GATE)), *LONG), tmp_path) as job:
-        wait_at_the_gate(job)
-        for process in job.processes():
-            kill(process, signal.SIGTERM)
-        kill(job.process, signal.SIGTERM)
-        job.wait().wait_until_gone()
-    assert "interrupted after 2,560 samples of the epoch" in job.stdout, job
-    assert same_bits(finished(forked("04", *LONG), tmp_path), trained("03", *LONG))
-
-
-@SLOW
-def test_told_to_stop_with_restarts_left_it_goes_on_in_place(trained, tmp_path):
-    script = edited(tmp_path, "04", at(1, 15, TOLD, ON_RANK_1))
-    job = finished(forked(script, *LONG, restarts=1), tmp_path)
-    assert "interrupted after" in job.stdout
-    assert epochs(job) == [1, 2, 3, 4]
-    assert same_bits(job, trained("03", *LONG))
 
 
 # ---------------------------------------------------------------- the sampler

@@ -6,7 +6,7 @@ import pytest
 from support.jobs import finished, run
 from support.positions import KILLED, ON_RANK_1, TOLD, at
 from support.results import accuracy, check_report, epochs, resumed, same_bits
-from support.scripts import LONG, SCRIPT, edited, forked, load
+from support.scripts import LONG, SCRIPT, edited, forked
 
 
 def test_it_reads_98_percent_of_digits_that_it_has_never_seen(launched):
@@ -29,21 +29,6 @@ def test_it_evaluates_each_sample_once_at_any_world_size(trained, tmp_path, npro
     job = finished(forked(SCRIPT["05"], *LONG, nprocs=nprocs), tmp_path)
     check_report(job)
     assert accuracy(job) == accuracy(trained("05", *LONG))
-
-
-def test_a_padded_evaluation_would_count_some_twice():
-    module = load("05")
-    test_set = module.load_datasets()[1]
-    padded = [
-        index
-        for rank in range(2)
-        for index in module.DistributedSampler(test_set, 2, rank, shuffle=False)
-    ]
-    assert len(padded) == 360
-    assert sorted(padded)[:2] == [0, 0]
-    for world_size in (*range(1, 17), 359, 400):
-        shards = [range(rank, 359, world_size) for rank in range(world_size)]
-        assert sorted(index for shard in shards for index in shard) == list(range(359))
 
 
 def test_it_survives_a_kill_and_loses_no_step_when_told_to_stop(trained, tmp_path):

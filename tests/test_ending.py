@@ -7,7 +7,7 @@ import pytest
 from support.jobs import finished, run
 from support.positions import TOLD, at
 from support.results import resumed
-from support.scripts import ROOT, SMALL, command, edited, forked
+from support.scripts import SMALL, edited, forked, without_spawn
 
 ONE = ("1", *SMALL)
 DESTROYED = "    dist.destroy_process_group()\n"
@@ -40,11 +40,10 @@ def exits(tmp_path):
 def test_no_gloo_thread_is_left_when_the_group_is_destroyed(tmp_path, exits, step):
     """Freed later, DDP would wait for gloo's threads while it holds the lock that they may need."""
     env, check = exits
-    path = edited(tmp_path, step, (DESTROYED, DESTROYED + SHOW))
-    start = command(path, *ONE) if step == "02" else forked(path, *ONE)
-    env |= {"PYTHONPATH": str(ROOT / "tests" / "support" / "exits")} if step == "02" else {}
+    shows = (DESTROYED, DESTROYED + SHOW)
+    path = without_spawn(tmp_path, shows) if step == "02" else edited(tmp_path, step, shows)
     for finished_epochs in ([], [1]):
-        job = finished(start, tmp_path, env)
+        job = finished(forked(path, *ONE), tmp_path, env)
         assert resumed(job) == finished_epochs
         assert job.stdout.count("left 0\n") == 2, job
         check()

@@ -40,12 +40,9 @@ def test_spawn_and_torchrun_end_with_the_same_bits(launched, step):
     assert losses(launched("02")) == losses(launched(step))
 
 
-@pytest.mark.parametrize("step", ["03", "04", "05"])
-def test_forked_ranks_with_which_other_tests_compare_end_with_the_same_bits(
-    launched, trained, step
-):
-    assert same_bits(launched("02"), trained(step))
-    assert losses(launched("02")) == losses(trained(step))
+def test_forked_ranks_with_which_other_tests_compare_end_with_the_same_bits(launched, trained):
+    assert same_bits(launched("02"), trained("04"))
+    assert losses(launched("02")) == losses(trained("04"))
 
 
 @SLOW

@@ -1,6 +1,7 @@
 """The steps still work with a reader's own model, data set and DataLoader."""
 
 import re
+from functools import cache
 
 import pytest
 import torch
@@ -81,15 +82,13 @@ def own(folder):
 @pytest.fixture(scope="module")
 def undisturbed(own, tmp_path_factory):
     """Return a function that trains without a fault, once for the same arguments."""
-    done = {}
 
-    def train(loader, random=False, step="03"):
-        if (step, loader, random) not in done:
-            path = tmp_path_factory.mktemp("undisturbed")
-            script = own(path, step, loader, random=random)
-            done[step, loader, random] = finished(forked(script, *ARGS), path)
-            assert accuracy(done[step, loader, random])[0] > 90
-        return done[step, loader, random]
+    @cache
+    def train(loader, random=False):
+        path = tmp_path_factory.mktemp("undisturbed")
+        job = finished(forked(own(path, "03", loader, random=random), *ARGS), path)
+        assert accuracy(job)[0] > 90
+        return job
 
     return train
 

@@ -4,11 +4,10 @@ import importlib
 import json
 import re
 import shutil
-import signal
 import sys
 
 import pytest
-from support.jobs import finished, run
+from support.jobs import finished
 from support.scripts import ROOT, forked
 from torch.autograd.profiler_util import DeviceType, FunctionEvent
 
@@ -138,21 +137,6 @@ def test_ddp_by_hand(tmp_path):
     for step in found["drawn"].values():
         moments = [at for part in step if part != "all-reduce" for at in step[part][0]]
         assert moments == sorted(moments)
-
-
-def test_a_watched_program_notes_its_steps_and_is_killed(tmp_path):
-    watched, loop = (BENCHMARKS / "programs" / name for name in ("watched.py", "bare_loop.py"))
-    start = forked(watched, loop, "1", "--batch-size=1024", "--width=1")
-    env = {"PYTHONPATH": str(ROOT)}
-    notes = {"folder": str(tmp_path), "steps": [1, 7]}
-    finished(start, tmp_path, {**env, "WATCHED": json.dumps(notes)})
-    for rank in (0, 1):
-        assert (tmp_path / f"steps-{rank}").stat().st_size == 7
-        found = json.loads((tmp_path / f"times-{rank}").read_text(encoding="utf-8"))
-        assert found["times"] == sorted({*found["times"]}) and found["peak"] > 1e8
-    notes |= {"at": 3, "signal": signal.SIGKILL}
-    assert run(start, tmp_path, {**env, "WATCHED": json.dumps(notes)}).returncode != 0
-    assert (tmp_path / "steps-0").stat().st_size == 7 + 3
 
 
 DEALS = """

@@ -63,16 +63,10 @@ def test_persistent_workers(pitfall):
 
 @pytest.mark.gpu
 def test_rank_0_loss(both):
-    """The weights are bit-for-bit identical; the printed loss is that of rank 0's samples."""
-    line = "        loss, samples = total.tolist()"
-    jobs = both((line, f"        {on_each_rank('total.tolist()')}{line}"))
-    assert same_bits(*jobs)
-    mine, others = (literal_eval(said(jobs[0], rank)[0]) for rank in (0, 1))
-    whole = literal_eval(said(jobs[1], 0)[0])
-    assert whole == pytest.approx([a + b for a, b in zip(mine, others)])
-    for job, (loss, samples) in zip(jobs, (mine, whole)):
-        assert losses(job) == [f"{loss / samples:.4f}"]
-    assert losses(jobs[0]) != losses(jobs[1])
+    """The weights are bit-for-bit identical, the printed losses are not."""
+    broken, ours = both()
+    assert same_bits(broken, ours)
+    assert losses(broken) != losses(ours)
 
 
 def test_learning_rate_for_a_larger_batch(both):
@@ -103,15 +97,6 @@ def test_find_unused_without_need(both, pitfall):
     [text] = pitfall.on_screen()
     assert broken.stderr.count(text) == 2  # once on each rank
     assert text not in ours.stderr
-
-
-@pytest.mark.gpu
-def test_mean_of_means(both):
-    """The weights are those of step 5, whose accuracy is right."""
-    broken, ours = both(args=("1", "--batch-size=179", "--width=4"))
-    assert same_bits(broken, ours)
-    (percent,) = re.findall(r"^accuracy ([\d.]+)%", broken.stdout, re.MULTILINE)
-    assert float(percent) != accuracy(ours)[0]
 
 
 def test_rank_0_evaluates_the_wrapper(pitfall):

@@ -95,8 +95,10 @@ def test_what_ddp_does_beyond(process_group):
     """Its buckets follow the first backward; gradients may be views of them; buffers are sent."""
     for option in UNUSED_IS_RIGHT:
         assert two_steps(**{option: True}).module.unused.grad is None
-    ddp = two_steps(gradient_as_bucket_view=True)
-    assert len({p.grad.untyped_storage().data_ptr() for p in ddp.parameters()}) == 1
+    for view in False, True:
+        ddp = two_steps(gradient_as_bucket_view=view)
+        storages = {p.grad.untyped_storage().data_ptr() for p in ddp.parameters()}
+        assert (len(storages) == 1) == view
     with torch.profiler.profile() as profiler:
         ddp(torch.rand(4, 2)).sum().backward()
     assert "gloo:broadcast" in {event.name for event in profiler.events()}

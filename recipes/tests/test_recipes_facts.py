@@ -16,7 +16,6 @@ from support.jobs import run
 from support.scripts import load
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
-    allreduce_hook,
     bf16_compress_hook,
 )
 from torch.distributed.fsdp import fully_shard
@@ -47,22 +46,6 @@ def test_persistent_workers_are_seeded_once():
 
     assert drawn(0, 1) == drawn(0, 2)
     assert drawn(0, 1)[1:] != drawn(1)
-
-
-def test_ddps_buckets_are_copies_of_the_gradients(process_group):
-    """Four bytes per parameter more, unless the gradients are views of them."""
-    places = []
-
-    def hook(state, bucket):
-        places.append(bucket.buffer().untyped_storage().data_ptr())
-        return allreduce_hook(state, bucket)
-
-    for view in True, False:
-        model = nn.Linear(4, 4)
-        ddp = DDP(model, gradient_as_bucket_view=view)
-        ddp.register_comm_hook(None, hook)
-        ddp(torch.ones(1, 4)).sum().backward()
-        assert (model.weight.grad.untyped_storage().data_ptr() == places[-1]) == view
 
 
 ALONE = ["unshare", "--mount", "sh", "-c"]

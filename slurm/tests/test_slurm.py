@@ -314,15 +314,6 @@ def test_by_hand(cluster, clone):
 
 
 @SLOW
-def test_two_jobs_at_once_on_one_node(simple):
-    jobs = [simple("04", *ON_NODE_1, f"--job-name={name}", go=False) for name in "ab"]
-    assert [job.show("JobState") for job in jobs] == ["RUNNING", "RUNNING"]
-    (jobs[0].folder / "go").touch()
-    for job in jobs:
-        assert "world size 1 on node1" in job.becomes("COMPLETED").stdout
-
-
-@SLOW
 @pytest.mark.skipif(not shutil.which("ch-run"), reason="apt-get install charliecloud-runtime")
 def test_in_a_container(cluster, clone, simple, monkeypatch):
     """Charliecloud takes any folder as an image; this one holds only what is bound into it."""

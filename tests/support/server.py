@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 VARIABLE = "DDP_LADDER_SERVER"  # holds its socket; tests that run tests share the server
 GRACE = 60  # seconds for the other ranks to end after one has failed
@@ -84,7 +85,7 @@ def ask(nprocs, restarts, *argv):
 
 def serve(address, tests):
     """Fork a process for each request, as long as the process of the tests lives."""
-    runpy.run_path(f"{os.path.dirname(__file__)}/exits/sitecustomize.py")  # before PyTorch
+    atexit.register(write_threads)  # before PyTorch's functions, so called after them
     import gc
 
     import sklearn.datasets
@@ -211,6 +212,15 @@ def become(argv):
         sys.argv, sys.path[0] = argv, os.path.dirname(os.path.abspath(argv[0]))
         runpy.run_path(argv[0], run_name="__main__")
     sys.exit()
+
+
+def write_threads():
+    """Write the names of the threads that a rank has at exit to a file, if a test wants them."""
+    if folder := os.environ.get("DDP_LADDER_EXITS"):
+        time.sleep(1)  # Linux lists a thread for a moment after it has ended
+        names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+        with open(f"{folder}/{os.getpid()}", "w") as file:
+            json.dump(names, file)
 
 
 if __name__ == "__main__":
