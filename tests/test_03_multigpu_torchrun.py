@@ -61,7 +61,7 @@ def test_it_refuses_a_broken_checkpoint_and_torchrun_says_why(tmp_path):
     assert (tmp_path / "checkpoint.pt").read_bytes() == b"not a checkpoint"
 
 
-@pytest.mark.parametrize("step", ["03", "04", "05"])
+@pytest.mark.parametrize("step", ["03", "04"])
 def test_ranks_that_do_not_all_see_the_checkpoint_end_at_once(trained, tmp_path, step):
     shutil.copy(trained("03", *LONG).cwd / "checkpoint.pt", tmp_path)
     job = run(forked(edited(tmp_path, step, RANK_1_LOOKS_ELSEWHERE), *LONG), tmp_path, timeout=60)

@@ -164,8 +164,11 @@ KILLED = """
 """
 
 
+AGAIN = pytest.mark.weekly("pitfalls/tests kills step 5's save, which is the same")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("step", ["01", "04"])
+@pytest.mark.parametrize("step", ["01", pytest.param("04", marks=AGAIN)])
 def test_a_kill_in_the_middle_of_a_save_leaves_the_old_checkpoint(trained, tmp_path, step):
     line = "            torch.save(checkpoint, file)\n"
     start = forked(edited(tmp_path, step, (line, line + KILLED)), *LONG)

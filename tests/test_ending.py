@@ -56,19 +56,13 @@ def test_no_gloo_thread_is_left_after_an_interruption(tmp_path, exits):
     check()
 
 
-AGAIN = [
-    pytest.param(16, marks=pytest.mark.weekly(f"exits 64 processes of a step again ({number})"))
-    for number in range(5)
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("nprocs", [4, *AGAIN])
+@pytest.mark.weekly("exits more processes: two of each step do so above")
+@pytest.mark.parametrize("number", range(5))
 @pytest.mark.parametrize("step", ["03", "04", "05"])
-def test_healthy_runs_exit_with_0(trained, tmp_path, exits, step, nprocs):
-    """With the weekly ones, more than 80 processes of each step exit."""
+def test_healthy_runs_exit_with_0(trained, tmp_path, exits, step, number):
+    """Eighty processes of each step in all."""
     shutil.copy(trained("03", *ONE).cwd / "checkpoint.pt", tmp_path)
     env, check = exits
-    job = finished(forked(step, *ONE, nprocs=nprocs), tmp_path, env, timeout=300)
+    job = finished(forked(step, *ONE, nprocs=16), tmp_path, env, timeout=300)
     assert resumed(job) == [1]
-    check(nprocs)
+    check(nprocs=16)

@@ -113,7 +113,7 @@ def test_gpt2_size(tmp_path):
     changes = [(f"\n{name} = {old}", f"\n{name} = {new}") for name, (old, new) in size.items()]
     changes += [('rglob("*.py")', 'rglob("abc*.py")'), (", 300)", ", 5)")]
     changes += [("torch.bfloat16):", "enabled=False):")]
-    changes += [(", dynamic=False)", ', dynamic=False, backend="aot_eager")')]
+    changes += [(", dynamic=False)", ', dynamic=False, backend="eager")')]
     jobs = []
     for passes in 1, 2:
         (folder := tmp_path / str(passes)).mkdir()
