@@ -11,7 +11,7 @@ from support.results import accuracy, said, same_bits
 from support.scripts import ON_PATH, SMALL, command, edited, forked, on_each_rank
 
 pytestmark = pytest.mark.slow
-ONE = ("1", *SMALL)
+TWO = ("2", *SMALL)
 TRAINED = "    trainer.train(args.total_epochs, args.save_every)\n"
 VOTE = {("all_reduce", "cpu")}
 OBJECTS = {("all_gather", "cpu"), ("gather", "cpu")}
@@ -27,11 +27,11 @@ ON_THE_CPU = {
 def test_each_rank_uses_its_own_gpu_and_nothing_warns(tmp_path, trained, step):
     """Step 4 is told to stop, and resumes. Also checked: the device of each collective."""
     if step == "04":
-        run(forked(edited(tmp_path, "04", at(0, 3, TOLD)), *ONE), tmp_path, SHIM)
+        run(forked(edited(tmp_path, "04", at(1, 3, TOLD)), *TWO), tmp_path, SHIM)
         assert (tmp_path / "checkpoint.pt.interrupted").exists()
-    job = finished(command(step, *ONE) if step == "02" else forked(step, *ONE), tmp_path, SHIM)
+    job = finished(command(step, *TWO) if step == "02" else forked(step, *TWO), tmp_path, SHIM)
     assert not re.search("warning", job.stderr, re.IGNORECASE), job
-    assert same_bits(job, trained("03", *ONE))
+    assert same_bits(job, trained("03", *TWO))
     assert accuracy(job)[2] == 359
 
     processes = [json.loads(path.read_text("utf-8")) for path in tmp_path.glob(".calls/*")]
@@ -52,8 +52,8 @@ def test_each_rank_uses_its_own_gpu_and_nothing_warns(tmp_path, trained, step):
 def test_what_to_type_with_one_gpu(tmp_path, variable, nproc, device):
     say = on_each_rank("device.type, dist.get_world_size()")
     path = edited(tmp_path, "03", (TRAINED, f"{TRAINED}    {say}"))
-    start = f"{variable} torchrun --standalone --nproc-per-node={nproc} {path.name}"
-    words = ["bash", "-c", f"{start} {' '.join(ONE)}"]
+    start = f"{variable} torchrun --standalone --nproc-per-node={nproc} {path.name} 1"
+    words = ["bash", "-c", f"{start} {' '.join(SMALL)}"]
     job = finished(words, tmp_path, SHIM | ON_PATH | {"CUDA_VISIBLE_DEVICES": "0"})
     ranks = 1 if device == "cuda" else 2
     assert [said(job, rank) for rank in range(ranks)] == [[f"('{device}', {ranks})"]] * ranks
