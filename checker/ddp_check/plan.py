@@ -22,9 +22,12 @@ from ddp_check.protocol import HERE, STACKS, VARIABLE, Task
 from ddp_check.run import Run, without_own_steps
 from ddp_check.source import parsed
 
+# Checkpoints end so, but so may weights and data that a script needs:
 CHECKPOINT = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".new", ".interrupted")
+CHECKPOINT += (".distcp", ".metadata")
+ENVIRONMENTS = {"pyvenv.cfg", "conda-meta"}  # folders of Python's environments have one of these
 MAX_DEPTH, MAX_ENTRIES = 9, 1000  # of folders that are copied, not linked
-SMALL = 1 << 16  # bytes of a file that is copied, not linked
+SMALL = 1 << 20  # bytes of a file that is copied, not linked
 LOOK_EVERY, HANGS_AFTER = 5, 30  # seconds: at a running script, and without progress
 # In a script that starts its own processes; with the second, it may be another process:
 SPAWNS = r"(?<![\w.])((torch\.)?\w*(mp|multiprocessing|dist)\.)?(spawn|start_processes)\("
@@ -53,24 +56,31 @@ SLURM = {  # value: variables that srun sets to it on one node; their names begi
 }
 
 
-def mirror(source, target, depth=MAX_DEPTH, in_data=False):
-    """Make a new folder with the files of another, without checkpoints.
+def mirror(source, target, with_checkpoints, depth=MAX_DEPTH, in_data=False):
+    """Make a new folder with the files of another; return whether checkpoints were left out.
 
-    Code and small files are copied: Python would import from the folder that a link points to, and
-    a library in C that opens a file for writing is not seen by the observer, which detaches links.
-    Large files are linked, and those of a data set. So are folders of very many files.
+    Code is copied, for Python would import from the folder that a link points to, and so are small
+    files, for a library in C may write to them, which the observer does not see: it detaches links.
+    Large and hidden files are linked, those of a data set, and folders of very many files.
     """
     target.mkdir()
+    left_out = False
     for path in source.iterdir():
         new = target / path.name
-        if path.name.startswith(".") or path.name == "__pycache__" or path.suffix in CHECKPOINT:
+        if path.name == "__pycache__":
             continue
-        if path.is_dir() and os.access(path, os.R_OK | os.X_OK) and depth and not is_large(path):
-            mirror(path, new, depth - 1, in_data or "data" in path.name)
-            continue
-        is_small = path.is_file() and not in_data and path.stat().st_size < SMALL
-        if not ((is_small or path.suffix == ".py") and copied(path, new)):
+        if path.name.endswith(CHECKPOINT) and not (with_checkpoints or in_data):
+            left_out = True
+        elif path.name.startswith("."):
             new.symlink_to(path)
+        elif path.is_dir() and os.access(path, os.R_OK | os.X_OK) and depth and not is_large(path):
+            is_data = in_data or "data" in path.name
+            left_out |= mirror(path, new, with_checkpoints, depth - 1, is_data)
+        else:
+            is_small = path.is_file() and not in_data and path.stat().st_size < SMALL
+            if not ((is_small or path.suffix == ".py") and copied(path, new)):
+                new.symlink_to(path)
+    return left_out
 
 
 def copied(path, new):
@@ -86,7 +96,7 @@ def copied(path, new):
 def is_large(folder):
     """Return whether a folder is linked as a whole: it holds very many files, or an environment."""
     names = os.listdir(folder)
-    return "pyvenv.cfg" in names or len(names) > MAX_ENTRIES
+    return not ENVIRONMENTS.isdisjoint(names) or len(names) > MAX_ENTRIES
 
 
 @dataclass
@@ -110,6 +120,8 @@ class Plan:
         self.launcher = self.launcher or launcher_of(self.text)
         self.translated = self.translate == "yes"
         self.lacking = ""  # how the run without translated calls ended
+        self.left_out = False  # there are checkpoints beside the script
+        self.with_checkpoints = False  # they are not left out
 
     @property
     def restart_arguments(self):
@@ -118,10 +130,18 @@ class Plan:
 
     @cached_property
     def undisturbed(self):
-        """An uninterrupted run, with GPU calls translated if the script fails without GPUs."""
-        run = self.run("undisturbed")
-        if self.translate == "auto" and self.may_want_gpus(run):
-            run = self.run_translated(run)
+        """An uninterrupted run; with the checkpoints beside it if the script fails without them."""
+        run = self.first_run("undisturbed")
+        if run.returncode and self.left_out and not run.all(events.Step):
+            self.with_checkpoints = True
+            run = self.first_run("undisturbed-with-checkpoints")
+        return run
+
+    def first_run(self, name):
+        """Run the script, and once more with GPU calls translated if it fails without GPUs."""
+        run = self.run(name)
+        if self.translate == "auto" and not self.translated and self.may_want_gpus(run):
+            run = self.run_translated(run, f"{name}-translated")
         return run
 
     def may_want_gpus(self, run):
@@ -131,11 +151,11 @@ class Plan:
         early = run.returncode is not None and not run.all(events.Step)
         return run.lacks_gpus or bool(early and re.search(USES_GPUS, self.text))
 
-    def run_translated(self, before):
+    def run_translated(self, before, name):
         """Run the script with its GPU calls translated; return the run that counts."""
         self.translated = True
         self.lacking = before.ending if before.returncode else "no training"
-        run = self.run("translated")
+        run = self.run(name)
         if run.returncode and run.ending == before.ending and not before.lacks_gpus:
             self.translated, self.lacking = False, ""  # it is not about GPUs
             return before
@@ -145,7 +165,7 @@ class Plan:
         """Return the folder of a name, with the script's files in it."""
         cwd = Path(self.folder, name).resolve()
         if not cwd.exists():
-            mirror(Path.cwd(), cwd)
+            self.left_out |= mirror(Path.cwd(), cwd, self.with_checkpoints)
         return cwd
 
     def run(
@@ -182,7 +202,6 @@ class Plan:
             finally:
                 kill_all(process, folder)
         collect(run)
-        run.missed_checkpoints = missed_checkpoints(run)
         return run
 
     def command(self, nproc, cwd, others_in=None):
@@ -218,13 +237,6 @@ def launcher_of(text):
     if re.search(SPAWNS, text) or (re.search(PROCESS, text) and not needs_torchrun):
         return "python"
     return "srun" if "SLURM_PROCID" in text and not needs_torchrun else "torchrun"
-
-
-def missed_checkpoints(run):
-    """Return the names of checkpoints that a failed script has missed in its folder."""
-    words = re.findall(r"[\w.-]+", run.ending) if run.returncode else []
-    names = {word for word in words if word.endswith(CHECKPOINT)}
-    return [name for name in names if any(Path.cwd().rglob(name))]
 
 
 def module_path(name):
@@ -334,14 +346,25 @@ def stacks_and_idle_ranks(folder):
 
 def cpu_time(pid):
     """Return the seconds that a process and its descendants have computed, 0 if it has ended."""
+    total = 0
+    for member in family_of(pid):
+        with contextlib.suppress(psutil.Error):
+            total += sum(member.cpu_times()[:2])
+    return total
+
+
+def family_of(pid):
+    """Return a process and its descendants, or nothing if it has ended."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
-        family = process, *process.children(recursive=True)
-        return sum(sum(member.cpu_times()[:2]) for member in family)
-    return 0
+        return [process, *process.children(recursive=True)]
+    return []
 
 
 def kill_all(process, folder):
-    """Kill the command and all its descendants, including the ranks that torchrun started."""
+    """Kill the command with all its descendants, and what else reports to the folder."""
+    for member in family_of(process.pid):
+        with contextlib.suppress(psutil.Error):
+            member.kill()
     signal_processes(folder, "kill")
     process.wait()

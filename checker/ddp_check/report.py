@@ -21,8 +21,8 @@ def exit_code(plan, verdicts):
     statuses, run = {verdict.status for verdict in verdicts}, plan.undisturbed
     if base.WRONG in statuses:
         return 1
-    trained = run.returncode == 0 and run.all(events.Step) and base.BROKEN not in statuses
-    return 0 if trained else 2
+    ended = not any(each.rule == "script_ends" and each.status == base.UNSURE for each in verdicts)
+    return 0 if ended and run.all(events.Step) and base.BROKEN not in statuses else 2
 
 
 def summary(plan, verdicts):
@@ -133,6 +133,8 @@ def changes(plan):
     texts, run = [], plan.undisturbed
     if plan.lacking:
         texts.append(f"Without a GPU, the script ended with: {plan.lacking}")
+    if plan.with_checkpoints:
+        texts.append("The checkpoints beside the script are used: without them, it fails.")
     if calls := translated(plan):
         texts.append(f"Translated for the CPU: {', '.join(calls)}")
     for event in run.all(events.Trouble):

@@ -70,7 +70,9 @@ def without_own_steps(events_by_rank):
     """
 
     def is_unwrapped(event):
-        return isinstance(event, events.Step) and event.unwrapped == len(event.gradients)
+        if not isinstance(event, events.Step) or event.mesh_dimensions:  # sharded ones need none
+            return False
+        return all(name.startswith(events.PARAMETER) for name in event.gradients)
 
     steps = [event for event in chain(*events_by_rank.values()) if isinstance(event, events.Step)]
     if all(map(is_unwrapped, steps)):
@@ -115,7 +117,6 @@ class Run:
     script: str = ""  # its path
     source: str = ""  # of the script
     translate: bool = False  # its calls for GPUs were translated for the CPU
-    missed_checkpoints: list = field(default_factory=list)  # checkpoints that the script missed
     returncode: int | None = None  # None: it was killed after the timeout
     seconds: float = 0
     begun: float = 0  # when it was started

@@ -424,8 +424,16 @@ GPUS = [
     ended.record()
     torch.cuda.synchronize()
     assert isinstance(seeded, torch.Generator) and begun.elapsed_time(ended) >= 0
+    torch.cuda.set_rng_state(torch.cuda.get_rng_state().cpu())
+    torch.cuda.set_rng_state_all([state.cpu() for state in torch.cuda.get_rng_state_all()])
+    thread = threading.Thread(target=lambda: moved.append(x.cuda()))
+    moved = []
+    thread.start()
+    thread.join()
+    dist.all_reduce(moved[0], group=dist.new_group(backend="nccl"))
 """,
     ),
+    ("import sys\n", "import sys\nimport threading\n"),
 ]
 TRANSLATED = {
     *("torch.cuda.set_device()", "torch.cuda.synchronize()", "torch.cuda.init()", ".cuda()"),

@@ -61,6 +61,8 @@ def test_a_lookup_is_no_import(tmp_path, monkeypatch):
 
 HOSTILE = '''
 import io
+import pickle
+import signal
 import tempfile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -158,7 +160,10 @@ SURROUNDED = [
     ),
     ("        sampler.set_epoch(epoch)\n", '        os.environ["EPOCH"] = str(epoch)\n'),
     ("for inputs, targets in loader", "for inputs, targets, hostile, endless in loader"),
-    ("cross_entropy(model(inputs), targets)", "cross_entropy(model(inputs, hostile), targets)"),
+    (
+        "cross_entropy(model(inputs), targets)",
+        "cross_entropy(model(inputs, original=hostile), targets)",
+    ),
     ("    net = nn.Sequential(", "    net = Calm("),
     before(
         "\ndef main",
@@ -169,7 +174,7 @@ class Calm(nn.Sequential):
 
     __hash__ = nn.Module.__hash__
 
-    def forward(self, inputs, _=None):
+    def forward(self, inputs, original=None):
         return super().forward(inputs)
 
 """,
@@ -195,6 +200,10 @@ class Calm(nn.Sequential):
     assert Loud.calls == ["linear", "relu", "linear"], Loud.calls
     with sys.stdout as stdout:
         assert isinstance(stdout, io.TextIOBase)
+    pickle.dumps([torch.load, torch.save])
+    signal.signal(signalnum=signal.SIGTERM, handler=signal.SIG_DFL)
+    torch.optim.lr_scheduler.StepLR(optimizer, 9)
+    dist.destroy_process_group(dist.new_group())
     os.chdir(made := tempfile.mkdtemp())
     os.rmdir(made)
     dist.all_reduce(torch.ones(1))
@@ -209,6 +218,7 @@ def test_nothing_that_a_script_holds_can_break_it(tmp_path, fork_ranks):
     run, verdicts = judged(write(tmp_path / "train.py", BASE, SURROUNDED))
     assert run.returncode == 0, run.output
     assert run.all(events.Trouble) == []
+    assert (len(run.all(events.Leave)), run.all(events.Scheduled)) == (run.nproc, [])
     assert told(verdicts) == {}
     assert passed(verdicts) >= {"ranks_share_data", "order_changes", "gradients_are_averaged"}
 

@@ -18,7 +18,16 @@ from ddp_check import __version__, events
 from ddp_check.__main__ import parse_args
 from ddp_check.drills import perform
 from ddp_check.plan import launcher_of, planned
-from ddp_check.report import annotations, as_data, coloured, exit_code, lines_of, reason_of, text_of
+from ddp_check.report import (
+    annotations,
+    as_data,
+    changes,
+    coloured,
+    exit_code,
+    lines_of,
+    reason_of,
+    text_of,
+)
 from ddp_check.rules import RULES, judge
 from ddp_check.rules.base import UNSURE, WRONG, Verdict
 from ddp_check.run import Run
@@ -117,6 +126,19 @@ if os.environ["RANK"] == "0":
     assert {path.read_text() for path in tmp_path.rglob("log.txt")} == {"mine"}
 
 
+def test_weights_that_a_script_needs_are_not_left_out(tmp_path, script, fork_ranks):
+    for name in ("model/weights.safetensors", "data/train.bin", ".env"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    with planned(script("open('data/train.bin')\nopen('.env')"), launcher="python") as plan:
+        assert (plan.undisturbed.returncode, changes(plan)) == (0, [])
+    with planned(script("open('model/weights.safetensors')"), launcher="python") as plan:
+        assert plan.undisturbed.returncode == 0
+        assert changes(plan) == [
+            "The checkpoints beside the script are used: without them, it fails."
+        ]
+
+
 SLURM = """import os
 from socket import gethostbyname
 N = int(os.environ["WORLD_SIZE"])
@@ -178,7 +200,6 @@ raise Exception("bad")""": (WRONG, "^Exception: bad$", "train.py:7"),
     ),
     "next(iter([]))": (WRONG, "^StopIteration$", "train.py:1"),
     "def f(:\n    pass": (WRONG, "SyntaxError: invalid syntax$", "train.py:1"),
-    "open('data.pt')": (WRONG, "; data.pt could be a checkpoint and was left out", "train.py:1"),
     "import argparse\np = argparse.ArgumentParser()\np.add_argument('data')\np.parse_args()": (
         *(WRONG, "the following arguments are required: data; usage: train.py", ""),
     ),

@@ -161,6 +161,7 @@ def resumes(plan, interrupted, promise, may_lose_steps):
 def begins_again(plan, interrupted, resumed, where):
     """Return the verdict on where an interrupted run has begun again.
 
+    - It fails: wrong, unless that is no fault of the script.
     - It takes all steps, and loads nothing: unsure, unless --restart-args are given.
     - It takes all steps, although some were saved: wrong.
     - It takes too few: wrong.
@@ -169,6 +170,8 @@ def begins_again(plan, interrupted, resumed, where):
     before, after, total = (len(run.steps) for run in runs)
     if resumed.returncode != 0:
         end = launch.script_ends(resumed)
+        if end.status != base.WRONG:
+            return unseen(f"when started again: {end.text}")
         return wrong(f"when started again, it fails: {end.text}", end.where, "", end.details)
     begins_anew = after == total
     text = f"when started again, it begins at step 0 of {total}"

@@ -75,7 +75,7 @@ def begin_pass(iterator, loader):
         distributed=isinstance(sampler, DistributedSampler),
         shuffle=shuffles(sampler),
         drop_last=bool(loader.drop_last or ask(getattr, sampler, "drop_last", default=False)),
-        tensor_checksum=checksum(ask(getattr, dataset, "tensors", default=())),
+        tensor_checksum=checksum(ask(getattr, dataset, "tensors", default=()), quick=True),
         dataset_checksum=ask(fingerprint, dataset, default=0),
         persistent=loader.persistent_workers,
     )

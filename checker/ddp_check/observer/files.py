@@ -39,12 +39,11 @@ def write(text):
 def log(original, self, record):
     """Report what the script logs; of standard output it is reported anyway.
 
-    A file that is named after the rank may hold what is that rank's own. This is meant to be
-    generous: on rank 1, it leaves out log10.txt as well.
+    A file with the rank in its name may hold what is that rank's own, so it is left out.
     """
     with harmless():
         file = os.path.basename(getattr(self, "baseFilename", ""))  # of a FileHandler
-        is_left_out = self.stream is stdout or str(state.rank) in file
+        is_left_out = self.stream is stdout or re.search(rf"(?<!\d){state.rank}(?!\d)", file)
         if ask(is_own, record.pathname) and not is_left_out:
             text = ask(self.format, record)  # logging itself tells what is wrong with a record
             if text:
@@ -71,7 +70,7 @@ def audit(event, args):
             audit_open(*args)
         elif event == "sqlite3.connect" and isinstance(args[0], str):
             detach(args[0], truncates=False)
-        elif event == "shutil.rmtree" and is_of_user(os.path.abspath(args[0])):
+        elif event == "shutil.rmtree" and is_replaced(os.path.abspath(args[0])):
             os.unlink(args[0])
             os.mkdir(args[0])  # for it refuses to remove a link
         elif event == "os.rename" and script_line():
@@ -126,9 +125,19 @@ def is_of_user(path):
     return is_link and not os.path.realpath(path).startswith(TASK.folder)
 
 
+def own_folder_of(link):
+    """Return the folder that a link of the user's gets to lead to."""
+    return link.with_name(f".{link.name}.own")
+
+
+def is_replaced(path):
+    """Return whether a path is a link where the script would find a folder."""
+    return is_of_user(path) or Path(path).resolve() == own_folder_of(Path(path))
+
+
 def replace_link(link):
     """Let a link to a folder of the user's lead to a new one, of links to its entries."""
-    original, own = link.resolve(), link.with_name(f".{link.name}.own")
+    original, own = link.resolve(), own_folder_of(link)
     with unobserved():
         try:
             own.mkdir()

@@ -101,7 +101,7 @@ def register_comm_hook(original, *args, **kwargs):
 
 
 @patch(f"{DDP}.forward")
-def forward(original, self, *args, **kwargs):
+def forward(original, self, /, *args, **kwargs):
     """Note the inputs of a training call, and whether its gradients will be reduced."""
     state.in_forward = True
     with harmless():
@@ -236,10 +236,11 @@ def describe_models():
 
 
 @patch(f"{C10D}.destroy_process_group")
-def destroy_process_group(original, *args, **kwargs):
+def destroy_process_group(original, group=None):
     """Report the weights before a rank leaves the process group, and that it leaves it."""
-    with harmless():
-        describe_models()
-    report(events.Leave)
-    time.sleep(0.05)  # gloo's threads forget their last work, or freeing a DDP model could hang
-    return original(*args, **kwargs)
+    if group in (None, torch.distributed.group.WORLD):
+        with harmless():
+            describe_models()
+        report(events.Leave)
+        time.sleep(0.05)  # gloo's threads forget their last work, or freeing a DDP model could hang
+    return original(group)

@@ -15,6 +15,7 @@ Outside of PyTorch, the observer replaces `signal.signal`, `logging.StreamHandle
 
 import functools
 import pkgutil
+import sys
 
 import torch
 
@@ -54,8 +55,9 @@ def intercept(owner, name, function):
     def replacement(*args, **kwargs):
         return function(original, *args, **kwargs)
 
-    # A script may also take it from a package that passes it on: torch.manual_seed,
-    # torch.distributed.all_reduce, torch.nn.utils.clip_grad_norm_.
-    for holder in (owner, torch, torch.distributed, torch.nn.utils):
+    # It may have several names: torch.random.manual_seed is torch.manual_seed. And to be pickled,
+    # it has to be found in the module that defines it.
+    module = sys.modules.get(getattr(original, "__module__", None))
+    for holder in (owner, module, torch, torch.distributed, torch.nn.utils):
         if getattr(holder, name, None) is original:
             setattr(holder, name, replacement)

@@ -52,11 +52,11 @@ def gloo_threads_that_stay():
         time.sleep(0.1)  # Linux lists a thread for a moment after it has ended
 
 
-def set_handler(original, number, handler):
+def set_handler(original, signalnum, handler):
     """Report a handler that the script sets for SIGTERM."""
-    if number == signal.SIGTERM and callable(handler) and script_line():
+    if signalnum == signal.SIGTERM and callable(handler) and script_line():
         report(SigtermHandler)
-    return original(number, handler)
+    return original(signalnum, handler)
 
 
 intercept(signal, "signal", set_handler)

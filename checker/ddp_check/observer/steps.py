@@ -340,7 +340,8 @@ def length_of_schedule(scheduler):
 @patch(*(f"torch.optim.lr_scheduler.{name}.step" for name in SCHEDULERS))
 def step_scheduler(original, self, *args, **kwargs):
     """Report the step of a scheduler, but none that it lets another one take."""
-    if state.steps and not state.in_scheduler:
+    in_constructor = any(code.co_name == "_initial_step" for code in callers())
+    if state.steps and not (state.in_scheduler or in_constructor):
         is_plateau = isinstance(self, lr_scheduler.ReduceLROnPlateau)
         metric = (args[0] if args else kwargs.get("metrics")) if is_plateau else None
         report(events.Scheduled, metric=ask(float, metric), length=ask(length_of_schedule, self))

@@ -3,6 +3,7 @@
 import inspect
 import os
 import re
+import threading
 from types import SimpleNamespace
 
 import torch
@@ -157,6 +158,10 @@ ANSWERS = {  # every other function answers 0
     "memory_stats": {},
 }
 ANSWERS |= dict.fromkeys(("current_device", "current_device_index"), lambda: state.gpu)
+ANSWERS |= {
+    "get_rng_state": lambda *_, **__: torch.get_rng_state(),
+    "get_rng_state_all": lambda: [torch.get_rng_state()] * COUNT,
+}
 ANSWERS |= dict.fromkeys(("set_device", "set_device_index", "set_device_idx"), set_device)
 # What libraries may also call; torch.manual_seed seeds the CPU.
 QUIET = "set_device|init$|synchronize|empty_cache|ipc_collect|manual_seed"
@@ -208,6 +213,7 @@ replace_arguments("torch.utils.data.DataLoader.__init__", pin_memory=False, pin_
 replace_arguments("torch.load", map_location="cpu")
 replace_arguments("torch.amp.GradScaler.__init__", device="cpu")
 replace_arguments(f"{C10D}.init_process_group", backend="gloo", device_id=None)
+replace_arguments(f"{C10D}.new_group", backend="gloo")
 for name in (
     "torch.distributed.init_device_mesh",
     "torch.distributed.device_mesh.init_device_mesh",
@@ -262,4 +268,17 @@ def normalize_over_ranks(original, self, tensor):
     return _BatchNorm.forward(self, batch)[before : before + len(tensor)]
 
 
+def start_thread(original, self):
+    """Start a thread of the script, for a mode holds only in the thread that enters it."""
+    run = self.run
+
+    def run_on_the_cpu():
+        with OnTheCPU():
+            run()
+
+    self.run = run_on_the_cpu
+    original(self)
+
+
+intercept(threading.Thread, "start", start_thread)
 OnTheCPU().__enter__()

@@ -154,10 +154,7 @@ def failure(run):
     text, details = run.ending, tuple(run.traceback)
     if cure := cure_of_this_machine(run):
         return unsure(f"{text}; {cure}", run.error_where, "", details)
-    if run.missed_checkpoints:
-        names = ", ".join(run.missed_checkpoints)
-        text += f"; {names} could be a checkpoint and was left out: give its absolute path"
-    elif re.search(ASKS_LOCAL_RANK, run.source) and re.search("(?i)device|rank", run.ending):
+    if re.search(ASKS_LOCAL_RANK, run.source) and re.search("(?i)device|rank", run.ending):
         text += '; torchrun passes no --local_rank: read int(os.environ["LOCAL_RANK"])'
     page = next((page for message, page in PAGES.items() if message in run.output), "")
     return with_cause(run, text, run.error_where, page, details)
