@@ -34,6 +34,7 @@ SPAWNS = r"(?<![\w.])((torch\.)?\w*(mp|multiprocessing|dist)\.)?(spawn|start_pro
 PROCESS = r"\bProcess\(\s*target"
 SETS = r"""environ\[["'](\w+)["']\]\s*=[^=]"""
 ASKS = r"""(?:environ(?:\.get)?|getenv)[\[(]["']((?:LOCAL_)?RANK)["'][\],)]"""
+SET_BY_TORCHRUN = r"\b(MASTER_ADDR|(LOCAL_)?RANK|WORLD_SIZE)\b"
 USES_GPUS = r"nccl|cuda|device_ids|torch\.accelerator|\.to\(\w*rank\)"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=NPROC"]
 # What bash does in each process before it becomes that of the script:
@@ -117,6 +118,7 @@ class Plan:
     def __post_init__(self):
         self.path = module_path(self.script) if self.module else Path(self.script)
         self.text = self.path.read_text(encoding="utf-8", errors="replace")
+        self.may_choose_launcher = self.launcher is None
         self.launcher = self.launcher or launcher_of(self.text)
         self.translated = self.translate == "yes"
         self.lacking = ""  # how the run without translated calls ended
@@ -132,6 +134,9 @@ class Plan:
     def undisturbed(self):
         """An uninterrupted run; with the checkpoints beside it if the script fails without them."""
         run = self.first_run("undisturbed")
+        if self.may_choose_launcher and self.launcher == "python" and lacks_launcher(run):
+            self.launcher = "torchrun"
+            run = self.first_run("undisturbed-under-torchrun")
         if run.returncode and self.left_out and not run.all(events.Step):
             self.with_checkpoints = True
             run = self.first_run("undisturbed-with-checkpoints")
@@ -237,6 +242,11 @@ def launcher_of(text):
     if re.search(SPAWNS, text) or (re.search(PROCESS, text) and not needs_torchrun):
         return "python"
     return "srun" if "SLURM_PROCID" in text and not needs_torchrun else "torchrun"
+
+
+def lacks_launcher(run):
+    """Return whether a script has failed for the lack of what torchrun sets."""
+    return bool(run.returncode and not run.joins and re.search(SET_BY_TORCHRUN, run.ending))
 
 
 def module_path(name):

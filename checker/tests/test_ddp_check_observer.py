@@ -160,10 +160,7 @@ SURROUNDED = [
     ),
     ("        sampler.set_epoch(epoch)\n", '        os.environ["EPOCH"] = str(epoch)\n'),
     ("for inputs, targets in loader", "for inputs, targets, hostile, endless in loader"),
-    (
-        "cross_entropy(model(inputs), targets)",
-        "cross_entropy(model(inputs, original=hostile), targets)",
-    ),
+    ("cross_entropy(model(inputs)", "cross_entropy(model(inputs, original=hostile)"),
     ("    net = nn.Sequential(", "    net = Calm("),
     before(
         "\ndef main",
