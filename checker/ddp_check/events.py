@@ -232,7 +232,8 @@ class CommHook(Event):
 class BetweenSteps:
     """What is counted or collected since an optimizer took its last step.
 
-    That may be another optimizer's: of two that step after one backward pass, the second has none.
+    Any optimizer's step begins it anew: if two step after one backward pass, the `Step` of the
+    second has no losses.
     """
 
     losses: list[float] = field(default_factory=list)  # whose backward pass came
@@ -244,8 +245,8 @@ class BetweenSteps:
     backwards: int = 0  # backward passes
     sample_count: int = 0  # of those that a DataLoader returned
     inputs: list[int] = field(default_factory=list)  # checksums of the batches that entered models
-    # Who has drawn from PyTorch's generator, "model" or "script", and a checksum of its state
-    # before. A DataLoader's seed and a sampler's order do not count, nor what makes samples.
+    # Who has drawn from PyTorch's generator, "model" or "script" -> checksum of its state before
+    # that. A DataLoader's seed and a sampler's order do not count, nor what makes samples.
     random: dict[str, int] = field(default_factory=dict)
     random_for_samples: bool = False  # the script drew several for each, between loader and model
 
@@ -257,8 +258,9 @@ class Step(Event, BetweenSteps):
     # Checksum of each parameter, in the first step of a pass and some others; without DDP, in each:
     weights: dict[str, int] | None
     rates: list[float]  # learning rate of each group of parameters
-    # A projection of all gradients: of those that this rank computed, summed up, and of those that
-    # the optimizer takes. None after the first steps, with a GradScaler or sharded parameters.
+    # A number that stands for all gradients (see `projection`): as this rank has computed them,
+    # before DDP reduces them, and as the optimizer takes them. None after the first steps, with a
+    # GradScaler, or if they are sharded.
     own_gradient: float | None
     taken_gradient: float | None
     # "gradient of NAME" if that is not finite, "loss" if a loss, too, is not, its cause; or "":

@@ -28,7 +28,7 @@ class AfterImport:
 
         def exec_module(module):
             execute(module)
-            if self in sys.meta_path:  # of two lookups' loaders, only the first import calls it
+            if self in sys.meta_path:  # two lookups give two loaders: only the first calls it
                 sys.meta_path.remove(self)
                 self.function()
 

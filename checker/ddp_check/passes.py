@@ -92,11 +92,11 @@ def drop_unused_batches(data_pass):
 
 
 def credit(step, recent, passes):
-    """Credit a step to the last of the passes that gave a batch since the step before (`recent`).
+    """Credit a step to one of the passes that gave a batch since the step before (`recent`).
 
-    One that goes on is preferred to one that has ended, and to an evaluation that was left by a
-    break. If none gave a batch, it was fetched ahead: then the step belongs to the pass that took
-    the step before, or to the newest.
+    It is the last one that goes on and evaluates nothing, or else the last that goes on, or else
+    the last. If none gave a batch, the batch was fetched ahead: then the step belongs to the pass
+    that took the step before, or to the newest.
 
     Train, validate until a break, train: between the last step before the validation and the first
     one after it, both the validation and the second training pass give batches. The step is

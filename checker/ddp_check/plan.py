@@ -210,7 +210,12 @@ class Plan:
         return run
 
     def command(self, nproc, cwd, others_in=None):
-        """Return the command that starts the script: its copy in this folder, if there is one."""
+        """Return the command that starts the script: its copy in this folder, if there is one.
+
+        torchrun … -- train.py
+        python train.py
+        torchrun … --no-python -- bash -c 'export …; exec "$@"' bash python train.py  # as srun
+        """
         words = [word.replace("NPROC", str(nproc)) for word in LAUNCHERS[self.launcher]]
         # Else torchrun refuses an option of the script that begins like several of its own.
         end_of_options = ["--"] if LAUNCHERS[self.launcher] is TORCHRUN else []

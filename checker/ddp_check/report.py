@@ -79,8 +79,8 @@ def lines_of(verdict):
 def ranked(verdicts):
     """Return the verdicts in the order of the report.
 
-    Faults come before what passes. A warning that follows from another fault comes after all other
-    faults. Otherwise, the worst come first, and of equally bad ones, causes.
+    First come faults, then warnings that only follow from a fault, then the rest. Inside of these,
+    the worst come first, and of equally bad ones, causes.
     """
     order = [*base.LABELS]
 

@@ -64,9 +64,9 @@ def prefix_of(error):
 def without_own_steps(events_by_rank):
     """Return the events without steps that a rank takes in a model of its own.
 
-    In a model that is not wrapped, those are the steps that only some ranks take, such as with a
-    teacher that rank 0 trains before it broadcasts it, and those before anything is wrapped, such
-    as in trials of hyperparameters. If no step is taken in a wrapped model, all count.
+    Those are steps in a model that is not wrapped which come before anything is wrapped, as in
+    trials of hyperparameters, or which other ranks never take, as those of a teacher that rank 0
+    trains. If no step is taken in a wrapped model, all count.
     """
 
     def is_unwrapped(event):
@@ -211,8 +211,8 @@ class Run:
     def first_difference(self, field_name):
         """Return the first step in which a field differs from rank to rank, or None.
 
-        A rank reports its weights in some steps alone, and leaves out those that it has reported
-        before: the latest are compared. Other fields are whole in each step.
+        A step has the weights of one optimizer, and only some steps have them, so the latest of each
+        name are compared. Other fields are whole in each step.
         """
         latest = [{} for _ in self.events_by_rank]  # for each rank, {name or position: value}
         for number, row in enumerate(self.step_rows, 1):

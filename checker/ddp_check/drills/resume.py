@@ -115,7 +115,7 @@ def count_steps(events_of_rank):
 
 
 def complete_saves(events_of_rank):
-    """Return the steps before each save that is complete, as its rank has gone on since."""
+    """Return how many steps came before each save that is complete: its rank has gone on since."""
     going_on = [at for at, event in enumerate(events_of_rank) if isinstance(event, GOES_ON)]
     before = events_of_rank[: going_on[-1]] if going_on else []
     return [event.steps for event in before if isinstance(event, SAVES)]

@@ -69,8 +69,8 @@ def run_in_one_process(plan, many, during):
     """Return a run in one process with as many samples as all ranks have, and a remark on it."""
     run_one = partial(plan.run, nproc=1, start=str(many.folder), during=during)
     one = run_one("one", scale=plan.nproc)
-    # If one process then has N times the samples of all ranks, the script has already given it as
-    # many as all of them, and the drill must not multiply its batch.
+    # If a script divides one batch by the number of ranks, one process has as many samples as all
+    # of them, and N times as many once the drill has multiplied its batch.
     if close(ratio(samples_in(one), samples_in(many)), plan.nproc, COUNT_TOLERANCE):
         remark = ": the script itself divides its batch by the number of ranks"
         return run_one("alone", scale=1), remark

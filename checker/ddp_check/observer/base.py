@@ -117,8 +117,8 @@ def ask(question, *arguments, default=None):
 def harmless():
     """Let the observer's own work fail without breaking the script.
 
-    What fails is a fault of the observer, so it is reported. What is asked of tensors is noticed by
-    no subclass of Tensor and no TorchFunctionMode, neither the script's nor the observer's own.
+    What fails is a fault of the observer, so it is reported. Meanwhile, no subclass of Tensor and
+    no TorchFunctionMode is called, so none of them notices what the observer computes.
     """
     try:
         with DisableTorchFunction():

@@ -50,7 +50,7 @@ def begin(original, self, loader, *first_iter):
     """
     with ignoring_draws():  # it draws a seed for its workers
         original(self, loader, *first_iter)
-    if not any(first_iter):  # True in __init__ of an iterator of workers, which was reported
+    if not any(first_iter):  # True if __init__ calls _reset: then __init__ is reported
         with harmless():
             begin_pass(self, loader)
 
@@ -164,7 +164,7 @@ def next_batch(original, self):
 def end_pass(pass_state):
     """Report that a pass is over."""
     report(events.PassEnded, pass_number=pass_state.pass_number)
-    if state.no_step_in_pass:  # an evaluation, perhaps between two micro-batches of one step
+    if state.no_step_in_pass:  # an evaluation: its samples are none of the next step's
         state.since_step.sample_count = pass_state.samples_before_pass
     after_gather.resume()
 

@@ -72,7 +72,7 @@ def audit(event, args):
             detach(args[0], truncates=False)
         elif event == "shutil.rmtree" and is_replaced(os.path.abspath(args[0])):
             os.unlink(args[0])
-            os.mkdir(args[0])  # for it refuses to remove a link
+            os.mkdir(args[0])  # an empty folder to remove, as it refuses to remove a link
         elif event == "os.rename" and script_line():
             old_name, new_name = (os.path.realpath(os.fsdecode(name)) for name in args[:2])
             path = new_name if new_name.startswith(TASK.folder) else None
@@ -102,7 +102,7 @@ def detach(path, truncates=True):
     """Replace a link by a file before it is written to, so the user's own file stays unchanged."""
     path = os.path.abspath(path)
     make_own_folders(path)
-    if is_of_user(path):
+    if leads_outside(path):
         with unobserved():
             new = f"{path}.{os.getpid()}"
             if truncates or not os.path.isfile(path):
@@ -113,30 +113,30 @@ def detach(path, truncates=True):
 
 
 def make_own_folders(path):
-    """Let no folder above a path be a link to one of the user's."""
+    """Replace each folder above a path that is a link to the user's."""
     for folder in reversed(Path(path).parents):
-        if is_of_user(str(folder)):
+        if leads_outside(str(folder)):
             replace_link(folder)
 
 
-def is_of_user(path):
+def leads_outside(path):
     """Return whether a path in the script's folder is a link that leads out of it."""
     is_link = path.startswith(TASK.folder) and os.path.islink(path)
     return is_link and not os.path.realpath(path).startswith(TASK.folder)
 
 
 def own_folder_of(link):
-    """Return the folder that a link of the user's gets to lead to."""
+    """Return the new folder that takes the place of the user's behind a link."""
     return link.with_name(f".{link.name}.own")
 
 
 def is_replaced(path):
     """Return whether a path is a link where the script would find a folder."""
-    return is_of_user(path) or Path(path).resolve() == own_folder_of(Path(path))
+    return leads_outside(path) or Path(path).resolve() == own_folder_of(Path(path))
 
 
 def replace_link(link):
-    """Let a link to a folder of the user's lead to a new one, of links to its entries."""
+    """Point a link to a folder of the user's at a new one, of links to its entries."""
     original, own = link.resolve(), own_folder_of(link)
     with unobserved():
         try:
@@ -187,10 +187,10 @@ def report_save(obj, file, steps):
     """Report that an object was saved to a path or an open file."""
     path = file if isinstance(file, str | os.PathLike) else ask(getattr, file, "name")
     items = ask(items_in, obj, default=[])
-    # Of a wrapped model: a moving average has other tensors, and its own prefix is no fault.
+    # Only keys of a wrapped model's parameters: the prefix of a moving average is no fault.
     places = {value.data_ptr() for module in state.wrapped for value in module.parameters()}
-    tensors = [(key, value) for key, value in items if ask(str.startswith, key, "module.")]
-    keys = [key for key, value in tensors if ask(lambda value: value.data_ptr() in places, value)]
+    prefixed = [(key, value) for key, value in items if ask(str.startswith, key, "module.")]
+    keys = [key for key, value in prefixed if ask(lambda value: value.data_ptr() in places, value)]
     report(
         Save,
         path=os.path.realpath(path) if isinstance(path, str | os.PathLike) else None,

@@ -69,7 +69,7 @@ def init_process_group(original, *args, **kwargs):
     result = original(*call.args, **call.kwargs)
     state.rank = dist.get_rank()
     by_script = bool(script_line(direct=True))
-    if not by_script:  # a framework has set the GPU before
+    if not by_script:  # a framework has called set_device before, unseen as it is no script
         state.gpu = int(os.environ.get("LOCAL_RANK", 0))
     port = urlsplit(method).port or os.environ.get("MASTER_PORT")
     report(
@@ -102,7 +102,7 @@ class Call:
         operations = [value for value in arguments if isinstance(value, dist.ReduceOp)]
         self.sums = self.name in REDUCTIONS and all(each in SUMS for each in operations)
         self.own_number = number_in(self.tensors) if self.sums else None
-        # A mean of a mean is the same again, so only sums are counted:
+        # To average what has been averaged changes nothing, so only sums are counted:
         adds = self.sums and dist.ReduceOp.AVG not in operations and len(self.tensors) == 1
         self.rounds = rounds_of(self.tensors[0]) if adds else None
         # What becomes of gradients:
@@ -157,7 +157,7 @@ class Call:
         after_gather.start(parts or numbers, self.line if loses_gradient else "")
 
     def keep_sum(self, tensor):
-        """Keep a sum for the next time that its tensor is added up: it may still be in there."""
+        """Keep the result, to see whether it is still in the tensor when that is added up again."""
         if self.rounds is not None:
             latest_sums[tensor] = (self.rounds, tensor.detach().clone())
         if self.rounds == ROUNDS:
@@ -181,13 +181,12 @@ def is_gradient(tensor):
 
 
 def rounds_of(tensor):
-    """Return how often in a row a tensor is added up with the earlier sum of all ranks still in it.
+    """Return how often in a row a tensor is added up with its last result still in it.
 
-    It is 0 if that is not in it, and None, which is not watched, for a large tensor or a gradient.
+    That is inferred: no element is smaller than the last result, and one is larger. It is None for
+    a large tensor or a gradient, which are not watched.
     """
-    if tensor.numel() > MAX_COUNTS:
-        return None
-    if is_gradient(tensor):
+    if tensor.numel() > MAX_COUNTS or is_gradient(tensor):
         return None
     rounds, latest = latest_sums.get(tensor, (0, None))
     has_grown = latest is not None and bool((tensor >= latest).all() and (tensor > latest).any())
@@ -216,7 +215,7 @@ def is_on_all_ranks(args, kwargs):
 
 
 def report_in_backward(tensor, kind, line, **values):
-    """Report an event if a backward pass goes through this tensor; a leaf is where it ends."""
+    """Report an event if a backward pass goes through this tensor. At a leaf, it ends."""
 
     def report_once(_):
         if is_first(kind, line, *values.values()):
@@ -256,7 +255,7 @@ def collective(original, *args, **kwargs):
 
 
 class AfterGather(TorchFunctionMode):
-    """Watches what becomes of what was gathered. It does not touch the script's tensors.
+    """Watches what becomes of what was gathered. It does not change the script's tensors.
 
     It reports how long tensors are, for a script cuts off what a sampler has padded, and a backward
     pass that would have to go on in what other ranks gave. While batches are loaded and used, it is
@@ -314,7 +313,7 @@ class AfterGather(TorchFunctionMode):
     def report_cut(self, name, args, length, result):
         """Report that the end of a tensor is cut off."""
         if name == "__getitem__" and isinstance(args[1], slice) and len(result) < length:
-            in_blocks = is_in_blocks(args[0], self.parts)
+            in_blocks = turns_instead(args[0], self.parts) is not None
             report(events.Cut, dropped=length - len(result), in_blocks=in_blocks)
 
     def report_read(self, name, args, length, result):
@@ -346,8 +345,9 @@ class AfterGather(TorchFunctionMode):
     def follow_parts(self, arguments, result):
         """Follow what is made of the parts alone, until it meets a tensor that has a gradient.
 
-        A backward pass through the result then ends at the parts. This rank's own part is excepted
-        if it has the gradient of what was gathered:
+        `ranks_of` a tensor are those whose parts it was made of. If the result has a gradient, that
+        comes from another tensor: a backward pass reaches that one, and none of the parts. But this
+        rank's own part may have its gradient again:
 
             dist.all_gather(parts, mine)  # no part has a gradient
             parts[rank].copy_(mine)  # now one has
@@ -370,11 +370,6 @@ class AfterGather(TorchFunctionMode):
 
 
 after_gather = AfterGather()
-
-
-def is_in_blocks(tensor, parts):
-    """Return whether a tensor has one rank's part behind another's, and that is another order."""
-    return turns_instead(tensor, parts) is not None
 
 
 def turns_instead(tensor, parts):

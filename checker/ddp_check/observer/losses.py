@@ -5,7 +5,7 @@ from ddp_check.observer.patches import SCALER, patch
 from ddp_check.observer.values import tensors_in
 
 MAX_NODES = 30  # of a graph that are searched for divisions
-# Nodes that a single number passes, and whose inputs are single numbers, too:
+# How the names of nodes begin that a single number passes, and whose inputs are such, too:
 SCALAR_NODES = ("Div", "Mul", "Neg", "Add", "Sub", "ToCopy", "Clone", "Squeeze", "View")
 
 
@@ -41,7 +41,7 @@ def divisor_of(node, name):
         (first_operand, _), *_ = node.next_functions
         # In `loss * 0.5`, the first operand is the one with a graph; in `0.5 * loss`, it has none.
         factor = saved_number(node, "self" if first_operand is None else "other")
-        return 1 / factor if factor else None  # both are doubles: of 0.1, exactly 10.0
+        return 1 / factor if factor else None  # in float64, 1 / 0.1 is exactly 10
     return None
 
 

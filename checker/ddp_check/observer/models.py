@@ -47,7 +47,7 @@ class Forward(NamedTuple):
     """A call of a DDP model that a backward pass may follow."""
 
     model: int
-    backwards_before: int  # passes; calls with the same number share the one that follows
+    backwards_before: int  # how many backward passes came before it
     synced: bool  # its gradients will be reduced
     in_join: bool  # inside of join()
 
@@ -81,8 +81,8 @@ def model_suffix(number):
 
 
 def buffer_checksums(module, number):
-    """Return checksums of the buffers, by name, but for those that all ranks update together."""
-    # The path of the model itself is empty.
+    """Return checksums of the buffers, by name, without those of SyncBatchNorm."""
+    # The path of the model itself is empty, so ".name" is "name".
     return {
         f"{path}.{name}{model_suffix(number)}".removeprefix("."): checksum([value], quick=True)
         for path, part in module.named_modules()
@@ -228,7 +228,8 @@ def describe_models():
         values = enumerate(state.parameters.values())
         models = [{f"{events.PARAMETER}{number}": value for number, value in values}]
     for weights in models:
-        trained = [value for value in weights.values() if value.requires_grad]  # a mask is infinite
+        # What is frozen may be infinite on purpose, such as a mask.
+        trained = [value for value in weights.values() if value.requires_grad]
         finite = all(ask(is_finite, value, default=True) for value in trained)
         report(events.Final, weights=checksums(weights), finite=finite)
     if any(models):

@@ -70,7 +70,8 @@ def ignoring_draws():
         credit_draws(None)
 
 
-@patch("torch.manual_seed")  # once dynamo is imported, another function than torch.random's
+# Once dynamo is imported, torch.manual_seed is another function than torch.random's.
+@patch("torch.manual_seed")
 @patch("torch.random.manual_seed", "torch.random.seed", "torch.random.set_rng_state")
 def set_generator(original, *args, **kwargs):
     """Give the generator a new state, which is no draw: nobody is credited with it."""

@@ -17,7 +17,8 @@ from ddp_check.observer.base import TASK, ask, harmless, is_first, report, scrip
 from ddp_check.observer.models import describe_models
 from ddp_check.observer.patches import intercept
 
-# Seen; 2.10 gives them none. It is a TorchVersion, which compares numbers: "2.9" is less.
+# PyTorch 2.13 gives gloo's threads a name, 2.10 does not. A TorchVersion compares numbers, so
+# "2.9" is less.
 NAMES_THREADS = torch.__version__ >= "2.13"
 
 
@@ -29,14 +30,19 @@ def end():
     with harmless():
         describe_models()
     group_open = dist.is_initialized()
-    threads = 0 if group_open else gloo_threads_that_stay()
-    threads = threads if NAMES_THREADS else None
+    threads = None
+    if NAMES_THREADS:
+        threads = 0 if group_open else gloo_threads_that_stay()
     nn_imported = "torch.distributed.nn" in sys.modules
     report(Exit, group_open=group_open, gloo_threads=threads, nn_imported=nn_imported)
 
 
 def end_in_fork(_):
-    """Let a forked multiprocessing.Process call `end`, as it calls no function of atexit's."""
+    """Let a forked multiprocessing.Process call `end`.
+
+    It ends with os._exit, which calls no function of atexit's, but first those of
+    multiprocessing.util.Finalize. They are cleared after a fork, and only then is this called.
+    """
     if state.pid != os.getpid():  # its parent's; a spawned process has a state of its own
         multiprocessing.util.Finalize(None, end, exitpriority=-1000)  # the last to be called
 
@@ -60,7 +66,6 @@ def set_handler(original, signalnum, handler):
 
 
 intercept(signal, "signal", set_handler)
-# Unlike os.register_at_fork, it calls this after multiprocessing has cleared its finalizers.
 multiprocessing.util.register_after_fork(state, end_in_fork)
 if TASK.translate:
     from ddp_check.observer import translate  # noqa: F401

@@ -177,27 +177,27 @@ def report_step(optimizer, closure):
 
 
 def wants_weights():
-    """Return whether this step reports its weights, which takes time: seldom, if DDP is used.
-
-    Those are powers of 2, which have a single bit that is not 0, and the step after each, as two
-    optimizers may take turns: 1, 2, 3, 4, 5, 8, 9, 16, 17, …
-    """
-    is_early_or_rare = 1 in (state.steps.bit_count(), (state.steps - 1).bit_count())
+    """Return whether this step reports its weights, which takes time: seldom, if DDP is used."""
+    # Then two in a row, as two optimizers may take turns.
+    is_early_or_rare = state.steps <= 5 or state.steps % 50 < 2
     return state.no_step_in_pass or not state.wrapped or is_early_or_rare
 
 
 def reductions_by_ddp(forwards):
     """Return how many backward passes reduced gradients, of the model with the most.
 
-    A GAN may call its discriminator twice for one loss: both calls have as many passes before them,
-    so they share the backward pass that follows, and count once.
+    A GAN may call its discriminator twice for one loss. Between both calls there is no backward
+    pass, so they have the same number of those before them, and count once.
     """
     reduced = {(call.model, call.backwards_before) for call in forwards if call.synced}
     return max(Counter(model for model, _ in reduced).values(), default=0)
 
 
 def describe_buffers():
-    """Return checksums of the buffers, and the names of those that have changed."""
+    """Return checksums of the buffers, and the names of those that have changed.
+
+    BatchNorm's statistics may differ from rank to rank, but that they change is of interest.
+    """
     sums = {}
     for number, module in enumerate(state.wrapped):
         sums |= buffer_checksums(module, number)
@@ -225,7 +225,8 @@ class OwnGradient:
             parameter = self.parameter()
             if parameter is None:
                 return
-            if parameter.grad is None or self.projection is None:  # first since zero_grad(), a step
+            # The first backward pass since zero_grad(), or since a step, begins anew:
+            if parameter.grad is None or self.projection is None:
                 self.projection = 0.0
             if not gradient.is_sparse:
                 self.projection += projection(gradient)

@@ -121,7 +121,7 @@ class Ignored:
 
 
 class Idle(Ignored):
-    """A stream or an event: what it is asked for has happened, as an object counts as True."""
+    """A stream or an event. As an object counts as True, `event.query()` says that it is done."""
 
     def __init__(self, *_, **__):
         report_translated("a stream or an event")
@@ -168,7 +168,7 @@ QUIET = "set_device|init$|synchronize|empty_cache|ipc_collect|manual_seed"
 
 
 def answer(original, *args, **kwargs):
-    """Answer the script's question about GPUs as if there were some; of a library, only `QUIET`."""
+    """Answer what the script asks about GPUs by `ANSWERS`; let a library's calls in `QUIET` be."""
     name = original.__name__
     if script_line(direct=True):
         report_translated(f"{original.__module__}.{name}()")
@@ -214,11 +214,7 @@ replace_arguments("torch.load", map_location="cpu")
 replace_arguments("torch.amp.GradScaler.__init__", device="cpu")
 replace_arguments(f"{C10D}.init_process_group", backend="gloo", device_id=None)
 replace_arguments(f"{C10D}.new_group", backend="gloo")
-for name in (
-    "torch.distributed.init_device_mesh",
-    "torch.distributed.device_mesh.init_device_mesh",
-):
-    replace_arguments(name, device_type="cpu")
+replace_arguments("torch.distributed.device_mesh.init_device_mesh", device_type="cpu")
 
 
 @patch("torch.autocast.__init__")

@@ -30,7 +30,7 @@ def in_double_precision(values):
 
 
 def local_part(tensor):
-    """Return the values that a tensor holds: of a sharded one, only this rank's part."""
+    """Return the values that a tensor holds: of a sharded one, this rank's; no indices."""
     local = tensor.detach()
     local = local.to_local() if hasattr(local, "to_local") else local
     return local.coalesce().values() if local.is_sparse else local
@@ -84,8 +84,8 @@ def describe_samples(batch, count):
     """Return the fields of a `Batch` event that tell of its samples.
 
     A sample has a row in each tensor that is as long as there are samples: its label is in the one
-    with the shortest rows. A single one has all of each tensor, as if the data set returns whole
-    batches. If the count is not known, it is the length of the first tensor.
+    with the shortest rows. If there is only one sample, as where the data set returns whole
+    batches, all tensors are its own. An unknown count is the length of the first tensor.
     """
     tensors = [tensor for tensor in tensors_in(batch) if tensor.dim() and tensor.numel()]
     if count is None:

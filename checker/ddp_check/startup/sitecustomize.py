@@ -26,7 +26,8 @@ def run_hidden():
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
+# multiprocessing's resource tracker has nothing to report.
 if "DDP_CHECK" in os.environ and "resource_tracker" not in str(sys.orig_argv):
-    # In a process that was forked by one that has imported torch, the observation starts at once.
+    # If torch is imported already, as by a .pth file, the observation starts at once.
     load("ddp_check.imports").after_import("torch", lambda: load("ddp_check.observer.start"))
 run_hidden()
