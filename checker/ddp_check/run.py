@@ -211,8 +211,8 @@ class Run:
     def first_difference(self, field_name):
         """Return the first step in which a field differs from rank to rank, or None.
 
-        A step has the weights of one optimizer, and only some steps have them, so the latest of each
-        name are compared. Other fields are whole in each step.
+        Only some steps have weights, of one optimizer each: the latest of each name are compared.
+        Other fields are whole in each step.
         """
         latest = [{} for _ in self.events_by_rank]  # for each rank, {name or position: value}
         for number, row in enumerate(self.step_rows, 1):

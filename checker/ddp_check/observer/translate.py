@@ -83,6 +83,8 @@ class OnTheCPU(TorchFunctionMode):
             report_gpu(args[1] if len(args) > 1 else kwargs.get("device"))
             return args[0]
         args, kwargs = without_gpus(*numbers_as_devices(func, args, kwargs))
+        if func in (torch.histc, Tensor.histc) and not args[0].is_floating_point():
+            return func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)  # GPUs can do it
         return func(*args, **kwargs)
 
 
@@ -151,7 +153,9 @@ ANSWERS = {  # every other function answers 0
     "device_count": COUNT,
     "get_device_name": "CPU",
     "get_device_capability": (8, 0),
-    "get_device_properties": SimpleNamespace(name="CPU", total_memory=1 << 30, major=8, minor=0),
+    "get_device_properties": SimpleNamespace(
+        name="CPU", total_memory=1 << 30, major=8, minor=0, multi_processor_count=1
+    ),
     "is_bf16_supported": True,
     "current_accelerator": torch.device("cuda"),
     "mem_get_info": (1 << 30, 1 << 30),

@@ -20,7 +20,7 @@ DROP_THE_MODEL = "drop every reference to the DDP model (del model) before destr
 PASSED_ON = "in __torch_function__"  # ends the frame of a call that the observer passes on
 IN_BACKWARD = "_engine_run_backward("  # in the traceback of a rank
 BUFFERS = "Buffers wait for all ranks to call the DDP model: evaluate model.module"
-UNTRANSLATED = rf"{LACKS_GPUS}|Tensor-likes"
+UNTRANSLATED = rf"{LACKS_GPUS}|Tensor-likes|not implemented for '|getFuture not implemented"
 # In a script that knows the option of PyTorch's former launcher alone:
 ASKS_LOCAL_RANK = r"(?s)^(?!.*LOCAL_RANK).*--local[_-]rank"
 PAGES = {  # part of an error: the pitfall that explains it
