@@ -148,7 +148,7 @@ def script_line(direct=False):
     frame = sys._getframe(1)
     while frame:
         path = frame.f_code.co_filename
-        # A `print` of the script's own, or a stream's `write`, only passes on what its caller prints.
+        # A `print` or a stream's `write` of the script's own passes on what its caller prints.
         if is_own(path) and frame.f_code.co_name not in ("print", "write"):
             path = os.path.normpath(os.path.join(TASK.folder, path))
             return f"{path.removeprefix(TASK.folder)}:{frame.f_lineno}"
