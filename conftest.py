@@ -7,7 +7,7 @@ import tempfile
 import pytest
 import torch
 import torch.distributed as dist
-from support import gpus
+from support import gpus, server
 from support.jobs import RESTARTS, Job, finished
 from support.once import FOLDER, once
 from support.positions import GATE, KILLED, ON_RANK_1, at, wait_at_the_gate
@@ -33,6 +33,8 @@ def pytest_configure(config):
         config.add_cleanup(folder.cleanup)
         os.chmod(folder.name, 0o1777)  # as /tmp is
         os.environ[FOLDER] = os.environ["TMPDIR"] = folder.name  # torchrun leaves a folder there
+    if getattr(config.option, "numprocesses", None):
+        server.start()  # one for all workers of pytest-xdist, which inherit its address
 
 
 @pytest.hookimpl(wrapper=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.jobs import finished, run
 from support.results import resumed, same_bits
-from support.scripts import LONG, SCRIPT, arguments, build_trainer, edited, forked, load
+from support.scripts import LONG, SCRIPT, Pickled, arguments, build_trainer, edited, forked, load
 
 # ---------------------------------------------------------------- loading
 
@@ -77,13 +77,6 @@ def test_a_checkpoint_of_another_program_is_refused(trainer, path, content):
 def test_a_checkpoint_of_another_run_is_refused(trainer, module, change):
     args = arguments("checkpoint.pt", **change)
     assert "{'width': 1, 'lr': 0.004, 'seed': 0}" in refused(build_trainer, module, args)
-
-
-class Pickled:
-    """Creates a folder when pickle loads it."""
-
-    def __reduce__(self):
-        return os.mkdir, ("executed",)
 
 
 def test_no_code_in_a_checkpoint_is_run(trainer, path):

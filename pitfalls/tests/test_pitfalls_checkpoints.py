@@ -1,6 +1,5 @@
 """Pitfalls in saving and resuming: only the broken script shows the symptom."""
 
-import os
 import re
 import shutil
 
@@ -11,7 +10,7 @@ from running import ONE, TWO
 from support.jobs import run
 from support.positions import BATCH, RANK_1_LOOKS_ELSEWHERE, TOLD
 from support.results import error_lines, losses, same_bits, weights
-from support.scripts import edited, forked
+from support.scripts import Pickled, edited, forked
 
 pytestmark = pytest.mark.slow
 REPLACE = '        os.replace(f"{self.path}.new", self.path)\n'
@@ -112,13 +111,6 @@ def test_epoch_starts_again(pitfall, saved, resumed):
     assert [same_bits(job, saved) for job in jobs] == [False, True]
 
 
-class Program:
-    """Creates a folder when pickle loads it."""
-
-    def __reduce__(self):
-        return os.mkdir, ("executed",)
-
-
 def test_unseen_checkpoint(trained, resumed):
     """Rank 1 does not see the checkpoint: the broken script trains with other losses, and hangs."""
     path = trained("03", *ONE).cwd / "checkpoint.pt"
@@ -131,7 +123,7 @@ def test_unseen_checkpoint(trained, resumed):
 
 
 def test_weights_only_false(pitfall, saved, resumed):
-    checkpoint = {**torch.load(saved, weights_only=True), "COMMENT": Program()}
+    checkpoint = {**torch.load(saved, weights_only=True), "COMMENT": Pickled()}
     torch.save(checkpoint, pitfall.folder / "elsewhere.pt")
     broken, step = resumed(pitfall.folder / "elsewhere.pt", args=ONE)
     assert [(job.cwd / "executed").is_dir() for job in (broken, step)] == [True, False]

@@ -1,6 +1,5 @@
 """Step 4 on machines with several networks, without Slurm, and with strangers on the network."""
 
-import os
 import re
 import shutil
 
@@ -10,7 +9,7 @@ import torch.distributed as dist
 from clusters import in_the_guide
 from machines import DEAD, LIVE
 from support.results import epochs, same_bits
-from support.scripts import LONG, ROOT, SCRIPT, SMALL, edit, edited
+from support.scripts import LONG, ROOT, SCRIPT, SMALL, Pickled, edit, edited
 
 SLOW = pytest.mark.slow
 pytestmark = pytest.mark.xdist_group("machines")
@@ -84,14 +83,7 @@ def test_a_store_listens_everywhere_and_asks_for_no_password():
     assert listening in ("::", "0.0.0.0")  # without IPv6
 
 
-class Order:
-    """Creates a folder when it is unpickled."""
-
-    def __reduce__(self):
-        return os.mkdir, ("made",)
-
-
 def test_gather_object_runs_what_it_receives(process_group, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    dist.gather_object(Order(), [None])
-    assert (tmp_path / "made").is_dir()
+    dist.gather_object(Pickled(), [None])
+    assert (tmp_path / "executed").is_dir()
