@@ -168,6 +168,7 @@ class PassBegun(Event):
     iterable: bool  # the data set is an IterableDataset: its samples have no index
     subset_checksum: int  # of the indices that a Subset keeps, or 0
     distributed: bool  # the sampler is a DistributedSampler
+    replicas: int  # among which it divides the samples, or 0
     shuffle: bool | None  # None: the sampler does not say
     drop_last: bool
     tensor_checksum: int  # of a TensorDataset's tensors, or 0
@@ -248,7 +249,6 @@ class BetweenSteps:
     # Who has drawn from PyTorch's generator, "model" or "script" -> checksum of its state before
     # that. A DataLoader's seed and a sampler's order do not count, nor what makes samples.
     random: dict[str, int] = field(default_factory=dict)
-    random_for_samples: bool = False  # the script drew several for each, between loader and model
 
 
 class Step(Event, BetweenSteps):
@@ -318,12 +318,16 @@ class NothingLoaded(Event):
 
 
 class Evaluated(Event):
-    """A model is called without gradients, for the first time since a pass over data began."""
+    """A model is called without gradients, for the first time since a pass over data began.
+
+    It is reported again when 1, 2, 4, 8, … steps have been taken.
+    """
 
     model: str  # its class
     steps: int  # of the optimizers before
-    checksums: dict[str, int]  # of each parameter and buffer
-    noisy: str  # the layer that changes what the model returns, being in training mode, or ""
+    # Of each parameter and buffer, without BatchNorm's statistics if it does not use them:
+    checksums: dict[str, int]
+    noisy: str  # if all is in training mode, a layer that then changes what it returns; or ""
     wrapped: bool  # in DistributedDataParallel
     pass_number: int  # of the latest pass over data, or 0 if there was none
     inputs: int  # checksum of what the model is called with

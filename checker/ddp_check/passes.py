@@ -12,8 +12,9 @@ class Pass(events.PassBegun):  # a dataclass, as every subclass of Event becomes
     """A pass of one rank over a DataLoader: how it began, and what followed."""
 
     batches: list = field(default_factory=list)
+    last_batch: events.Batch | None = None  # also if it was not used
     steps: list = field(default_factory=list)
-    shared_steps: int = 0  # that may have used its batch, and were credited to a later pass
+    shared_steps: int = 0  # in a row, that may have used its batch, and are another pass's
     ended: bool = False
     evaluates: bool = False  # a model was called without gradients
     events_after: list = field(default_factory=list)  # that follow one of its batches
@@ -65,16 +66,16 @@ def passes_in(events_of_rank):
                 passes[event.pass_number] = Pass(**vars(event))
             case events.Batch() if data_pass:
                 data_pass.batches.append(event)
+                data_pass.last_batch = event
                 recent = [other for other in recent if other is not data_pass] + [data_pass]
                 latest = data_pass
             case events.PassEnded() if data_pass:
                 data_pass.ended = True
-            case events.Evaluated() if data_pass:
-                data_pass.evaluates = True
             case events.Step():
                 credit(event, recent, list(passes.values()))
                 recent = []
             case _ if latest:
+                latest.evaluates |= isinstance(event, events.BatchEvaluated)
                 latest.events_after.append(event)
     for data_pass in passes.values():
         drop_unused_batches(data_pass)
@@ -96,7 +97,7 @@ def credit(step, recent, passes):
 
     It is the last one that goes on and evaluates nothing, or else the last that goes on, or else
     the last. If none gave a batch, the batch was fetched ahead: then the step belongs to the pass
-    that took the step before, or to the newest.
+    that took the step before, or to the newest. Of two loaders in one loop, the other shares each.
 
     Train, validate until a break, train: between the last step before the validation and the first
     one after it, both the validation and the second training pass give batches. The step is
@@ -114,8 +115,13 @@ def credit(step, recent, passes):
     candidates = gave_batch or fetched_ahead
     unfinished = [data_pass for data_pass in candidates if not data_pass.ended]
     not_evaluating = [data_pass for data_pass in unfinished if not data_pass.evaluates]
-    if candidates:
-        *others, credited = not_evaluating or unfinished or candidates
-        credited.steps.append(step)
-        for data_pass in others:
+    if not candidates:
+        return
+    *_, credited = not_evaluating or unfinished or candidates
+    credited.steps.append(step)
+    sharing = {id(data_pass) for data_pass in candidates if data_pass is not credited}
+    for data_pass in passes:
+        if id(data_pass) in sharing:
             data_pass.shared_steps += 1
+        elif not data_pass.is_training:
+            data_pass.shared_steps = 0

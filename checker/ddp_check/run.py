@@ -166,7 +166,7 @@ class Run:
     def training_passes(self):
         """The passes that all ranks have trained on, in their order: [{rank: pass}]."""
         columns = [
-            [data_pass for data_pass in passes if data_pass.steps]
+            [data_pass for data_pass in passes if data_pass.is_training]
             for passes in self.passes_by_rank.values()
         ]
         return [dict(zip(self.events_by_rank, row)) for row in zip(*columns)]
@@ -322,6 +322,11 @@ class Run:
         # A translated call tells it, or else the text, in which "cpu:gloo,cuda:nccl" uses both.
         calls = {event.call for event in self.all(events.Translated)}
         return '"nccl"' in calls or ("nccl" in self.source and "cpu:gloo" not in self.source)
+
+    def file_with(self, where):
+        """Return the text of the file in which a line of the script stands, or ""."""
+        path = self.cwd / where.rpartition(":")[0]
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
     @property
     def printed(self):

@@ -221,7 +221,11 @@ SLOWER = (
     '{**(state := optimizer.state_dict()), "param_groups": [{**state["param_groups"][0], "lr": 1}]}'
 )
 ONE_BUFFER = "[torch.empty_like(mine)] * dist.get_world_size()"
-MESH = '    mesh = dist.init_device_mesh("cuda", (size,))\n'
+MESH = '    mesh = dist.init_device_mesh("cuda", (size, 1), mesh_dim_names="ab")\n'
+SCHEDULERS = """    Lambda = torch.optim.lr_scheduler.LambdaLR
+    warm, cold, late = (Lambda(optimizer, lambda n: 1) for _ in "wcl")
+    both = torch.optim.lr_scheduler.ChainedScheduler([warm, cold])
+"""
 OWN_SCHEDULE = """
 class Linear(torch.optim.lr_scheduler.LRScheduler):
     def __init__(self, optimizer, total):
@@ -266,6 +270,11 @@ SCALER = [
     ),
 ]
 UNSCALED = ("            scaler.unscale_(optimizer)\n", "")
+SECOND = "    scale = nn.Parameter(torch.ones(4))\n    second = torch.optim.SGD([scale], 0.1)\n"
+CLIPPED = """            scale.square().sum().backward()
+            nn.utils.clip_grad_norm_(scale, 1.0)
+            second.step(), second.zero_grad()
+"""
 TOWERS = [
     (LOADER, LOADER.replace("sampler)", "sampler, drop_last=True)")),
     (
@@ -347,6 +356,7 @@ BREAKS = [
         f"        for inputs, _ in part:\n{USES}{LEAVES}    mine = torch.cat(mine)\n",
     ),
 ]
+FEWER_SAMPLES = "    sampler.drop_last, sampler.num_samples, sampler.total_size = True, 12, 24\n"
 FEWER = ("y[test.indices]", "y[test.indices][: len(guesses)]")
 OWN = [
     ("self.x, self.y = x,", "self.own, self.x, self.y = torch.Generator(), x,"),
@@ -674,7 +684,10 @@ KINDS = {
         SCALER,
     ),
     "clipped while scaled": Kind(
-        {"clipping_comes_after_unscale": WRONG}, [UNSCALED], r"\(nn.utils.cl", SCALER
+        {"clipping_comes_after_unscale": WRONG},
+        [UNSCALED],
+        r"\(nn.utils.clip_grad_norm_\(model",
+        [*SCALER, before(READY, SECOND), before(UNSCALED[0], CLIPPED)],
     ),
     # ------------------------------------------------------------ data
     "dealt by the data set": Kind(
@@ -691,8 +704,9 @@ KINDS = {
     ),
     "more replicas than ranks": Kind(
         SHARED,
-        [("Sampler(data)", "Sampler(data, num_replicas=4, rank=rank)")],
-        f"all ranks together see 48 of 96 samples.+{LOADS}",
+        [("Sampler(data)", "Sampler(data, num_replicas=4, rank=rank)"), (FEWER_SAMPLES, "")],
+        f"DistributedSampler divides the samples among 4 ranks, and there are 2 {LOADS}",
+        [after(DATA, FEWER_SAMPLES)],
     ),
     "batches with the time first": Kind(
         SHARED,
@@ -719,8 +733,22 @@ KINDS = {
         "12 of 18 batches are the same on all ranks, in other steps",
         DRAWN,
     ),
+    "one of two loaders in a loop": Kind(
+        SHARED,
+        [SAME_ORDER],
+        r"each rank trains on the same \d+ samples \(for \(inputs, targets\), _ in zip",
+        [
+            before(READY, "    apart = DataLoader(x, 8, sampler=range(rank, 96, 2))\n"),
+            (LOOP, "        for (inputs, targets), _ in zip(loader, apart):\n"),
+        ],
+    ),
     "sharded parameters": Kind(SHARED, [SAME_ORDER], LOADS, SHARDED),
-    "processes of its own": Kind(SHARED, [SAME_ORDER], LOADS, SPAWNED),
+    "processes of its own": Kind(
+        SHARED,
+        [SAME_ORDER],
+        LOADS,
+        [*SPAWNED, ("file://{os.getcwd()}/met", "tcp://localhost:{os.getenv('PORT', 29713)}")],
+    ),
     "split by worker": Kind(
         SHARED, [("2 * worker.id + rank :: 4", "worker.id :: 2"), OWN_ORDER], LOADS, STREAM
     ),
@@ -730,18 +758,28 @@ KINDS = {
         f"2 times on each sample.+{LOADS}",
         STREAM,
     ),
+    "a stream drawn with replacement": Kind(
+        {"ranks_share_data": UNSURE},
+        [
+            (
+                "order[2 * worker.id + rank :: 4]",
+                "torch.cat([order[worker.id :: 2], order[rank:][:8]])",
+            )
+        ],
+        f"the same 96 samples: does each draw with replacement.+{LOADS}",
+        STREAM,
+    ),
     "an order of its own": Kind(
         SHARED,
         [("Generator().manual_seed(0)).to", "Generator().manual_seed(rank)).to")],
         r"each has a part of an order of its own \(for inputs, targets, _ in",
         LENGTHS,
     ),
-    "the same noise": Kind(RANDOM, [SAME_SEED], "in the training loop, several for each", NOISE),
-    "the same choice for each batch": Kind(
+    "the same noise": Kind(
         {"random_numbers_differ": UNSURE},
         [SAME_SEED],
         "numbers in the training loop: should they",
-        [*NOISE, ("randn(8, 4)", "randn(1)")],
+        NOISE,
     ),
     "split by rank": Kind(
         SHARED,
@@ -773,14 +811,13 @@ KINDS = {
         rf"own sampler is to do.+{LOADS}",
         TURNS,
     ),
+    "the same order of other data": Kind(
+        {"order_changes": UNSURE},
+        [(EPOCH, "        data.dataset.x *= 1.1\n")],
+        f"of data that has changed: is it all new.+{LOADS}",
+    ),
     "frozen in workers": Kind(
         ORDER, [("torch.zeros(()).share_memory_()", "0")], f"workers do not see .+{LOADS}", STREAM
-    ),
-    "a stream in one order": Kind(
-        {"order_changes": UNSURE},
-        [("int(self.epoch)", "5"), ("epoch += 1", "epoch")],
-        LOADS,
-        STREAM,
     ),
     "seeded by the index": Kind(
         RANDOM, [("torch.manual_seed(index)", "0")], f"in DataLoader workers.+ {LOADS}", SEEDED
@@ -796,11 +833,6 @@ KINDS = {
     "no_sync": Kind(
         {**GRADIENTS, **WEIGHTS},
         [before(LOOP, "        model.require_backward_grad_sync = False\n")],
-        r"under no_sync \(optimizer.step",
-    ),
-    "no_sync in evaluation mode": Kind(
-        {**GRADIENTS, **WEIGHTS, "training_mode": UNSURE},
-        [before(LOOP, "        model.eval().require_backward_grad_sync = False\n")],
         r"under no_sync \(optimizer.step",
     ),
     "in evaluation mode after an epoch in training mode": Kind(
@@ -891,12 +923,6 @@ KINDS = {
     ),
     "summed by hooks, not divided": Kind(
         GRADIENTS, [("value.grad /= size", "0")], r"are the sum over the ranks", HOOKED
-    ),
-    "models of their own": Kind(
-        {"weights_agree": UNSURE},
-        [*OWN_MODELS, before(SUM, "        dist.all_reduce(x.clone())\n")],
-        "parameters of its own, from weights of its own: is that intended",
-        [UNEVALUATED],
     ),
     "folds of their own, whose results are objects": Kind(
         {"weights_agree": UNSURE},
@@ -1100,15 +1126,32 @@ KINDS = {
         r"^after 1 epoch, in step 6, rank 0 left.+; rank 0 alone calls all_gather \(wrong",
     ),
     # ------------------------------------------------------------ evaluation
-    "an average": Kind(EVALUATED, [("  average.", "  rank or average.")], EVALUATES, AVERAGE),
+    "an average": Kind(
+        EVALUATED,
+        [("  average.", "  rank or average.")],
+        r"\(average\(x",
+        [
+            *AVERAGE[:2],
+            before(LOOP, "        with torch.no_grad():\n            average(x)\n"),
+            *DRAWN,
+        ],
+    ),
     "a buffer": Kind(
         EVALUATED,
         [("DDP(net)", "DDP(net, broadcast_buffers=False)")],
         f"1.running_mean of Sequential differs .+ {EVALUATES}",
-        [NORMALIZED, ("evaluate(net, test)", "evaluate(model, test)")],
+        [
+            NORMALIZED,
+            ("evaluate(net, test)", "evaluate(model, test)"),
+            before(READY, "    teacher = nn.BatchNorm1d(4).requires_grad_(False)\n"),
+            after(STEP, "            with torch.no_grad():\n                teacher(inputs)\n"),
+        ],
     ),
     "in training mode": Kind(
-        {"evaluation_mode": WRONG}, [("model.eval()", "0")], EVALUATES, DROPOUT
+        {"evaluation_mode": WRONG},
+        [("model.eval()", "0")],
+        EVALUATES,
+        [*DROPOUT, after("model.eval()\n", "    model[1].train()  # Monte Carlo dropout\n")],
     ),
     "cut in order": Kind(
         SINGLE, [("stack(parts, dim=1).flatten()", "cat(parts)")], "in blocks", IN_DICTIONARIES
@@ -1143,12 +1186,6 @@ KINDS = {
         "counts 22 samples, 21 of them distinct, of 21: nothing is cut off after the gather",
         LENGTH,
     ),
-    "not cut, with as many samples as the checker reads": Kind(
-        SINGLE,
-        [KEPT, ("guesses == test.dataset.y[test.indices]", "guesses == 0")],
-        "counts 130 samples, 129 of them distinct, of 129: nothing is cut off after the gather",
-        [("randn(117", "randn(225"), ("(96, 21)", "(96, 129)")],
-    ),
     "gathered in the loop, cut behind it": Kind(
         SINGLE,
         [KEPT, ("guesses == test.dataset.y[test.indices]", "guesses == 0")],
@@ -1164,9 +1201,16 @@ KINDS = {
         EVALUATES,
     ),
     "its own part": Kind(
-        {"result_is_of_all": WRONG},
-        [("    dist.all_reduce(right)\n", "")],
-        r"rank 0 has evaluated 10 of 20 samples.+\(rank or print",
+        {"result_is_of_all": WRONG, "each_sample_is_evaluated_once": UNSURE},
+        [
+            ("    dist.all_reduce(right)\n", ""),
+            *BREAKS,
+            (USES + LEAVES, LEAVES + USES),
+            ("mine) == 2", "mine) == 1"),
+            ("mine == wanted", "mine == wanted[:8]"),
+            ("{right / 20", "{right / 8"),
+        ],
+        r"rank 0 has evaluated 8 of 16 samples.+\(rank or print",
         ADDED,
     ),
     "the best model by its own part": Kind(
@@ -1204,6 +1248,12 @@ KINDS = {
         [("    dist.barrier()\n", "")],
         r"rank 1 reads saved.pt, which rank 0 writes, and nothing makes it wait.+\(again = ",
         [before(LEAVE, '    again = torch.load("saved.pt", weights_only=True)\n'), UNEVALUATED],
+    ),
+    "a configuration that all ranks write": Kind(
+        {"one_rank_writes": UNSURE},
+        [("rank or open", "open")],
+        r"write args.json at the same time: do they write the same\? \(open",
+        [before(READY, '    rank or open("args.json", "w").write("{}")\n')],
     ),
     "by one rank after the other": Kind(
         {"one_rank_writes": UNSURE},
@@ -1409,8 +1459,11 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
         ],
         {},
     ),
-    "a default device": (
-        [before(READY, '    torch.set_default_device("cpu")\n')],
+    "a default device, and a progress bar on rank 0": (
+        [
+            before(READY, '    torch.set_default_device("cpu")\n'),
+            before("        mine = ", "        part = iter(part) if dist.get_rank() else part\n"),
+        ],
         {"each_sample_is_evaluated_once": PASS},
     ),
     "a model made between two steps": (
@@ -1515,6 +1568,13 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
         ],
         {"ranks_share_data": UNSEEN},
     ),
+    "a call that no backward pass follows": (
+        [
+            before(TRAIN, "            model(inputs)\n            scale.sum().backward()\n"),
+            before(READY, SECOND),
+        ],
+        {"gradients_are_averaged": PASS},
+    ),
     "a mean over micro-batches": (
         [
             *ACCUMULATED,
@@ -1546,14 +1606,7 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
         {"unused_search_is_needed": PASS},
     ),
     "two schedulers, and one of two": (
-        [
-            before(READY, "    Lambda = torch.optim.lr_scheduler.LambdaLR\n"),
-            before(
-                READY, "    warm, cold, late = (Lambda(optimizer, lambda n: 1) for _ in 'wcl')\n"
-            ),
-            before(READY, "    both = torch.optim.lr_scheduler.ChainedScheduler([warm, cold])\n"),
-            after(STEP, "            both.step(), late.step()\n"),
-        ],
+        [before(READY, SCHEDULERS), after(STEP, "            both.step(), late.step()\n")],
         {"rates_are_equal": PASS},
     ),
     "a fused optimizer, which skips steps itself": (
@@ -1578,10 +1631,6 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
             ("set_epoch(epoch)", "set_epoch(epoch + fold)"),
         ],
         {"order_changes": PASS},
-    ),
-    "two losses": (
-        [(TRAIN, TRAIN + "            loss = (loss + model(inputs).square().mean()) / 2\n")],
-        {"gradients_are_averaged": PASS},
     ),
 }
 

@@ -32,8 +32,10 @@ class SinceStep(BetweenSteps):
     """What has happened since an optimizer took its last step: what `Step` tells, and more."""
 
     forwards: list = field(default_factory=list)  # calls of DDP, as `Forward`
+    # (number of a DDP model, number of a backward pass since the step that reduced its gradients):
+    reductions: set = field(default_factory=set)
     bypasses: dict = field(default_factory=dict)  # number of a model -> a line that calls it itself
-    loss_scaled: bool = False  # by a GradScaler
+    losses_scaled: int = 0  # by a GradScaler
     # (checksum, number of elements) of each tensor that the script itself adds up over the ranks:
     added_up: list = field(default_factory=list)
 
@@ -53,10 +55,8 @@ class State:
     since_step: SinceStep = field(default_factory=SinceStep)
     passes: int = 0  # over a DataLoader
     no_step_in_pass: bool = True  # since the last pass began
-    batch_is_unused: bool = False  # no model was called since the last batch
-    batch_is_unevaluated: bool = False  # no model was called without gradients since then
+    batch_is_unevaluated: bool = False  # no model was called without gradients since the last batch
     steps: int = 0  # of the optimizers
-    total_backwards: int = 0  # backward passes so far
     in_forward: bool = False  # of DDP, which calls the unwrapped model
     in_loader: bool = False  # a DataLoader makes its next batch
     unfinished_line: str = ""  # of what is printed

@@ -64,6 +64,7 @@ def begin_pass(iterator, loader):
     samples_before_pass = state.since_step.sample_count
     iterator._ddp_check = PassState(state.passes, subset, samples_before_pass, loader.in_order)
     sampler = sampler_of(loader)
+    distributed = isinstance(sampler, DistributedSampler)
     length = ask(len, loader.dataset)  # an iterable data set may have none
     report(
         events.PassBegun,
@@ -72,7 +73,8 @@ def begin_pass(iterator, loader):
         batch_count=ask(len, loader) if length is not None else None,
         iterable=isinstance(dataset, data.IterableDataset),
         subset_checksum=0 if subset is None else zlib.crc32(repr(subset).encode()),
-        distributed=isinstance(sampler, DistributedSampler),
+        distributed=distributed,
+        replicas=sampler.num_replicas if distributed else 0,
         shuffle=shuffles(sampler),
         drop_last=bool(loader.drop_last or ask(getattr, sampler, "drop_last", default=False)),
         tensor_checksum=checksum(ask(getattr, dataset, "tensors", default=()), quick=True),
@@ -180,7 +182,7 @@ def report_batch(pass_state, batch):
     if pass_state.in_order:
         samples = ask(describe_samples, batch, count, default=UNKNOWN_SAMPLES)
     state.since_step.sample_count += len(indices or samples["checksums"] or ())
-    state.batch_is_unevaluated = state.batch_is_unused = True
+    state.batch_is_unevaluated = True
     report(
         events.Batch,
         pass_number=pass_state.pass_number,

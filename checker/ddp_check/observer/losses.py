@@ -64,7 +64,6 @@ def saved_number(node, operand):
 def backward(original, tensors, *args, **kwargs):
     """Note the losses of a backward pass, unless they were noted before they were scaled."""
     with harmless():
-        state.total_backwards += 1
         state.since_step.backwards += 1
         if not state.gradients_scaled:
             note_losses(tensors)
@@ -76,5 +75,6 @@ def scale(original, self, outputs):
     """Note losses before a GradScaler scales them."""
     with harmless():
         note_losses(outputs)
-        state.gradients_scaled = state.since_step.loss_scaled = self.is_enabled()
+        state.gradients_scaled = self.is_enabled()
+        state.since_step.losses_scaled += self.is_enabled()
     return original(self, outputs)

@@ -47,7 +47,6 @@ class Forward(NamedTuple):
     """A call of a DDP model that a backward pass may follow."""
 
     model: int
-    backwards_before: int  # how many backward passes came before it
     synced: bool  # its gradients will be reduced
     in_join: bool  # inside of join()
 
@@ -108,7 +107,6 @@ def forward(original, self, /, *args, **kwargs):
         if torch.is_grad_enabled():
             call = Forward(
                 model=model_numbers.get(id(self.module), -1),
-                backwards_before=state.total_backwards,
                 synced=self.require_backward_grad_sync,
                 in_join=self._join_config.enable,
             )
@@ -118,9 +116,25 @@ def forward(original, self, /, *args, **kwargs):
     if TASK.scale:
         args, kwargs = in_double_precision((args, kwargs))
     try:
-        return original(self, *args, **kwargs)
+        result = original(self, *args, **kwargs)
     finally:
         state.in_forward = False
+    with harmless():
+        watch_reduction(self, result)
+    return result
+
+
+def watch_reduction(model, result):
+    """Note each backward pass that reduces the gradients of a DDP model."""
+    number = model_numbers.get(id(model.module), -1)
+
+    def note(_):
+        state.since_step.reductions.add((number, state.since_step.backwards))
+
+    outputs = tensors_in(result) if model.require_backward_grad_sync else ()
+    for tensor in outputs:
+        if tensor.grad_fn:
+            tensor.register_hook(note)
 
 
 def note_inputs(module, args, kwargs):
@@ -145,7 +159,6 @@ def enter_module(module, args):
     with harmless():
         if state.in_module == 1:
             credit_script()
-            state.batch_is_unused = False
         if torch.is_grad_enabled():
             note_bypass(module)
             watch_sharded_inputs(module)
@@ -196,13 +209,16 @@ def report_evaluation(module, args):
     values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     if not values or mesh_dimensions(values.values()):
         return
-    if is_first("evaluated", id(module), state.passes):
+    # A teacher that is called in each step is reported more and more seldom.
+    if is_first("evaluated", id(module), state.passes, state.steps.bit_length()):
+        noisy = [*filter(is_noisy, module.modules())]
+        unused = {id(value) for part in noisy for value in part.buffers()}
         report(
             events.Evaluated,
             model=type(module).__name__,
             steps=state.steps,
-            checksums=checksums(values),
-            noisy=next((type(part).__name__ for part in module.modules() if is_noisy(part)), ""),
+            checksums=checksums({n: v for n, v in values.items() if id(v) not in unused}),
+            noisy=type(noisy[0]).__name__ if noisy and module.training else "",
             wrapped=is_wrapped(module),
             pass_number=state.passes,
             inputs=checksum(tensors_in(args), quick=True),

@@ -166,7 +166,7 @@ def report_step(optimizer, closure):
         has_state=bool(optimizer.state),
         closure=closure,
         synced=not since.forwards or since.forwards[-1].synced,
-        reductions=reductions_by_ddp(since.forwards),
+        reductions=max(Counter(model for model, _ in since.reductions).values(), default=0),
         reduced=[total for total, _ in since.added_up],
         reduced_all=sum(count for _, count in since.added_up) >= elements,
         training=all(state.wrapped[number].training for number in parameters.models.values()),
@@ -181,16 +181,6 @@ def wants_weights():
     # Then two in a row, as two optimizers may take turns.
     is_early_or_rare = state.steps <= 5 or state.steps % 50 < 2
     return state.no_step_in_pass or not state.wrapped or is_early_or_rare
-
-
-def reductions_by_ddp(forwards):
-    """Return how many backward passes reduced gradients, of the model with the most.
-
-    A GAN may call its discriminator twice for one loss. Between both calls there is no backward
-    pass, so they have the same number of those before them, and count once.
-    """
-    reduced = {(call.model, call.backwards_before) for call in forwards if call.synced}
-    return max(Counter(model for model, _ in reduced).values(), default=0)
 
 
 def describe_buffers():
@@ -257,7 +247,7 @@ def describe_projections(parameters):
     owns = [own_gradients.get(id(parameters.by_name[name])) for name in parameters.gradients]
     gradients = parameters.gradients.values()
     sparse = any(gradient.is_sparse for gradient in gradients)  # other elements on each rank
-    if not own_gradients or None in owns or state.since_step.loss_scaled or sparse:
+    if not own_gradients or None in owns or state.since_step.losses_scaled or sparse:
         return {"own_gradient": None, "taken_gradient": None}
     return {
         "own_gradient": sum(own.projection or 0.0 for own in owns),
@@ -305,7 +295,9 @@ def step_scaled(original, self, *args, **kwargs):
 @patch("torch.nn.utils.clip_grad.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_value_")
 def clip(original, *args, **kwargs):
     """Report that gradients are clipped."""
-    report(events.Clipped, scaled=state.gradients_scaled)
+    since = state.since_step
+    all_scaled = since.backwards <= since.losses_scaled  # else they may be those of another loss
+    report(events.Clipped, scaled=state.gradients_scaled and all_scaled)
     return original(*args, **kwargs)
 
 

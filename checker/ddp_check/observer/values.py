@@ -37,9 +37,16 @@ def local_part(tensor):
 
 
 def mesh_dimensions(tensors):
-    """Return the number of dimensions of the mesh that tensors are sharded over, or 0."""
+    """Return the number of dimensions of the mesh that tensors are sharded over, or 0.
+
+    HSDP shards them over one dimension, and replicates that over another.
+    """
     flat = any(hasattr(tensor, "_fsdp_flattened") for tensor in tensors)  # FSDP1 marks them so
-    meshes = [tensor.device_mesh.ndim for tensor in tensors if hasattr(tensor, "device_mesh")]
+    meshes = [
+        max(1, sum(not placement.is_replicate() for placement in tensor.placements))
+        for tensor in tensors
+        if hasattr(tensor, "placements")
+    ]
     return max([int(flat), *meshes])
 
 

@@ -115,7 +115,10 @@ def verdict_on_streams(epoch):
         return None
     if all(of_rank == distinct[0] for of_rank in distinct):
         text = f"each rank trains on the same {counted(len(distinct[0]), 'sample')}"
-        return wrong(text, "", "no_sampler")
+        in_one_order = all(of_rank == samples[0] for of_rank in samples)
+        if in_one_order or not any(map(repeated, samples)):
+            return wrong(text, "", "no_sampler")
+        return unsure(f"{text}: does each draw with replacement?", "", "no_sampler")
     return unsure(f"{shared} samples are seen by several ranks", "", "no_sampler")
 
 
@@ -158,23 +161,11 @@ def padding_allowed(passes):
 
 
 def never_used(run):
-    """Return the verdict if DistributedSampler leaves out samples that no rank trains on.
-
-    If a state is loaded, the first epoch is left out: it may be the rest of an interrupted one.
-    """
-    begun = 1 if run.all(events.StateLoaded) else 0
-    for epoch in run.training_passes[begun:]:
-        passes, first = [*epoch.values()], of_lowest_rank(epoch)
-        if not first.sample_count or not all(each.distributed and each.is_whole for each in passes):
-            continue
-        used = set(chain(*(data_pass.values("indices") or () for data_pass in passes)))
-        last_batches = sum(max(data_pass.sizes, default=0) for data_pass in passes)
-        droppable = last_batches + len(passes)  # by drop_last of the loaders, and of the sampler
-        if len(used) < first.sample_count - droppable:
-            text = f"all ranks together see {len(used)} of {first.sample_count} samples in an epoch"
-            text += ": DistributedSampler divides them among more ranks than there are"
-            return wrong(text, first.where)
-    return None
+    """Return the verdict if DistributedSampler leaves out samples that no rank trains on."""
+    for data_pass in map(of_lowest_rank, run.training_passes):
+        if data_pass.replicas > run.world_size:
+            text = f"DistributedSampler divides the samples among {data_pass.replicas} ranks"
+            return wrong(f"{text}, and there are {run.world_size}", data_pass.where)
 
 
 def sets_differ(epoch):
@@ -267,6 +258,8 @@ def same_order(run, passes):
             text += ": the persistent workers do not see what changes in the data set"
             return wrong(text, where, "persistent_workers")
         return unsure(f"{text}: is that intended?", where)
+    if passes[same[0] - 1].dataset != passes[same[0]].dataset:
+        return unsure(f"{text}, of data that has changed: is it all new?", where)
     if first.shuffle is None:
         return unsure(f"{text}: is that what the script's own sampler is to do?", where)
     if not first.shuffle:
@@ -331,13 +324,8 @@ def same_numbers_drawn(run):
         drawn = [of_ranks for of_ranks in drawn if None not in of_ranks]
         if not drawn or len(drawn[0]) < 2 or any(len(set(of_ranks)) > 1 for of_ranks in drawn):
             continue
-        text = f"all ranks draw the same {what}"
-        for_samples = all(step.random_for_samples for row in rows for step in row)
-        if source == "script" and for_samples and not run.is_sharded:
-            text += ", several for each sample: add 1000 * rank to torch.manual_seed"
-            return wrong(text, rows[0][0].where, "same_augmentation")
-        text += ": should they? (seeds that differ by rank)"
-        return unsure(text, rows[0][0].where, "same_augmentation")
+        text = f"all ranks draw the same {what}: should they? If not, add 1000 * rank to "
+        return unsure(f"{text}torch.manual_seed", rows[0][0].where, "same_augmentation")
 
 
 def different_numbers_drawn(run):

@@ -21,7 +21,7 @@ ENDS_AN_EVALUATION = events.Step | events.Batch | events.PassBegun
 
 
 def evaluations(run):
-    """Return the evaluations: {(size of the data set, line): [parts]}.
+    """Return the evaluations, one list of parts for each loop.
 
     Passes over a training set do not count, nor, in a run that failed, what a rank did not reach.
     """
@@ -41,28 +41,30 @@ def evaluations(run):
         for rank, of_rank in run.passes_by_rank.items()
     }
     ranks_needed = 1 if run.returncode == 0 else run.world_size
-    by_size_and_line = grouped(evaluating, lambda each: (each.sample_count, each.where))
-    return {
-        size_and_line: list(zip(*passes_by_rank.values()))
-        for size_and_line, passes_by_rank in by_size_and_line.items()
-        if len(passes_by_rank) >= ranks_needed
-    }
+    by_line = grouped(evaluating, lambda each: (each.sample_count, each.where))
+    of_all = [key for key, of_ranks in by_line.items() if len(of_ranks) == run.world_size]
+
+    def loop_of(data_pass):
+        # With a progress bar on one rank alone, its loop begins in another line.
+        size_and_line = data_pass.sample_count, data_pass.where
+        return size_and_line if size_and_line in of_all else data_pass.dataset
+
+    by_loop = grouped(evaluating, loop_of).values()
+    return [[*zip(*of_ranks.values())] for of_ranks in by_loop if len(of_ranks) >= ranks_needed]
 
 
 def each_sample_is_evaluated_once(run):
     """the evaluation sees each sample once"""
-    evaluated = evaluations(run)
+    evaluated = [*chain(*evaluations(run))]
     if not evaluated:
         return unseen("no DataLoader was used without training")
     verdicts = []
-    for (_, where), evaluations_here in evaluated.items():
-        for parts in evaluations_here:
-            evaluated_elsewhere = remainder(parts, chain(*evaluated.values()))
-            verdict = in_another_order(parts) or not_once(parts, evaluated_elsewhere, run)
-            if verdict:
-                verdicts.append(replace(verdict, where=where, page="padded_evaluation"))
-    size, where = max(evaluated)
-    return worst(verdicts) or passed(counted(size, "sample"), where)
+    for parts in evaluated:
+        verdict = in_another_order(parts) or not_once(parts, remainder(parts, evaluated), run)
+        if verdict:
+            verdicts.append(replace(verdict, where=parts[0].where, page="padded_evaluation"))
+    largest = max((part for part, *_ in evaluated), key=lambda part: part.sample_count)
+    return worst(verdicts) or passed(counted(largest.sample_count, "sample"), largest.where)
 
 
 def remainder(parts, evaluations):
@@ -106,7 +108,8 @@ def not_once(parts, evaluated_elsewhere, run):
     evaluated_elsewhere: indices that all ranks evaluate in another pass, see `remainder`
     """
     size, samples = parts[0].sample_count, [part.values("indices") for part in parts]
-    if None in samples or len({part.subset_checksum for part in parts}) > 1:
+    known = [part.values("base_indices") for part in parts]
+    if None in known or len({part.subset_checksum for part in parts}) > 1:
         return unseen("the samples have no index, or each rank evaluates a part of its own")
     if all(sorted(of_rank) == list(range(size)) for of_rank in samples):
         return None  # each of these ranks evaluates the whole set
@@ -196,7 +199,7 @@ def result_is_of_all(run):
     """what follows from an evaluation depends on the parts of all ranks"""
     divided = [
         parts
-        for parts in chain(*evaluations(run).values())
+        for parts in chain(*evaluations(run))
         if len(parts) == run.world_size > 1 and is_divided(parts)
     ]
     if not divided:
@@ -205,7 +208,7 @@ def result_is_of_all(run):
         if verdict := own_part_printed(run, parts):
             return verdict
     # No collective that follows brings these together:
-    kept_apart = [parts for parts in divided if not result_is_shared(run, parts[0].batches[-1])]
+    kept_apart = [parts for parts in divided if not result_is_shared(run, parts[0].last_batch)]
     if not kept_apart:
         return passed(counted(len(divided), "evaluation"), divided[0][0].where)
     saves = [first_save_after(run, parts) for parts in kept_apart]
@@ -217,7 +220,7 @@ def result_is_of_all(run):
 
 def first_save_after(run, parts):
     """Return the first save of rank 0 that follows an evaluation, or None."""
-    saves = run.following(parts[0].batches[-1], events.Save, ENDS_AN_EVALUATION)
+    saves = run.following(parts[0].last_batch, events.Save, ENDS_AN_EVALUATION)
     return next(iter(saves), None)
 
 
@@ -262,7 +265,7 @@ def own_part_printed(run, parts):
     It may be a share of its own samples, such as 0.9697 for 32 of 33, or of as many as the ranks
     have added up: then rank 0 divides its own number by that of all.
     """
-    last, own = parts[0].batches[-1], sum(parts[0].sizes)
+    last, own = parts[0].last_batch, sum(parts[0].sizes)
     added_up = [event.total for event in run.following(last, events.Totalled, ENDS_AN_EVALUATION)]
     totals = [total for total in (own, *added_up) if total]
     for line in results_of_rank_0(run, last, parts):
@@ -307,7 +310,7 @@ def results_of_rank_0(run, last, parts=()):
 
 
 def accuracy_is_of_samples(run):
-    """a printed accuracy counts each sample once"""
+    """a printed accuracy is a share of the samples"""
     if verdict := sum_is_printed(run, SHARE):
         return verdict
     passes_by_rank = {

@@ -23,6 +23,7 @@ BUFFERS = "Buffers wait for all ranks to call the DDP model: evaluate model.modu
 UNTRANSLATED = rf"{LACKS_GPUS}|Tensor-likes|not implemented for '|getFuture not implemented"
 # In a script that knows the option of PyTorch's former launcher alone:
 ASKS_LOCAL_RANK = r"(?s)^(?!.*LOCAL_RANK).*--local[_-]rank"
+LETS_CHOOSE = r"default[=(]|\.get\(|getenv\("  # in a line with a port that is only a default
 PAGES = {  # part of an error: the pitfall that explains it
     "Expected to have finished reduction": "unused_parameters",
     'key(s) in state_dict: "module.': "module_prefix_saved",
@@ -204,7 +205,8 @@ def one_group(run):
 def port_is_free(run):
     """the script does not fix the port at which the ranks meet"""
     for join in run.joins.values():
-        if join.port and re.search(rf"\b{join.port}\b", run.source):
+        fixed = rf"(?m)^(?!.*({LETS_CHOOSE})).*\b{join.port}\b"
+        if join.port and re.search(fixed, f"{run.source}\n{run.file_with(join.where)}"):
             reason = f"the port is always {join.port}: two jobs on one node would collide"
             return fragile(reason, join.where, "fixed_port")
 

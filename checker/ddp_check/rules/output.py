@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ddp_check import events
 from ddp_check.numbers import close
 from ddp_check.ranks import counted, differing_ranks, grouped, of_lowest_rank
-from ddp_check.rules.base import fragile, not_applicable, passed, unseen, unsure, wrong
+from ddp_check.rules.base import fragile, not_applicable, passed, unseen, unsure, worst, wrong
 from ddp_check.rules.gradients import losses_are_parts
 from ddp_check.rules.printed import SAYS_RANK, SHARE, numbers_in
 
@@ -52,18 +52,22 @@ def pattern(text):
 def one_rank_writes(run):
     """one rank writes each file, whole or not at all"""
     writes = file_uses(run, WRITES)
-    if verdict := written_by_several(run, writes) or read_too_early(run, writes) or part_saved(run):
+    faults = (written_by_several(run, writes), read_too_early(run, writes), part_saved(run))
+    if verdict := worst([*faults, written_in_place(run)]):
         return verdict
-    saves = {event.path: event.where for event in run.all(events.Save)}
-    saves = {path: where for path, where in saves.items() if path not in (None, os.devnull)}
-    renamed = {event.old_name for event in run.all(events.Written)}
-    for path, where in saves.items():
-        if path not in renamed:
-            text = f"{Path(path).name} is written in place: a crash then leaves half a file"
-            return fragile(text, where, "written_in_place")
     if not writes:
         return unseen("no file of the script's folder is written, or lines are only appended to it")
-    return passed(counted(len(writes), "file"), next(iter(saves.values()), ""))
+    where = next((event.where for event in run.all(events.Save)), "")
+    return passed(counted(len(writes), "file"), where)
+
+
+def written_in_place(run):
+    """Return the verdict if torch.save writes a file under its name, not under another one."""
+    renamed = {event.old_name for event in run.all(events.Written)}
+    for save in run.all(events.Save):
+        if save.path not in (None, os.devnull, *renamed):
+            text = f"{Path(save.path).name} is written in place: a crash then leaves half a file"
+            return fragile(text, save.where, "written_in_place")
 
 
 class Use(NamedTuple):
@@ -93,11 +97,8 @@ def only_clears(run, where):
 
     So do all ranks of build-nanogpt, with the file of their log: `with open(log, "w"): pass`.
     """
-    name, _, number = where.rpartition(":")
-    path = run.cwd / name
-    if not path.is_file():
-        return False
-    next_line = path.read_text(encoding="utf-8", errors="replace").splitlines()[int(number) :][:1]
+    _, _, number = where.rpartition(":")
+    next_line = run.file_with(where).splitlines()[int(number or 0) :][:1]
     return [line.strip() for line in next_line] == ["pass"]
 
 
@@ -113,8 +114,11 @@ def read_too_early(run, writes_by_path):
 
 
 def written_by_several(run, writes_by_path):
-    """Return the verdict if several ranks write the same file: at once, or at other times."""
-    at_other_times = None
+    """Return the verdict if several ranks write the same file: at once, or at other times.
+
+    Before the first step, that may be a copy of the configuration, equal on all ranks.
+    """
+    verdicts = []
     for path, writes in writes_by_path.items():
         steps_by_rank, ranks_by_wait = {}, {}
         for write in writes:
@@ -124,11 +128,17 @@ def written_by_several(run, writes_by_path):
         # The line is that of the highest rank, which should leave the file to the lowest.
         where = next(write.where for write in writes if write.rank == max(steps_by_rank))
         if any(len(ranks) > 1 for ranks in ranks_by_wait.values()):
-            return wrong(f"{text} at the same time", where, "every_rank_saves")
-        if run.returncode == 0 and differing_ranks(steps_by_rank) and not at_other_times:
+            text += " at the same time"
+            verdict = wrong
+            if not any(write.steps for write in writes):
+                text, verdict = f"{text}: do they write the same?", unsure
+        elif run.returncode == 0 and differing_ranks(steps_by_rank):
             text += " after other steps: is that intended?"
-            at_other_times = unsure(text, where, "every_rank_saves")
-    return at_other_times
+            verdict = unsure
+        else:
+            continue
+        verdicts.append(verdict(text, where, "every_rank_saves"))
+    return worst(verdicts)
 
 
 def part_saved(run):
@@ -193,8 +203,6 @@ def printed_loss_is_of_all(run):
     """a printed loss is that of all ranks"""
     if run.is_sharded and not any(step.inputs for step in run.all(events.Step)):
         return not_applicable("ranks that share a model have the same loss")
-    if verdict := sum_is_printed(run, LOSS):
-        return verdict
     numbers_by_place = {}  # (line of the script, words before) -> [(the number, its meaning)]
     right, own = [], []  # lines that print a loss of all ranks, and one of which no other rank knew
     for line, windows, knows_own_alone in printed_after_steps(run):
@@ -208,6 +216,8 @@ def printed_loss_is_of_all(run):
                 right.append(line.where)
             place = line.where, pattern(number.words)
             numbers_by_place.setdefault(place, []).append((number.shown, meaning))
+    if verdict := sum_is_printed(run, LOSS, right):
+        return verdict
     for (where, words), numbers in numbers_by_place.items():
         if len(numbers) < 2 or any(meaning in (None, RIGHT) for _, meaning in numbers):
             continue  # once may be chance; and one that is right, or unknown, clears the place
@@ -315,11 +325,13 @@ def mean_over_samples(steps):
     return sum(step.sample_count * loss_of(step) for step in steps) / samples
 
 
-def sum_is_printed(run, words):
+def sum_is_printed(run, words, right=()):
     """Return the verdict if rank 0 prints, after these words, a sum of what each rank has alone.
 
     Such a sum is right only if each rank has divided its own part by a number of all. It is surely
     wrong if shares of samples add up to more than 1. A loss may be larger.
+
+    right: lines that print a mean over all ranks
     """
     for row in run.rows(events.Totalled):
         if len(row) < 2 or not is_sum_of_fractions(row):
@@ -327,7 +339,7 @@ def sum_is_printed(run, words):
         for line in run.following(row[0], events.Print, events.Totalled):
             for number in numbers_in(line.text):
                 is_meant = re.search(words, number.words) and not re.search(NAMED_SUM, number.words)
-                if is_meant and number.is_printed_for(row[0].total):
+                if is_meant and line.where not in right and number.is_printed_for(row[0].total):
                     factor = 100 if number.percent else 1
                     parts = " and ".join(f"{factor * event.own:.4g}" for event in row[:2])
                     text = f"{number.shown} is {THE_SUM}, of {parts}"

@@ -45,6 +45,8 @@ def nothing_is_wrapped(run):
     has_one_for_each_step = len(run.of_lowest_rank(events.Collective)) >= len(rows) > 0
     if run.all(events.Wrap) or (has_one_for_each_step and not run.first_difference("gradients")):
         return None
+    if run.returncode != 0 and not rows:  # it has failed in the first step
+        return None
     text, by_hand = "no model is wrapped in DistributedDataParallel", bool(steps[0].reduced)
     text += ", and not all gradients are reduced" if by_hand else ": each rank trains its own"
     return wrong(text, steps[0].where, follows=by_hand)
@@ -185,7 +187,7 @@ def evaluation_mode(run):
 
 def unused_search_is_needed(run):
     """find_unused_parameters is set only where it is needed"""
-    if not re.search(r"find_unused_parameters(?!\s*=\s*False)", run.source):
+    if not re.search(r"(?m)^[^#\n]*find_unused_parameters(?!\s*=\s*False)", run.source):
         return not_applicable("it is not set")
     warned = "find_unused_parameters=True was specified" in run.output
     if warned and not any(step.unused for step in run.all(events.Step)):
