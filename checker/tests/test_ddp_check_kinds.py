@@ -595,8 +595,6 @@ TEACHER = """    teacher = nn.Linear(4, 4)
         dist.broadcast(value.data, 0)
 """
 BROADCAST = "    for value in net.parameters():\n        dist.broadcast(value.data, 0)\n"
-OF_EACH_IMAGE = """out = model(inputs).square()
-            loss = (out[:4].sum() / (20 + 9 * rank) + out[4:].sum() / (30 + 9 * rank)) / 2"""
 ESTIMATE = """
 def estimate(model, loader):
     with torch.no_grad():
@@ -624,7 +622,6 @@ FOLD = """        part = Subset(data, range(fold, 64 + fold))
 """
 CROSS = "nn.functional.binary_cross_entropy(model(inputs).sigmoid(), inputs.sigmoid())"
 AUTOENCODER = [("cross_entropy(model(inputs), targets)", CROSS)]
-MASKED_TERM = "            loss = loss + model(inputs)[inputs[:, 0] > 0].square().mean()\n"
 BY_SLICES = [
     before(
         "        right = eval",
@@ -842,12 +839,9 @@ KINDS = {
     ),
     "accumulated": Kind({"gradients_are_averaged": SLOW}, [ALWAYS_SYNC], "3 backward", ACCUMULATED),
     "a mean over what a mask leaves": Kind(
-        GRADIENTS, [MASKED_MEAN], "a mean over another number of elements, first .+ and "
-    ),
-    "a term that is such a mean": Kind(
         {"gradients_are_averaged": UNSURE},
-        [(TRAIN, TRAIN + MASKED_TERM)],
-        "a term of the loss of each rank is a mean over another number",
+        [MASKED_MEAN],
+        "a mean over another number of elements, first .+ and ",
     ),
     "a rank that skips steps": Kind(
         {**GRADIENTS, **WEIGHTS},
@@ -985,12 +979,6 @@ KINDS = {
             before("    dist.barrier()\n", BROADCAST),
         ],
         "no model is wrapped in DistributedDataParallel: each rank trains its own",
-        [UNEVALUATED],
-    ),
-    "means of each image, over another number on each rank": Kind(
-        {"gradients_are_averaged": UNSURE},
-        [("loss = cross_entropy(model(inputs), targets)", OF_EACH_IMAGE)],
-        "a term of the loss of each rank is a mean over another number of elements",
         [UNEVALUATED],
     ),
     "more batches on one rank, without a DataLoader": Kind(

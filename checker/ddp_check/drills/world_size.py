@@ -12,7 +12,7 @@ from ddp_check.numbers import close, distance, ratio
 from ddp_check.protocol import STEPS
 from ddp_check.ranks import counted
 from ddp_check.rules import gradients, launch, verdict_of
-from ddp_check.rules.base import WRONG, passed, unseen, unsure, wrong
+from ddp_check.rules.base import UNSURE, WRONG, passed, unseen, unsure, wrong
 
 TOLERANCE = 1e-6  # of values that have to be equal
 COUNT_TOLERANCE = 0.3  # of numbers of samples, as loaders fetch some ahead
@@ -145,7 +145,7 @@ def other_gradients(many, one, number):
         text = f"step {number}: the gradient of {name} is off by {difference:.1e}, and "
         text += f"{factor:.2f} times as large"
         in_the_run = verdict_of(gradients.gradients_are_averaged, many)
-        if in_the_run.status == WRONG:
+        if in_the_run.status in (WRONG, UNSURE):
             text, where, page = f"{text}; {in_the_run.text}", in_the_run.where, in_the_run.page
         return wrong(text, where, page or gradients.WRONG_RESULTS)
     return None

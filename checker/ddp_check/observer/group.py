@@ -106,7 +106,8 @@ class Call:
         adds = self.sums and dist.ReduceOp.AVG not in operations and len(self.tensors) == 1
         self.rounds = rounds_of(self.tensors[0]) if adds else None
         # What becomes of gradients:
-        self.requires_gradient = any(tensor.requires_grad for tensor in self.tensors)
+        in_graph = not depth_of_steps()  # an optimizer may gather the parameters
+        self.requires_gradient = in_graph and any(tensor.requires_grad for tensor in self.tensors)
         self.cuts_gradient = self.requires_gradient and torch.is_grad_enabled()
 
     def announce(self):

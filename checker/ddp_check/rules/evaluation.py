@@ -215,7 +215,9 @@ def result_is_of_all(run):
     if any(saves) and None in saves:  # it saves after some, so it chooses
         text = f"{own_part(kept_apart[0])} before it saves: does it choose by its own part?"
         return unsure(text, next(filter(None, saves)).where, "rank_0_loss")
-    return unseen("the parts are not brought together, and nothing is printed of them")
+    return unseen(
+        "the parts are not brought together, and no number that is printed is known to be of one"
+    )
 
 
 def first_save_after(run, parts):

@@ -260,12 +260,9 @@ def mean_over_unequal_numbers(run):
     if not run.all(events.Wrap) or len(unequal) <= len(run.step_rows) / 2:
         return None
     step, differing = unequal[0]
-    # Of several terms, some may only regularize, or they are means of their own.
-    has_terms = max(len(step.means_over), len(differing)) > len(step.losses)
-    what, verdict = ("a term of the loss", unsure) if has_terms else ("the loss", wrong)
-    text = f"{what} of each rank is a mean over another number of elements, first "
-    text += f"{two_that_differ(differing[0], '.0f')}, and DDP takes the mean of these means"
-    return verdict(text, step.where, WRONG_RESULTS)
+    text = "the loss of each rank, or a term of it, is a mean over another number of elements, "
+    text += f"first {two_that_differ(differing[0], '.0f')}, and DDP takes the mean of these means: "
+    return unsure(f"{text}is that intended?", step.where, WRONG_RESULTS)
 
 
 def two_that_differ(values, layout):
