@@ -266,8 +266,8 @@ class Step(Event, BetweenSteps):
     # "gradient of NAME" if that is not finite, "loss" if a loss, too, is not, its cause; or "":
     infinite: str
     zero: bool  # all gradients are zero
-    # Parameters that require a gradient and got none; in the first steps, also those that got only
-    # what DDP gives them for the other ranks:
+    # Parameters that got no gradient, but none that DDP wrapped frozen; in the first steps, also
+    # those that got only what DDP gives them for the other ranks:
     unused: int
     unwrapped: int  # parameters that are in no wrapped model
     # Parameters that got into a model, or got a gradient, after DDP had wrapped it:

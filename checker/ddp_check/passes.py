@@ -12,7 +12,6 @@ class Pass(events.PassBegun):  # a dataclass, as every subclass of Event becomes
     """A pass of one rank over a DataLoader: how it began, and what followed."""
 
     batches: list = field(default_factory=list)
-    last_batch: events.Batch | None = None  # also if it was not used
     steps: list = field(default_factory=list)
     shared_steps: int = 0  # in a row, that may have used its batch, and are another pass's
     ended: bool = False
@@ -66,7 +65,6 @@ def passes_in(events_of_rank):
                 passes[event.pass_number] = Pass(**vars(event))
             case events.Batch() if data_pass:
                 data_pass.batches.append(event)
-                data_pass.last_batch = event
                 recent = [other for other in recent if other is not data_pass] + [data_pass]
                 latest = data_pass
             case events.PassEnded() if data_pass:

@@ -121,7 +121,7 @@ class OptimizerParameters:
     @property
     def unused(self):
         """How many parameters have no gradient, or only what DDP gives them for other ranks."""
-        count = 0
+        count = sum(not value.requires_grad for value in reduced_by_ddp.values())  # frozen later on
         for value in self.by_name.values():
             own = own_gradients.get(id(value))
             is_unused = value.grad is None or (own is not None and own.projection is None)

@@ -11,13 +11,13 @@ from ddp_check import events
 from ddp_check.ranks import counted, grouped, of_lowest_rank
 from ddp_check.rules.base import passed, unseen, unsure, worst, wrong
 from ddp_check.rules.data import are_the_same, padding_allowed, repeated
-from ddp_check.rules.output import sum_is_printed
+from ddp_check.rules.output import LOSS, sum_is_printed
 from ddp_check.rules.printed import SAYS_RANK, SHARE, numbers_in
 from ddp_check.run import SENDS
 
 ACCURACY = r"(?i)(?<!train )(?<!training )\bacc[a-z]*(?:@\d+)?\W*$"  # before a number
 RESULT = r"(?i)(?<![a-z])(acc|val|test|eval|score|correct|right|top|best|hit|f1)"  # in a line
-ENDS_AN_EVALUATION = events.Step | events.Batch | events.PassBegun
+ENDS_AN_EVALUATION = events.Step | events.PassBegun  # not a batch that the loop leaves unused
 
 
 def evaluations(run):
@@ -208,7 +208,7 @@ def result_is_of_all(run):
         if verdict := own_part_printed(run, parts):
             return verdict
     # No collective that follows brings these together:
-    kept_apart = [parts for parts in divided if not result_is_shared(run, parts[0].last_batch)]
+    kept_apart = [parts for parts in divided if not result_is_shared(run, parts[0].batches[-1])]
     if not kept_apart:
         return passed(counted(len(divided), "evaluation"), divided[0][0].where)
     saves = [first_save_after(run, parts) for parts in kept_apart]
@@ -222,7 +222,7 @@ def result_is_of_all(run):
 
 def first_save_after(run, parts):
     """Return the first save of rank 0 that follows an evaluation, or None."""
-    saves = run.following(parts[0].last_batch, events.Save, ENDS_AN_EVALUATION)
+    saves = run.following(parts[0].batches[-1], events.Save, ENDS_AN_EVALUATION)
     return next(iter(saves), None)
 
 
@@ -264,27 +264,34 @@ def result_is_shared(run, last, parts=()):
 def own_part_printed(run, parts):
     """Return the verdict if rank 0 prints the result of its own part, without the others'.
 
-    It may be a share of its own samples, such as 0.9697 for 32 of 33, or of as many as the ranks
-    have added up: then rank 0 divides its own number by that of all.
+    It surely is, if it is a share of its own samples, such as 0.9697 for 32 of 33, or of as many as
+    the ranks have added up: then rank 0 divides its own number by that of all.
     """
-    last, own = parts[0].last_batch, sum(parts[0].sizes)
+    verdicts = []
+    last, own = parts[0].batches[-1], sum(parts[0].sizes)
     added_up = [event.total for event in run.following(last, events.Totalled, ENDS_AN_EVALUATION)]
     totals = [total for total in (own, *added_up) if total]
     for line in results_of_rank_0(run, last, parts):
         if re.search(SAYS_RANK, line.text):
             continue  # it says whose result it is
-        shares = [number for number in numbers_in(line.text) if re.search(SHARE, number.words)]
+        numbers = numbers_in(line.text)
+        shares = [number for number in numbers if re.search(SHARE, number.words)]
         is_share = any(
             number.digits > 1 and 0 < number.value < number.whole and number.is_share_of(total)
             for number in shares
             for total in totals
         )
+        text = f'{own_part(parts)} when it prints "{line.text.strip()[:60]}"'
         if is_share or re.search(rf"\d+ ?/ ?{own}\b", line.text):
-            text = f'{own_part(parts)} when it prints "{line.text.strip()[:60]}"'
-            files = run.following(last, events.Read, ENDS_AN_EVALUATION)
+            verdict, files = wrong, run.following(last, events.Read, ENDS_AN_EVALUATION)
             if files or re.search(SENDS, run.source):
-                return unsure(f"{text}: or do files or send() bring it?", line.where, "rank_0_loss")
-            return wrong(text, line.where, "rank_0_loss")
+                text, verdict = f"{text}: or do files or send() bring it?", unsure
+        elif shares or any(re.search(LOSS, number.words) for number in numbers):
+            text, verdict = f"{text}: is it its own?", unsure
+        else:
+            continue
+        verdicts.append(verdict(text, line.where, "rank_0_loss"))
+    return worst(verdicts)
 
 
 def own_data_printed(run):

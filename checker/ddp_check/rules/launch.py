@@ -278,6 +278,7 @@ def own_gpu(run):
             if other != rank:
                 text = f"ranks {other} and {rank} both use GPU {gpu}"
                 return wrong(f"{text}: {why}" if event.visible else text, event.where)
+    return passed(counted(len(first_rank), "GPU"), run.all(events.Gpu)[0].where)
 
 
 def same_collectives(run):
