@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import math
 import os
 import re
 import shlex
@@ -173,9 +172,7 @@ class Plan:
             self.left_out |= mirror(Path.cwd(), cwd, self.with_checkpoints)
         return cwd
 
-    def run(
-        self, name, nproc=None, during=None, arguments=None, others_in="", timeout=None, **options
-    ):
+    def run(self, name, nproc=None, during=None, arguments=None, others_in="", **options):
         """Run the script in the folder of this name, and return a Run.
 
         Meanwhile, `during` is called with the process, the folder of the events, and the time at
@@ -199,7 +196,7 @@ class Plan:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            end = run.begun + (timeout or self.timeout)
+            end = run.begun + self.timeout
             try:
                 if during:
                     during(process, folder, end)
@@ -293,9 +290,9 @@ def wait(process, run, end):
         if before is None or now[0] > before[0] or now[1] - before[1] > LOOK_EVERY / 50:
             since = time.monotonic()
         elif time.monotonic() - since > HANGS_AFTER:
-            since = math.inf  # only once, for it may also wait for the network
             if seems_to_hang(run):
                 return
+            since = time.monotonic()  # it may wait for the network: look again later
         before = now
     run.stacks, run.idle_ranks = stacks_and_idle_ranks(run.folder)
 

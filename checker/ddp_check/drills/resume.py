@@ -58,9 +58,7 @@ def own_folders(plan):
     if reason := not_interrupted(plan, killed):
         yield title, unseen(reason)
         return
-    timeout = min(plan.timeout, 60 + 3 * plan.undisturbed.seconds)
-    arguments = plan.restart_arguments
-    resumed = plan.run("split", arguments=arguments, others_in="elsewhere", timeout=timeout)
+    resumed = plan.run("split", arguments=plan.restart_arguments, others_in="elsewhere")
     yield title, resumed_together(plan, resumed)
 
 
