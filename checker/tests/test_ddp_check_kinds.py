@@ -772,12 +772,7 @@ KINDS = {
         r"each has a part of an order of its own \(for inputs, targets, _ in",
         LENGTHS,
     ),
-    "the same noise": Kind(
-        {"random_numbers_differ": UNSURE},
-        [SAME_SEED],
-        "numbers in the training loop: should they",
-        NOISE,
-    ),
+    "the same noise": Kind({"random_numbers_differ": UNSURE}, [SAME_SEED], right=NOISE),
     "split by rank": Kind(
         SHARED,
         [("Generator().manual_seed(0)", "Generator().manual_seed(rank)")],

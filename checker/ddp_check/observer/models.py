@@ -200,7 +200,7 @@ def is_wrapped(module):
 
 
 def report_evaluation(module, args):
-    """Report that a batch is evaluated, and, once in a pass, the model that does it."""
+    """Report that a batch is evaluated, and, now and then, the model that does it."""
     if isinstance(module, DistributedDataParallel):
         return  # it calls the wrapped model
     if state.batch_is_unevaluated:
@@ -209,15 +209,16 @@ def report_evaluation(module, args):
     values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     if not values or mesh_dimensions(values.values()):
         return
-    # A teacher that is called in each step is reported more and more seldom.
+    # Once in a pass, and again, more and more seldom, if steps are taken meanwhile.
     if is_first("evaluated", id(module), state.passes, state.steps.bit_length()):
         noisy = [*filter(is_noisy, module.modules())]
         unused = {id(value) for part in noisy for value in part.buffers()}
+        used = {name: value for name, value in values.items() if id(value) not in unused}
         report(
             events.Evaluated,
             model=type(module).__name__,
             steps=state.steps,
-            checksums=checksums({n: v for n, v in values.items() if id(v) not in unused}),
+            checksums=checksums(used),
             noisy=type(noisy[0]).__name__ if noisy and module.training else "",
             wrapped=is_wrapped(module),
             pass_number=state.passes,
