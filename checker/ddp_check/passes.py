@@ -121,5 +121,5 @@ def credit(step, recent, passes):
     for data_pass in passes:
         if id(data_pass) in sharing:
             data_pass.shared_steps += 1
-        elif not data_pass.is_training:
+        elif gave_batch and not data_pass.is_training:  # not after the step of a second optimizer
             data_pass.shared_steps = 0
