@@ -242,6 +242,7 @@ def printed_after_steps(run):
     """
     passes = {each.pass_number: each for each in of_lowest_rank(run.passes_by_rank)}
     rows = run.rows(events.Step)
+    equal_losses = all(step.losses == row[0].losses for row in rows for step in row)
     steps = steps_before_epoch = 0
     steps_at_reduction = -1  # before the latest reduction; -1: there was none
     evaluated = None  # the latest pass, unless a step came since
@@ -263,7 +264,7 @@ def printed_after_steps(run):
                 # it has itself evaluated all samples.
                 reduced = steps_at_reduction >= steps - 1
                 all_seen = evaluated and sum(evaluated.sizes) == evaluated.sample_count
-                yield event, windows, not (reduced or all_seen)
+                yield event, windows, not (reduced or all_seen or equal_losses)
 
 
 def meaning_of(number, windows):
