@@ -291,6 +291,7 @@ class Clipped(Event):
     """Gradients are clipped."""
 
     scaled: bool  # a GradScaler's factor is in them
+    norm: float | None  # of all of them together, before; None: they are clipped by their values
 
 
 class Scheduled(Event):

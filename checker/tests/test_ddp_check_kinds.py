@@ -275,6 +275,7 @@ CLIPPED = """            scale.square().sum().backward()
             nn.utils.clip_grad_norm_(scale, 1.0)
             second.step(), second.zero_grad()
 """
+CLIPS = "            nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n"
 TOWERS = [
     (LOADER, LOADER.replace("sampler)", "sampler, drop_last=True)")),
     (
@@ -681,7 +682,7 @@ KINDS = {
         SCALER,
     ),
     "clipped while scaled": Kind(
-        {"clipping_comes_after_unscale": WRONG},
+        {"clipping_comes_last": WRONG},
         [UNSCALED],
         r"\(nn.utils.clip_grad_norm_\(model",
         [*SCALER, before(READY, SECOND), before(UNSCALED[0], CLIPPED)],
@@ -877,6 +878,29 @@ KINDS = {
     "join": Kind(ENDS, [("with model.join():", "if True:")], "", JOIN),
     "the same data, reduced by hand": Kind(
         GRADIENTS, [("model(inputs), targets", "model(x), x.argmax(dim=1)")], "before they", BY_HAND
+    ),
+    "reduced copies": Kind(
+        {**GRADIENTS, **WEIGHTS},
+        [
+            (
+                "all_reduce(value.grad)\n                value.grad /=",
+                "all_reduce(2 * value.grad)  #",
+            )
+        ],
+        r"is it written back to .grad\? \(dist.all_reduce",
+        BY_HAND,
+    ),
+    "clipped before they are reduced": Kind(
+        {"clipping_comes_last": WRONG},
+        [(CLIPS + STEP, STEP), after(BACKWARD, CLIPS)],
+        r"each rank clips its own, of norm .+ and .+ averaged afterwards \(.+clip_grad",
+        [*BY_HAND, before(STEP, CLIPS)],
+    ),
+    "local steps that end without a mean": Kind(
+        {"weights_agree": UNSURE},
+        [("dist.all_reduce(value.data)", "epoch == 2 or dist.all_reduce(value.data)")],
+        "but end with others: average them after the last step",
+        LOCAL,
     ),
     "local steps": Kind(
         {**WEIGHTS, **GRADIENTS}, [("dist.all_reduce(value.data)", "0")], "no model is wrapp", LOCAL
@@ -1270,6 +1294,12 @@ KINDS = {
         {"accuracy_is_of_samples": WRONG},
         [ADDED_UP],
         r"is the sum over the ranks, of .+ and .+: divide it by 2.+\(rank or print",
+        SHARES,
+    ),
+    "the mean of what each rank's samples have": Kind(
+        {"accuracy_is_of_samples": UNSURE},
+        [("accuracy {", "F1 {")],
+        r"is the mean of .+ and .+, each of one rank's samples.+\(rank or print",
         SHARES,
     ),
     "losses added up": Kind(

@@ -297,8 +297,11 @@ def clip(original, *args, **kwargs):
     """Report that gradients are clipped."""
     since = state.since_step
     all_scaled = since.backwards <= since.losses_scaled  # else they may be those of another loss
-    report(events.Clipped, scaled=state.gradients_scaled and all_scaled)
-    return original(*args, **kwargs)
+    norm = original(*args, **kwargs)
+    scaled = state.gradients_scaled and all_scaled
+    value = norm.item() if type(norm) is torch.Tensor else None
+    report(events.Clipped, scaled=scaled, norm=value)
+    return norm
 
 
 @patch("torch.nn.Module.load_state_dict", "torch.optim.Optimizer.load_state_dict")

@@ -35,7 +35,7 @@ RULES = {  # rule: what it needs to look at
     gradients.gradients_pass_collectives: [events.Collective, events.Step],
     gradients.rates_are_equal: [events.Step],
     gradients.schedule_is_finished: [events.Scheduled],
-    gradients.clipping_comes_after_unscale: [events.Clipped],
+    gradients.clipping_comes_last: [events.Clipped],
     weights.weights_agree: [],
     weights.evaluated_models_agree: [events.Evaluated],
     data.ranks_share_data: [events.Step],

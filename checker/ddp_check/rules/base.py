@@ -3,7 +3,7 @@
 A *rule* is a function of a `Run` (run.py). Its docstring is its title: the sentence that is true of
 a right script. It returns a verdict, or None if it found no fault:
 
-    def clipping_comes_after_unscale(run):
+    def clipping_comes_last(run):
         "gradients are clipped when no scale is in them"
         for event in run.all(events.Clipped):
             if event.scaled:

@@ -15,6 +15,7 @@ WRONG_RESULTS = "lookup/wrong_results"  # the page about wrong results without a
 UNEQUAL = 1.05  # times as many elements on one rank as on another: fewer are as good as equal
 RATES = "recipes/learning_rate"  # the page about them
 ENOUGH = 8  # steps: a schedule of fewer may be longer by chance
+NORM_TOLERANCE = 1e-3
 FACTOR_TOLERANCE = 1e-2  # of a factor between gradients, which may be sums of float16
 
 
@@ -128,6 +129,8 @@ def gradients_differ(run):
     line_by_hand = line_of_reduction(run) if step.reduced else ""
     # A parameter of no wrapped model, or no wrapped model at all, is the cause: another rule's.
     unwrapped = step.unwrapped and str(name).startswith(events.PARAMETER)
+    if line_by_hand and step.reduced_all and not run.all(events.Wrap):
+        text += "; the optimizer does not take what is added up: is it written back to .grad?"
     follows = bool(unwrapped or not (run.all(events.Wrap) or line_by_hand))
     return wrong(text, line_by_hand or step.where, follows=follows)
 
@@ -325,12 +328,22 @@ def gradients_pass_collectives(run):
     return passed(counted(len(calls), "call"), calls[0].where)
 
 
-def clipping_comes_after_unscale(run):
-    """gradients are clipped when no scale is in them"""
+def clipping_comes_last(run):
+    """gradients are clipped last, without a scale and averaged over the ranks"""
     for event in run.all(events.Clipped):
         if event.scaled:
             text = "the GradScaler's factor is still in them: call scaler.unscale_(optimizer) first"
             return wrong(text, event.where, "recipes/fp16_scaler")
+    calls = run.by_rank(events.Clipped)
+    if run.is_sharded or run.own_steps or differing_ranks({r: len(calls[r]) for r in calls}):
+        return None  # the norm of a part, of other models, or not of the same gradients
+    for row in zip(*calls.values()):
+        norms = [call.norm for call in row if call.norm is not None and math.isfinite(call.norm)]
+        if len(norms) < len(row) or all(close(norm, norms[0], NORM_TOLERANCE) for norm in norms):
+            continue  # averaged gradients have one norm, but for its rounding
+        if not run.first_difference("gradients"):
+            text = f"each rank clips its own, of norm {two_that_differ(norms, '.3g')}, and they "
+            return wrong(f"{text}are averaged afterwards", row[0].where)
 
 
 def rates_are_equal(run):

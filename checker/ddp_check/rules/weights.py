@@ -20,6 +20,9 @@ def weights_agree(run):
     if run.only_trainer is not None:
         return unsure(f"only rank {run.only_trainer} trains: is that intended?", steps[0].where)
     if run.averages_weights:
+        if differing_ranks(run.final_weights):
+            text = "the ranks average them, but end with others: average them after the last step"
+            return unsure(f"{text}, too", steps[0].where, "recipes/local_sgd")
         return passed("the ranks average them", steps[0].where)
     if run.trains_own_parameters:
         text = "each rank trains parameters of its own, from weights of its own: is that intended?"
