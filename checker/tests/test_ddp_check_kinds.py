@@ -1223,7 +1223,7 @@ KINDS = {
     "its own loss": Kind(
         {"result_is_of_all": UNSURE},
         [("    dist.all_reduce(right)\n", ""), ("accuracy {right / 20", "val loss {right / 7")],
-        r"rank 0 has evaluated 10 of 20 samples.+: is it its own\? \(rank or print",
+        r"rank 0 has evaluated 10 of 20 samples.+: is it its own, or .+ \(rank or print",
         ADDED,
     ),
     "the best model by its own part": Kind(

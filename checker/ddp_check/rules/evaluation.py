@@ -289,7 +289,7 @@ def own_part_printed(run, parts):
         elif result_is_shared(run, last):  # by a sum that may be that of the sizes of the parts
             continue
         elif shares or any(re.search(LOSS, number.words) for number in numbers):
-            text, verdict = f"{text}: is it its own?", unsure
+            text, verdict = f"{text}: is it its own, or do files bring the rest?", unsure
         else:
             continue
         verdicts.append(verdict(text, line.where, "rank_0_loss"))
