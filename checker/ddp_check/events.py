@@ -249,6 +249,7 @@ class BetweenSteps:
     # Who has drawn from PyTorch's generator, "model" or "script" -> checksum of its state before
     # that. A DataLoader's seed and a sampler's order do not count, nor what makes samples.
     random: dict[str, int] = field(default_factory=dict)
+    random_for_samples: bool = False  # the script drew several for each, between loader and model
 
 
 class Step(Event, BetweenSteps):

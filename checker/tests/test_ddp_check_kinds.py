@@ -773,7 +773,13 @@ KINDS = {
         r"each has a part of an order of its own \(for inputs, targets, _ in",
         LENGTHS,
     ),
-    "the same noise": Kind({"random_numbers_differ": UNSURE}, [SAME_SEED], right=NOISE),
+    "the same noise": Kind(RANDOM, [SAME_SEED], "in the training loop, several for each", NOISE),
+    "the same choice for each batch": Kind(
+        {"random_numbers_differ": UNSURE},
+        [SAME_SEED],
+        "numbers in the training loop: should they",
+        [*NOISE, ("randn(8, 4)", "randn(1)")],
+    ),
     "split by rank": Kind(
         SHARED,
         [("Generator().manual_seed(0)", "Generator().manual_seed(rank)")],

@@ -59,7 +59,6 @@ SEVERITY = {  # of those that are not wrong
     "late_import": NOTE,
     "weights_only_false": FRAGILE,
     **dict.fromkeys(("mean_of_means", "prints_on_every_rank", "rank_0_loss"), UNSURE),
-    "same_augmentation": UNSURE,
     "find_unused_without_need": SLOW,
 }
 MAY_FAIL = ("every_rank_saves", "handler_holds_model", "late_import")  # then the run fails, too

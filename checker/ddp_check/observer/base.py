@@ -55,6 +55,7 @@ class State:
     since_step: SinceStep = field(default_factory=SinceStep)
     passes: int = 0  # over a DataLoader
     no_step_in_pass: bool = True  # since the last pass began
+    batch_is_unused: bool = False  # no model was called since the last batch
     batch_is_unevaluated: bool = False  # no model was called without gradients since the last batch
     steps: int = 0  # of the optimizers
     in_forward: bool = False  # of DDP, which calls the unwrapped model

@@ -182,7 +182,7 @@ def report_batch(pass_state, batch):
     if pass_state.in_order:
         samples = ask(describe_samples, batch, count, default=UNKNOWN_SAMPLES)
     state.since_step.sample_count += len(indices or samples["checksums"] or ())
-    state.batch_is_unevaluated = True
+    state.batch_is_unevaluated = state.batch_is_unused = True
     report(
         events.Batch,
         pass_number=pass_state.pass_number,

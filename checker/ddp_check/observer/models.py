@@ -159,6 +159,7 @@ def enter_module(module, args):
     with harmless():
         if state.in_module == 1:
             credit_script()
+            state.batch_is_unused = False
         if torch.is_grad_enabled():
             note_bypass(module)
             watch_sharded_inputs(module)

@@ -12,6 +12,9 @@ from ddp_check.observer.base import state
 from ddp_check.observer.patches import patch
 from ddp_check.observer.values import checksum
 
+DRAWS_PER_SAMPLE = 2  # or more, if samples are augmented: a choice for a whole batch takes fewer
+WINDOW = 8  # numbers by which two states of a generator are compared
+
 
 def credit_draws(owner):
     """Note that "model" or "script" has drawn what was drawn since the last look at the generator.
@@ -24,12 +27,31 @@ def credit_draws(owner):
     state.credited_up_to = after  # from here on, this is the last look
     if owner is None or before is None or after.equal(before):
         return
-    state.since_step.random.setdefault(owner, checksum([before]))
+    since = state.since_step
+    since.random.setdefault(owner, checksum([before]))
+    if owner == "script" and state.batch_is_unused:  # between loader and model: to augment?
+        most = DRAWS_PER_SAMPLE * since.sample_count
+        since.random_for_samples |= not are_within(most, before, after)
 
 
 def credit_script():
     """Note that the script itself has drawn, unless it has only prepared for its first step."""
     credit_draws("script" if state.steps else None)
+
+
+def are_within(count, before, after):
+    """Return whether at most so many numbers were drawn between two states of a generator.
+
+    A state does not tell how many were drawn, so the numbers that follow the second one are sought
+    among those that follow the first.
+    """
+    generator = torch.Generator()
+    generator.set_state(before)
+    numbers = torch.rand(count + WINDOW, generator=generator, device="cpu")
+    generator.set_state(after)
+    following = torch.rand(WINDOW, generator=generator, device="cpu")
+    windows = numbers.unfold(0, WINDOW, 1)  # each 8 in a row
+    return bool((windows == following).all(dim=1).any())
 
 
 @contextlib.contextmanager

@@ -324,8 +324,13 @@ def same_numbers_drawn(run):
         drawn = [of_ranks for of_ranks in drawn if None not in of_ranks]
         if not drawn or len(drawn[0]) < 2 or any(len(set(of_ranks)) > 1 for of_ranks in drawn):
             continue
-        text = f"all ranks draw the same {what}: should they? If not, add 1000 * rank to "
-        return unsure(f"{text}torch.manual_seed", rows[0][0].where, "same_augmentation")
+        text, where = f"all ranks draw the same {what}", rows[0][0].where
+        for_samples = all(step.random_for_samples for row in rows for step in row)
+        if source == "script" and for_samples and not run.is_sharded:
+            text += ", several for each sample: add 1000 * rank to torch.manual_seed"
+            return wrong(text, where, "same_augmentation")
+        text += ": should they? If not, add 1000 * rank to torch.manual_seed"
+        return unsure(text, where, "same_augmentation")
 
 
 def different_numbers_drawn(run):
