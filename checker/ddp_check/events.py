@@ -103,7 +103,8 @@ class Collective(Event):
     elements: int  # of its largest tensor
     of_small_gradient: bool  # its tensor is the gradient of a parameter of few elements
     requires_gradient: bool  # an input does, so a loss may depend on the result
-    cuts_gradient: bool  # the same while gradients are enabled: the result has none
+    # requires_gradient, and gradients are enabled: backward() cannot pass through the result
+    cuts_gradient: bool
 
 
 class PartsOverwritten(Event):
@@ -267,10 +268,10 @@ class Step(Event, BetweenSteps):
     # "gradient of NAME" if that is not finite, "loss" if a loss, too, is not, its cause; or "":
     infinite: str
     zero: bool  # all gradients are zero
-    # Parameters that got no gradient, but none that DDP wrapped frozen; in the first steps, also
-    # those that got only what DDP gives them for the other ranks:
+    # How many parameters got no gradient, without those that were frozen when DDP wrapped them; in
+    # the first steps, also those that got only what DDP gives them for the other ranks:
     unused: int
-    unwrapped: int  # parameters that are in no wrapped model
+    unwrapped: int  # how many parameters are in no wrapped model
     # Parameters that got into a model, or got a gradient, after DDP had wrapped it:
     unreduced: list[str]
     # Lines that call a wrapped model whose wrapper was not called, and which has gradients:
@@ -278,7 +279,7 @@ class Step(Event, BetweenSteps):
     mesh_dimensions: int  # of the mesh that the parameters are sharded over, or 0
     has_state: bool  # the optimizer has taken a step before, or its state was loaded
     closure: bool  # step() was given one, which computes the gradients
-    synced: bool  # the last forward pass of DDP asked for a reduction; also if there was none
+    synced: bool  # the last forward pass of DDP asked for a reduction, or there was none
     reductions: int  # backward passes that reduced gradients, of the model with the most
     reduced: list[int]  # checksums of what the script itself added up over the ranks
     reduced_all: bool  # that is as much as all gradients

@@ -15,7 +15,7 @@ def close(value, expected, relative=1e-6, absolute=0.0):
 
 
 def ratio(value, expected):
-    """Return how many times as large a number is; NaN if that says nothing."""
+    """Return value / expected; NaN if either is not finite, or expected is next to zero."""
     if not (math.isfinite(value) and math.isfinite(expected)) or abs(expected) < SMALLEST:
         return math.nan
     return value / expected

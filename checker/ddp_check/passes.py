@@ -5,15 +5,13 @@ from itertools import chain
 
 from ddp_check import events
 
-MAX_SHARED_BY_EVALUATION = 1  # steps
-
 
 class Pass(events.PassBegun):  # a dataclass, as every subclass of Event becomes one
     """A pass of one rank over a DataLoader: how it began, and what followed."""
 
     batches: list = field(default_factory=list)
     steps: list = field(default_factory=list)
-    shared_steps: int = 0  # in a row, that may have used its batch, and are another pass's
+    shared_steps: int = 0  # how many in a row may have used its batches, but are another pass's
     ended: bool = False
     evaluates: bool = False  # a model was called without gradients
     events_after: list = field(default_factory=list)  # that follow one of its batches
@@ -27,7 +25,7 @@ class Pass(events.PassBegun):  # a dataclass, as every subclass of Event becomes
     def is_training(self):
         """Whether its batches were trained on, perhaps together with those of another pass."""
         # A validation that is left by a break may share one step, the first after it; see `credit`.
-        return bool(self.steps) or self.shared_steps > MAX_SHARED_BY_EVALUATION
+        return bool(self.steps) or self.shared_steps > 1
 
     def events_of(self, kind):
         """Return the events of a kind that follow one of its batches."""
@@ -93,9 +91,12 @@ def drop_unused_batches(data_pass):
 def credit(step, recent, passes):
     """Credit a step to one of the passes that gave a batch since the step before (`recent`).
 
-    It is the last one that goes on and evaluates nothing, or else the last that goes on, or else
-    the last. If none gave a batch, the batch was fetched ahead: then the step belongs to the pass
-    that took the step before, or to the newest. Of two loaders in one loop, the other shares each.
+    If none did, the batch was fetched ahead: then the candidate is the pass that took the step
+    before, or else the newest. Of several candidates, the step goes to
+    1. the one that goes on and evaluates nothing,
+    2. or else the one that goes on,
+    3. or else any; of equals, the last.
+    The others share the step: of two loaders in one loop, one shares every step.
 
     Train, validate until a break, train: between the last step before the validation and the first
     one after it, both the validation and the second training pass give batches. The step is
@@ -108,14 +109,15 @@ def credit(step, recent, passes):
         """Return whether it goes on, or evaluates nothing, or its line has trained before."""
         return not (data_pass.ended and data_pass.evaluates) or data_pass.where in training_lines
 
+    def preference(data_pass):
+        """Return a larger number for a better candidate."""
+        return 0 if data_pass.ended else 1 if data_pass.evaluates else 2
+
     gave_batch = list(filter(may_train, recent))
-    fetched_ahead = training[-1:] or list(filter(may_train, passes[-1:]))
-    candidates = gave_batch or fetched_ahead
-    unfinished = [data_pass for data_pass in candidates if not data_pass.ended]
-    not_evaluating = [data_pass for data_pass in unfinished if not data_pass.evaluates]
+    candidates = gave_batch or training[-1:] or list(filter(may_train, passes[-1:]))
     if not candidates:
         return
-    *_, credited = not_evaluating or unfinished or candidates
+    credited = max(reversed(candidates), key=preference)  # of equals, max returns the first
     credited.steps.append(step)
     sharing = {id(data_pass) for data_pass in candidates if data_pass is not credited}
     for data_pass in passes:

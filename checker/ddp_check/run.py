@@ -17,6 +17,7 @@ from ddp_check.ranks import differing_ranks, of_lowest_rank
 LACKS_GPUS = r"(?i)cuda|nccl|nvidia|\bgpu|accelerator"  # in an error message
 # In an error that may only follow from what another rank did:
 OF_OTHERS = r"(?i)gloo|nccl|connection|timed ?out|reduction|unpickl|\brank|\bpeer|\bstore"
+FEW = 8  # numbers that ranks exchange: losses and counts, not parts of a model
 SENDS = r"\b(i?send|send_object_list|batch_isend_irecv)\("
 PREFIX = r"(?:\[rank\d+\]: ?)?"  # that PyTorch puts before each line of a traceback
 CHAINED = r"\s+(?:\[rank\d+\]:\s*)*(?:During handling of|The above exception was)"
@@ -34,11 +35,10 @@ def ends_rank(error):
     """
     if ": error: " in error[1]:
         return True
-    before = lines_before(error)
-    frames = [*takewhile(lambda line: re.match(r"\s|╰", line), before)]  # "rich" draws a box
-    # takewhile has also taken the line that ended the frames, "Traceback (most …". If this stands
-    # above it, it was printed at the end of Python, and ended nobody:
-    if next(before, "").startswith("Exception ignored in"):
+    above = lines_before(error)  # an iterator: takewhile takes the frames, and "Traceback (most …"
+    frames = [*takewhile(lambda line: re.match(r"\s|╰", line), above)]  # "rich" draws a box
+    # So this is the line above "Traceback". Python prints it for an error that ends nobody:
+    if next(above, "").startswith("Exception ignored in"):
         return False
     if re.match(r"[\w.]*(Error|Exception)\b", error[1]):
         return bool(frames)
@@ -62,10 +62,10 @@ def prefix_of(error):
 
 
 def without_own_steps(events_by_rank):
-    """Return the events without steps that a rank takes in a model of its own.
+    """Return the events without the steps that are no part of the common training.
 
-    Those are steps in a model that is not wrapped which come before anything is wrapped, as in
-    trials of hyperparameters, or which other ranks never take, as those of a teacher that rank 0
+    Those are steps in an unwrapped model: before anything is wrapped, as in trials of
+    hyperparameters, or by an optimizer that not every rank has, as for a teacher that rank 0
     trains. If no step is taken in a wrapped model, all count.
     """
 
@@ -93,7 +93,7 @@ def without_own_steps(events_by_rank):
             if is_unwrapped(event) and (not wraps or is_of_some_ranks(event)):
                 left_out += 1
                 continue
-            counts = left_out and hasattr(event, "steps")  # how many were taken before
+            counts = left_out and hasattr(event, "steps")  # it says how many came before it
             kept[rank].append(replace(event, steps=event.steps - left_out) if counts else event)
     return kept
 
@@ -211,8 +211,8 @@ class Run:
     def first_difference(self, field_name):
         """Return the first step in which a field differs from rank to rank, or None.
 
-        Only some steps have weights, of one optimizer each: the latest of each name are compared.
-        Other fields are whole in each step.
+        A step has weights only now and then, and of one optimizer only: the latest of each name are
+        compared. Other fields are whole in each step, so for them the latest are those of the step.
         """
         latest = [{} for _ in self.events_by_rank]  # for each rank, {name or position: value}
         for number, row in enumerate(self.step_rows, 1):
@@ -251,7 +251,7 @@ class Run:
         first = self.first_difference("weights")
         if not first:  # perhaps they average after each step: then they never differ before one
             return bool(self.final_weights) and differing_ranks(self.final_weights) is None
-        # The weights that each rank has later on. Ranks may take other numbers of steps in between.
+        # Is there a set of weights that every rank has later on, each perhaps in another step?
         later = [
             {tuple(step.weights.values()) for step in steps[first.number :] if step.weights}
             for steps in self.by_rank(events.Step).values()
@@ -260,7 +260,7 @@ class Run:
 
     @property
     def only_trainer(self):
-        """The only rank that takes steps, or None; ranks that share a wrapped model have none."""
+        """The only rank that takes steps, if others take none and no model is wrapped, or None."""
         training = [rank for rank, steps in self.by_rank(events.Step).items() if steps]
         is_alone = len(training) == 1 < self.world_size and self.returncode == 0
         return training[0] if is_alone and not self.all(events.Wrap) else None
@@ -269,13 +269,15 @@ class Run:
     def trains_own_parameters(self):
         """Whether each rank seems to train parameters of its own on purpose.
 
-        As in an ensemble, in a pipeline, or in a table of which each rank has a part. The ranks
-        begin with other weights and other gradients, but for what is wrapped for all of them.
-        Without such a model, no sampler divides the data, and the ranks gather objects, or more
-        than single numbers; beside one, they do so in each step.
+        As in an ensemble, in a pipeline, or in a table of which each rank has a part. Gradients
+        differ from the first step on, and
+        - if a model is wrapped over all ranks, the first that differs is of an unwrapped parameter,
+          and the ranks exchange objects, or more than FEW numbers, in each step;
+        - if none is, weights differ from the first step on, too, no DistributedSampler divides the
+          data, and the ranks exchange such things at least once.
         """
         steps, calls = self.step_rows, self.of_lowest_rank(events.Collective)
-        larger = [call for call in calls if call.elements > 8 or "gather_object" in call.name]
+        larger = [call for call in calls if call.elements > FEW or "gather_object" in call.name]
         weights, gradients = map(self.first_difference, ("weights", "gradients"))
         if self.averages_weights or not gradients or gradients.number > 1:
             return False
@@ -298,9 +300,9 @@ class Run:
 
     @property
     def hangs(self):
-        """Whether nothing happened for twice as long as ever before, while all ranks stood still.
+        """Whether all ranks stood still, and nothing had happened for twice as long as ever before.
 
-        They have joined a process group or wait for it, and none waits for the network.
+        They hang only in a process group, or while they join it, and if none waits for the network.
         """
         stand_still = bool(self.stacks) and self.idle_ranks >= self.stacks.keys()
         if self.returncode is not None or not stand_still:
@@ -313,8 +315,8 @@ class Run:
         frames = list(chain(*self.stacks.values()))
         joining = any(function == "init_process_group" for _, _, function in frames)
         outside = r"/(socket|ssl|subprocess)\.py$"  # it waits for the network, or a download
-        for_others = any(re.search(outside, path) for path, _, _ in frames)
-        return bool(self.joins or joining) and not for_others
+        for_network = any(re.search(outside, path) for path, _, _ in frames)
+        return bool(self.joins or joining) and not for_network
 
     @property
     def for_nccl(self):
@@ -347,7 +349,8 @@ class Run:
     def error(self):
         """The match of the error that ended the first rank.
 
-        One that is not about another rank is preferred. Those before it were caught and printed.
+        One that is not about another rank is preferred. Of several errors of its rank, it is the
+        last: the script has caught and printed the earlier ones.
         """
         own = [error for error in self.raised if not re.search(OF_OTHERS, error[1])]
         errors = own or self.raised
@@ -414,7 +417,7 @@ class Run:
         """Whether the script failed because there are none."""
         if not self.returncode:  # it has not failed
             return False
-        # Without a message, only the line with the assertion says what it is about. The last three
-        # are the frame, the assertion, and its error.
-        bare = self.traceback[1:] if self.ending == "AssertionError" else []
-        return bool(re.search(LACKS_GPUS, "\n".join([self.ending, *bare[-3:]])))
+        # Without a message, only the assertion itself says what it is about. A traceback ends with
+        # the frame, the assertion, and its error.
+        end = self.traceback[-3:] if self.ending == "AssertionError" else []
+        return bool(re.search(LACKS_GPUS, "\n".join([self.ending, *end])))

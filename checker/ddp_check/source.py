@@ -16,8 +16,8 @@ def divisions_by_world_size(run):
 
     They are in the call itself, `(loss / world_size).backward()`, in a statement before it, in the
     same function, that changes one of its names, `loss /= world_size`, or in a function of the
-    script that such a statement calls, `loss = scaled(loss)`. Whether the loss really is divided,
-    the run has to show.
+    script that such a statement mentions, `loss = scaled(loss)`. Whether the loss really is
+    divided, the run has to show.
     """
     tree = parsed(run.source)
     sizes = world_size_names(tree)
@@ -34,8 +34,8 @@ def divisions_by_world_size(run):
                 and names & names_changed(statement)
             ]
             used = set().union(*map(names_in, before))
-            called = [function for name, function in functions.items() if name in used]
-            for node in [call, *before, *called]:
+            mentioned = [function for name, function in functions.items() if name in used]
+            for node in [call, *before, *mentioned]:
                 lines += divisions(node, sizes)
     return [f"{run.script}:{number}" for number in dict.fromkeys(lines)]
 

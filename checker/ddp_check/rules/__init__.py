@@ -1,7 +1,8 @@
 """The rules that a run is judged by. How to write one stands in rules/base.py.
 
 To add a rule, write it in the module about its subject, and give it a line in the table: the events
-without which it has nothing to look at. Its report stands where the line stands, causes first.
+without which it has nothing to look at. Rules are reported in the order of the table, so put a rule
+before those that its fault makes fail.
 """
 
 import traceback
@@ -12,7 +13,7 @@ from ddp_check.ranks import counted
 from ddp_check.rules import data, evaluation, gradients, launch, output, weights
 from ddp_check.rules.base import BROKEN, Verdict, passed, unseen
 
-SUBJECTS = {  # event: what is counted when a rule passes, and what is said if a run has none
+SUBJECTS = {  # event: (what is counted when a rule passes, what is said if a run has none)
     events.Step: ("step", "no optimizer took a step"),
     events.Wrap: ("model", "no model is wrapped in DistributedDataParallel"),
     events.Join: ("process group", "no process joined a process group"),
@@ -67,26 +68,28 @@ assert {kind for kinds in RULES.values() for kind in kinds} <= SUBJECTS.keys()
 def verdict_of(rule, run):
     """Return a rule's verdict on a run. If the rule breaks, that must not cost the whole report."""
     try:
-        verdict = nothing_to_look_at(rule, run) or rule(run) or pass_of(rule, run)
+        verdict = unseen_if_no_event(rule, run) or rule(run) or pass_of(rule, run)
     except Exception as error:
         text = f"the checker does not understand this run: {error!r}"
         verdict = Verdict(BROKEN, text, details=tuple(traceback.format_exc().splitlines()))
     return replace(verdict, rule=rule.__name__, title=rule.__doc__)
 
 
-def nothing_to_look_at(rule, run):
-    """Return the verdict that a run has none of the events that a rule looks at, if so."""
+def unseen_if_no_event(rule, run):
+    """Return an `unseen` verdict if a run lacks a kind of event that a rule needs."""
     for kind in RULES[rule]:
         if not run.all(kind):
-            return unseen(SUBJECTS[kind][1])
+            _, reason = SUBJECTS[kind]
+            return unseen(reason)
 
 
 def pass_of(rule, run):
     """Return the verdict of a rule that found no fault in what it looked at."""
     assert RULES[rule], f"{rule.__name__} needs no event, so it has to return a verdict"
     kind = RULES[rule][0]
+    noun, _ = SUBJECTS[kind]
     number = max(map(len, run.by_rank(kind).values()))
-    return passed(counted(number, SUBJECTS[kind][0]), run.all(kind)[0].where)
+    return passed(counted(number, noun), run.all(kind)[0].where)
 
 
 def judge(run):
