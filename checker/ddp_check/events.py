@@ -332,7 +332,7 @@ class Evaluated(Event):
     checksums: dict[str, int]
     noisy: str  # if all is in training mode, a layer that then changes what it returns; or ""
     wrapped: bool  # in DistributedDataParallel
-    pass_number: int  # of the latest pass over data, or 0 if there was none
+    pass_number: int  # of the pass that gave the latest batch, or 0 if there was none
     inputs: int  # checksum of what the model is called with
 
 

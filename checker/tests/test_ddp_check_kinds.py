@@ -669,7 +669,7 @@ PRINTED_LOSS, GPU = {"printed_loss_is_of_all": UNSURE}, {"own_gpu": WRONG}
 ENDS = {"script_ends": WRONG}
 LOADS, EVALUATES = r"\(for inputs, targets in loader", r"\(mine = torch.cat"
 KINDS = {
-    "not finite": Kind(FINITE, NOT_FINITE, r"rank whose loss is not finite is . \(optimizer.step"),
+    "not finite": Kind(FINITE, NOT_FINITE, r"on rank ., the loss is not finite \(optimizer.step"),
     "not finite, and cleaned": Kind(
         {"values_are_finite": UNSURE},
         [*NOT_FINITE, after(BACKWARD, CLEANED)],
@@ -678,7 +678,7 @@ KINDS = {
     "skipped steps": Kind(
         FINITE,
         [("scaler.step(optimizer)", "optimizer.step()")],
-        r"from step 1 on; the first rank whose gradient of .+ \(optimizer.step",
+        r"from step 1 on; on rank ., the gradient of .+ is not finite \(optimizer.step",
         SCALER,
     ),
     "clipped while scaled": Kind(
@@ -1238,7 +1238,12 @@ KINDS = {
         r"before it saves: does it choose by its own part\? \(torch.save\(best",
         [*ADDED, *CHOSEN],
     ),
-    "the rest": Kind(SINGLE, [("range(20, 21)", "range(0)")], "it sees 20 of 21 samples", REST),
+    "the rest": Kind(
+        {"each_sample_is_evaluated_once": UNSURE},
+        [("range(20, 21)", "range(0)")],
+        "it sees 20 of 21 samples: is that intended",
+        REST,
+    ),
     # ------------------------------------------------------------ output
     "in turn": Kind(
         {"one_rank_writes": WRONG},
@@ -1403,7 +1408,11 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
             *LOCAL,
             ("sampler=sampler", "sampler=range(rank, 96 - 40 * rank, 2)"),
             (EPOCH, ""),
-            before("    dist.bar", "    optimizer.step()\n"),
+            before(
+                "    dist.bar",
+                "    optimizer.step()\n"
+                "    [dist.all_reduce(value.data.div_(size)) for value in net.parameters()]\n",
+            ),
             UNEVALUATED,
         ],
         {"weights_agree": PASS, "gradients_are_averaged": NOT_APPLICABLE},

@@ -54,6 +54,7 @@ class State:
     reported: set = field(default_factory=set)  # what need not be reported again
     since_step: SinceStep = field(default_factory=SinceStep)
     passes: int = 0  # over a DataLoader
+    pass_of_batch: int = 0  # that gave the latest batch
     no_step_in_pass: bool = True  # since the last pass began
     batch_is_unused: bool = False  # no model was called since the last batch
     batch_is_unevaluated: bool = False  # no model was called without gradients since the last batch

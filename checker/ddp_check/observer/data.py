@@ -183,6 +183,7 @@ def report_batch(pass_state, batch):
         samples = ask(describe_samples, batch, count, default=UNKNOWN_SAMPLES)
     state.since_step.sample_count += len(indices or samples["checksums"] or ())
     state.batch_is_unevaluated = state.batch_is_unused = True
+    state.pass_of_batch = pass_state.pass_number
     report(
         events.Batch,
         pass_number=pass_state.pass_number,

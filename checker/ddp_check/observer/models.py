@@ -129,7 +129,8 @@ def watch_reduction(model, result):
     number = model_numbers.get(id(model.module), -1)
 
     def note(_):
-        state.since_step.reductions.add((number, state.since_step.backwards))
+        if state.since_step.backwards:  # not in torch.autograd.grad(), which reduces nothing
+            state.since_step.reductions.add((number, state.since_step.backwards))
 
     outputs = tensors_in(result) if model.require_backward_grad_sync else ()
     for tensor in outputs:
@@ -222,7 +223,7 @@ def report_evaluation(module, args):
             checksums=checksums(used),
             noisy=type(noisy[0]).__name__ if noisy and module.training else "",
             wrapped=is_wrapped(module),
-            pass_number=state.passes,
+            pass_number=state.pass_of_batch,
             inputs=checksum(tensors_in(args), quick=True),
         )
 

@@ -15,13 +15,14 @@ from ddp_check.rules.output import LOSS, sum_is_printed
 from ddp_check.rules.printed import SAYS_RANK, SHARE, numbers_in
 from ddp_check.run import SENDS
 
-ACCURACY = r"(?i)(?<!train )(?<!training )\bacc[a-z]*(?:@\d+)?\W*$"  # before a number
+# Before a number:
+ACCURACY = r"(?i)(?<!train[ _])(?<!training[ _])(?<![a-z])acc[a-z]*(?:@\d+)?\W*$"
 RESULT = r"(?i)(?<![a-z])(acc|val|test|eval|score|correct|right|top|best|hit|f1)"  # in a line
 ENDS_AN_EVALUATION = events.Step | events.PassBegun  # not a batch that the loop leaves unused
 
 
 def evaluations(run):
-    """Return the evaluations, one list of parts for each loop.
+    """Return the evaluations.
 
     Passes over a training set do not count, nor, in a run that failed, what a rank did not reach.
     """
@@ -50,12 +51,13 @@ def evaluations(run):
         return size_and_line if size_and_line in of_all else data_pass.dataset
 
     by_loop = grouped(evaluating, loop_of).values()
-    return [[*zip(*of_ranks.values())] for of_ranks in by_loop if len(of_ranks) >= ranks_needed]
+    enough = [of_ranks for of_ranks in by_loop if len(of_ranks) >= ranks_needed]
+    return [parts for of_ranks in enough for parts in zip(*of_ranks.values())]
 
 
 def each_sample_is_evaluated_once(run):
     """the evaluation sees each sample once"""
-    evaluated = [*chain(*evaluations(run))]
+    evaluated = evaluations(run)
     if not evaluated:
         return unseen("no DataLoader was used without training")
     verdicts = []
@@ -123,8 +125,8 @@ def not_once(parts, evaluated_elsewhere, run):
     if len(distinct) < size and len(distinct | evaluated_elsewhere) != size:
         text = f"it sees {len(distinct)} of {size} samples"
         lacks_ranks = parts[0].distributed and len(parts) < run.world_size
-        if (parts[0].drop_last or lacks_ranks) and is_whole and size not in totals_after(parts):
-            return wrong(text)  # and the script does not know it, or it would add up fewer
+        if lacks_ranks and is_whole and size not in totals_after(parts):
+            return wrong(text)  # the ranks that are missing add nothing up
         return unsure(f"{text}: is that intended?")
     if parts[0].distributed and not evaluated_elsewhere:
         return unseen(f"{size} is divisible by {len(parts)}; else DistributedSampler would pad")
@@ -165,7 +167,7 @@ def padded(parts, twice):
         return wrong(text) if gathers == 1 else unsure(text)  # of several, each may hold one batch
     if any(event.length == distinct for event in used):
         return None
-    if bring_only_counts(parts, calls_by_rank):
+    if only_counts_are_shared(parts, calls_by_rank):
         totals = totals_after(parts)
         if distinct in totals and loaded not in totals:
             return unsure(f"it loads {text}: are the extra ones left out?")
@@ -175,13 +177,12 @@ def padded(parts, twice):
     return unsure(f"it loads {text}: are the extra ones dropped after the gather?")
 
 
-def bring_only_counts(parts, calls_by_rank):
-    """Return whether the ranks add up numbers, or gather too few for one of each sample.
+def only_counts_are_shared(parts, calls_by_rank):
+    """Return whether the ranks only add up numbers, or gather too few for one of each sample.
 
     calls_by_rank: their sums and gathers
     """
-    # What comes first brings the results together; later sums may be of anything.
-    if all(calls and calls[0].sums for calls in calls_by_rank):
+    if all(calls and all(call.sums for call in calls) for calls in calls_by_rank):
         return True
     gathers = [call for call in calls_by_rank[0] if "gather" in call.name]
     if not gathers or any("object" in call.name for call in gathers):  # an object may be long
@@ -196,10 +197,10 @@ def sums_and_gathers(part):
 
 
 def result_is_of_all(run):
-    """what follows from an evaluation depends on the parts of all ranks"""
+    """the result of an evaluation is that of all ranks"""
     divided = [
         parts
-        for parts in chain(*evaluations(run))
+        for parts in evaluations(run)
         if len(parts) == run.world_size > 1 and is_divided(parts)
     ]
     if not divided:
@@ -212,7 +213,7 @@ def result_is_of_all(run):
     if not kept_apart:
         return passed(counted(len(divided), "evaluation"), divided[0][0].where)
     saves = [first_save_after(run, parts) for parts in kept_apart]
-    if any(saves) and None in saves:  # it saves after some, so it chooses
+    if any(saves) and None in saves:  # it saves after some evaluations only, as with `if better:`
         text = f"{own_part(kept_apart[0])} before it saves: does it choose by its own part?"
         return unsure(text, next(filter(None, saves)).where, "rank_0_loss")
     return unseen(
@@ -277,13 +278,14 @@ def own_part_printed(run, parts):
         numbers = numbers_in(line.text)
         shares = [number for number in numbers if re.search(SHARE, number.words)]
         is_share = any(
-            number.digits > 1 and 0 < number.value < number.whole and number.is_share_of(total)
+            0 < number.value < number.whole and number.is_only_share_of(total)
             for number in shares
             for total in totals
         )
         text = f'{own_part(parts)} when it prints "{line.text.strip()[:60]}"'
         if is_share or re.search(rf"\d+ ?/ ?{own}\b", line.text):
-            verdict, files = wrong, run.following(last, events.Read, ENDS_AN_EVALUATION)
+            verdict = wrong
+            files = run.following(last, events.Read, ENDS_AN_EVALUATION)
             if files or re.search(SENDS, run.source):
                 text, verdict = f"{text}: or do files or send() bring it?", unsure
         elif result_is_shared(run, last):  # by a sum that may be that of the sizes of the parts

@@ -25,8 +25,9 @@ def values_are_finite(run):
         steps = {rank: step for rank, step in zip(run.events_by_rank, first.row) if step.infinite}
         # The loss is the cause of what is infinite behind it.
         rank = min(steps, key=lambda rank: steps[rank].infinite != "loss")
-        text = f"from step {first.number} on; the first rank whose {steps[rank].infinite} is not "
-        text = f"{text}finite is {rank}"
+        text = (
+            f"from step {first.number} on; on rank {rank}, the {steps[rank].infinite} is not finite"
+        )
         skips = {
             rank: [isinstance(event, events.SkippedStep) for event in taken_or_skipped]
             for rank, taken_or_skipped in run.by_rank(events.Step, events.SkippedStep).items()
@@ -71,9 +72,9 @@ def gradients_are_averaged(run):
 
 
 def all_zero(run):
-    """Return the verdict on an optimizer that never gets a gradient.
+    """Return the verdict on an optimizer whose gradients are zero, or missing, in all its steps.
 
-    In some steps a loss may have none, such as a hinge loss where all samples are right.
+    In some steps they may be, such as those of a hinge loss where all samples are right.
     """
     rows_by_optimizer = {}  # the names of its parameters -> its steps
     for row in run.step_rows:
@@ -83,8 +84,10 @@ def all_zero(run):
             step, text = rows[0][0], f"all gradients are zero, in {counted(len(rows), 'step')}"
             text += ": does zero_grad() come after backward(), or was the optimizer given other "
             text += "parameters than the model's, as before fully_shard()?"
+            # Of several optimizers, one may wait for its turn, as a GAN's discriminator may.
+            verdict = wrong if len(rows_by_optimizer) == 1 else unsure
             # If they are in no wrapped model, a rule about weights tells the cause.
-            return wrong(text, step.where, follows=bool(step.unwrapped))
+            return verdict(text, step.where, follows=bool(step.unwrapped))
 
 
 def unequal_step_counts(run):
@@ -105,7 +108,7 @@ def counts_that_differ(run, kind):
 
 
 def gradients_differ(run):
-    """Return the verdict on gradients that differ from rank to rank, with the cause if it shows."""
+    """Return the verdict on gradients that differ from rank to rank, with their first cause."""
     first = run.first_difference("gradients")
     if not first:
         return None
@@ -136,7 +139,7 @@ def gradients_differ(run):
 
 
 def why_reduced_ones_differ(run, step):
-    """Return in words why gradients that DDP reduces differ; "" if a hook may replace its mean."""
+    """Return in words why gradients that DDP reduces differ; "" if a communication hook may."""
     if run.all(events.CommHook):
         return ""
     if not step.backwards:
@@ -154,8 +157,8 @@ def line_of_reduction(run):
 def equal_before_reduction(run):
     """Return the verdict if the ranks reduce by hand gradients that are equal on all of them.
 
-    They have to be equal in more than half of the steps, for in some a script may reduce other
-    things, such as losses, and in two at least. Steps whose gradients are all zero do not count.
+    At least two steps, and more than half of them, have to be so, for in some a script may reduce
+    other things, such as losses. Steps whose gradients are all zero do not count.
     """
     rows = [row for row in run.step_rows if all(step.reduced_all for step in row)]
     rows = [row for row in rows if not row[0].zero]
@@ -199,7 +202,8 @@ def sum_or_divided_twice(run):
         text = f"the gradients are the sum over the ranks, {ranks} times their mean: "
         text += "DDP has averaged them before" if by_ddp else f"divide them by {ranks}"
         return wrong(text, where, WRONG_RESULTS)
-    accumulates = any(step.backwards > 1 for step in run.all(events.Step))  # and may divide by that
+    # Accumulation may explain the factor.
+    accumulates = any(step.backwards > 1 for step in run.all(events.Step))
     if ranks > 1 and is_factor(factor, 1 / ranks) and not accumulates:
         text = f"the gradients are 1/{ranks} of the mean over the ranks: "
         text += "DDP has divided them already" if by_ddp else "they are divided twice"
@@ -212,7 +216,7 @@ def sum_may_be_right(run):
     It is, if each rank's loss is its part of the mean over the samples of all ranks. Such a loss is
     divided as `losses_are_parts` says, or by a number that the ranks add up in each step, such as
     that of all tokens: a sum of few elements, unlike gradients. Losses that are added up only to
-    print them look the same, so it is True then, too.
+    print them look the same, which makes this True as well.
     """
     steps, ranks = run.all(events.Step), run.world_size
     calls = [call for call in run.all(events.Collective) if call.sums and call.elements <= ranks]
@@ -223,7 +227,7 @@ def sum_may_be_right(run):
 def losses_are_parts(run):
     """Return whether each loss is divided by the number of ranks, or of all their samples."""
     wholes = [run.world_size]
-    for passes in run.training_passes[:1]:
+    for passes in run.training_passes[:1]:  # the first batch of all ranks together
         wholes.append(sum(sum(data_pass.sizes[:1]) for data_pass in passes.values()))
     return all(
         any(close(divisor, whole) for divisor in step.divisors for whole in wholes)
@@ -232,16 +236,16 @@ def losses_are_parts(run):
 
 
 def loss_is_scaled(run):
-    """Return the verdict on a loss that is the sum over the ranks, or divided by their number.
+    """Return the verdict on a loss that the script adds up over the ranks, or divides by N.
 
-    Before backward(), and by the script, while DDP itself takes the mean over the ranks.
+    DDP takes the mean over the N ranks anyway.
     """
     ranks, steps = run.world_size, run.all(events.Step)
     if ranks < 2 or not run.all(events.Wrap) or run.all(events.CommHook):
         return None
     reduced = all(step.loss_reduced for step in steps)
     divided = [close(divisor, ranks) for step in steps for divisor in step.divisors]
-    if reduced and not any(divided):
+    if reduced and not any(step.divisors for step in steps):
         text = f"the loss is added up over the ranks: a step takes {ranks} times the mean gradient"
         return wrong(text, steps[0].where, WRONG_RESULTS)
     in_each_step = all(step.divisors and step.backwards == 1 for step in steps)
@@ -329,14 +333,15 @@ def gradients_pass_collectives(run):
 
 
 def clipping_comes_last(run):
-    """gradients are clipped last, without a scale and averaged over the ranks"""
+    """gradients are clipped after they are averaged and unscaled"""
     for event in run.all(events.Clipped):
         if event.scaled:
             text = "the GradScaler's factor is still in them: call scaler.unscale_(optimizer) first"
             return wrong(text, event.where, "recipes/fp16_scaler")
     calls = run.by_rank(events.Clipped)
+    # A norm may be that of a part, that of a model of the rank's own, or not that of the same step.
     if run.is_sharded or run.own_steps or differing_ranks({r: len(calls[r]) for r in calls}):
-        return None  # the norm of a part, of other models, or not of the same gradients
+        return None
     for row in zip(*calls.values()):
         norms = [call.norm for call in row if call.norm is not None and math.isfinite(call.norm)]
         if len(norms) < len(row) or all(close(norm, norms[0], NORM_TOLERANCE) for norm in norms):
@@ -358,7 +363,7 @@ def rates_are_equal(run):
         reason = f"the scheduler gets another value on each rank, {values}"
     elif counts:
         reason = f"the scheduler takes {counts}"
-    elif line := line_of_some_ranks(run, lambda load: not load.by_model):
+    elif line := line_of_uneven_loads(run, lambda load: not load.by_model):
         reason = f"not all ranks load the state of their optimizer ({short(line)})"
     if first := run.first_difference("rates"):
         return rates_differ(run, first, reason)
@@ -370,10 +375,10 @@ def rates_are_equal(run):
         return unsure(text, run.all(events.Scheduled)[0].where)
 
 
-def line_of_some_ranks(run, is_meant):
-    """Return a line in which not all ranks load a state, of the loads that are meant, or ""."""
+def line_of_uneven_loads(run, counts_as_load):
+    """Return a line in which some ranks load a state and others do not, or ""."""
     loads = {
-        rank: [load for load in of_rank if is_meant(load)]
+        rank: [load for load in of_rank if counts_as_load(load)]
         for rank, of_rank in run.by_rank(events.StateLoaded).items()
     }
     for where, loads_by_rank in grouped(loads, lambda load: load.where).items():

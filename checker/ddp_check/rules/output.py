@@ -65,9 +65,10 @@ def one_rank_writes(run):
 
 def written_in_place(run):
     """Return the verdict if torch.save writes a file under its name, not under another one."""
-    renamed = {event.old_name for event in run.all(events.Written)}
+    renamed = {os.devnull, *(event.old_name for event in run.all(events.Written))}
     for save in run.all(events.Save):
-        if save.path not in (None, os.devnull, *renamed):
+        # The folder of the file may also be renamed.
+        if save.path and not renamed & {save.path, *map(str, Path(save.path).parents)}:
             text = f"{Path(save.path).name} is written in place: a crash then leaves half a file"
             return fragile(text, save.where, "written_in_place")
 
@@ -76,7 +77,7 @@ class Use(NamedTuple):
     """A file is written, gets its name, or is read."""
 
     rank: int
-    waits: int  # how often its rank has waited for the others before
+    waits: int  # how many calls that wait for the other ranks came before
     steps: int  # that were taken before
     where: str
 
@@ -135,7 +136,7 @@ def written_by_several(run, writes_by_path):
             if not any(write.steps for write in writes):
                 text, verdict = f"{text}: do they write the same?", unsure
         elif run.returncode == 0 and differing_ranks(steps_by_rank):
-            text += " after other steps: is that intended?"
+            text += " after other steps: is that intended?"  # each after steps of its own
             verdict = unsure
         else:
             continue
@@ -192,7 +193,7 @@ def gathered_parts_are_apart(run):
 
 
 def loaded_names_fit(run):
-    """a model has the names that it loads"""
+    """a model has some of the names that it loads"""
     if not any(event.by_model for event in run.all(events.StateLoaded)):
         return unseen("no model loads a state")
     for event in run.all(events.NothingLoaded):
@@ -218,8 +219,6 @@ def printed_loss_is_of_all(run):
                 right.append(line.where)
             place = line.where, pattern(number.words)
             numbers_by_place.setdefault(place, []).append((number.shown, meaning))
-    if verdict := sum_is_printed(run, LOSS, right):
-        return verdict
     for (where, words), numbers in numbers_by_place.items():
         if len(numbers) < 2 or any(meaning in (None, RIGHT) for _, meaning in numbers):
             continue  # once may be chance; and one that is right, or unknown, clears the place
@@ -228,6 +227,8 @@ def printed_loss_is_of_all(run):
             continue  # their sum is the mean over all samples
         verdict = wrong if THE_SUM in meaning and not re.search(NAMED_SUM, words) else unsure
         return verdict(f"{shown} is {meaning}", where, "rank_0_loss")
+    if verdict := sum_is_printed(run, LOSS, right):
+        return verdict
     if own and run.world_size > 1:
         text = "no collective comes before this loss: is it that of rank 0?"
         return unsure(text, own[0], "rank_0_loss")
@@ -273,7 +274,7 @@ def meaning_of(number, windows):
     """Return what a printed number is: `RIGHT`, a fault in words, or None if that is not known.
 
     A window is a list of steps, each a tuple of the ranks' events, of which it may be the mean. If
-    several values would be printed so, one that is right counts, or else the first.
+    the number fits several values, one that is right counts, or else the first.
     """
     if number.digits < 3 or not number.value or number.percent:
         return None
@@ -310,7 +311,7 @@ def possible_values(rows):
 
 def loss_of(step):
     """Return the loss of a step: the last, or the sum of N micro-batches, each divided by N."""
-    # Divisions by the number of micro-batches:
+    # Each of the micro-batches has such a divisor:
     averaging = [divisor for divisor in step.divisors if close(divisor, len(step.losses))]
     return sum(step.losses) if len(averaging) > 1 else step.losses[-1]
 

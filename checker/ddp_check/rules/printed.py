@@ -9,7 +9,8 @@ from ddp_check.numbers import close
 DECIMAL = r"(?<![\d.])(-?\d+\.(\d+))(?!\.?\d)(?:e([+-]?\d+))?( ?%)?"
 SAYS_RANK = r"(?i)\brank\W{0,3}\d"  # so the line says whose number it is
 # Before a number that is a share of samples:
-SHARE = r"(?i)(\bacc(uracy)?\b|\bf1|\biou|\bauc|precision|recall)[^\n\d]*$"
+SHARE = r"(?i)(?<!train[ _])(?<![a-z])(acc(uracy)?(?![a-z])(@\d+)?|f1|iou|auc|precision|recall)"
+SHARE += r"[^\n\d]*$"
 
 
 class Number(NamedTuple):
@@ -31,6 +32,10 @@ class Number(NamedTuple):
         """What stands for all, if the number is a share."""
         return 100 if self.percent or self.value > 1 else 1  # 98.07 is meant in percent
 
+    def is_only_share_of(self, total):
+        """Return whether it is such a share, and so exact that hardly any other number is one."""
+        return self.is_share_of(total) and self.rounding / self.whole * total < 0.25
+
     def is_share_of(self, total):
         """Return whether a whole number of so many samples has this share."""
         share = self.value / self.whole
@@ -45,7 +50,7 @@ def numbers_in(text):
             words=text[: match.start()],
             value=float(f"{match[1]}e{match[3] or 0}"),
             digits=len(match[2]),
-            rounding=0.51 * 10 ** (int(match[3] or 0) - len(match[2])),
+            rounding=float(f"0.51e{int(match[3] or 0) - len(match[2])}"),
             percent=bool(match[4]),
         )
         for match in re.finditer(DECIMAL, text)

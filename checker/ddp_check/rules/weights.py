@@ -7,7 +7,7 @@ from itertools import chain
 from ddp_check import events
 from ddp_check.ranks import counted, differing_ranks, grouped, short
 from ddp_check.rules.base import not_applicable, passed, slow, unseen, unsure, wrong
-from ddp_check.rules.gradients import NOT_FINITE, line_of_some_ranks
+from ddp_check.rules.gradients import NOT_FINITE, line_of_uneven_loads
 
 
 def weights_agree(run):
@@ -58,7 +58,7 @@ def nothing_is_wrapped(run):
 def foreign_parameters(run):
     """Return the verdict on an optimizer that changes what is in no wrapped model.
 
-    It may: if the script itself reduces their gradients, all ranks have the same, and not none.
+    It may, if the script itself reduces their gradients: then all ranks have the same ones.
     """
     wrapped = run.all(events.Wrap)
     steps = [row[0] for row in run.step_rows if row[0].unwrapped]
@@ -80,8 +80,10 @@ def weights_differ(run):
     if first := run.first_difference("weights"):
         text = f"before step {first.number}, the weights differ from rank to rank, first "
         return with_earlier_cause(run, first.number, wrong, text + first.name, first.row[0].where)
-    if run.returncode != 0 or not run.final_weights:
+    if run.returncode != 0:
         return unseen("the run did not finish")
+    if not run.final_weights:
+        return unseen("the final weights of a rank are not known")
     if pair := differing_ranks(run.final_weights):
         text = f"at the end, the weights of ranks {pair[0]} and {pair[1]} differ"
         if run.in_join:
@@ -92,9 +94,10 @@ def weights_differ(run):
 def with_earlier_cause(run, number, if_unexplained, text, where=""):
     """Return the verdict on weights that differ before the step of this number.
 
-    If rates, gradients or buffers differed in an earlier step, that is the cause, and it is wrong.
-    Otherwise it is `if_unexplained` (a kind of verdict, such as `unsure`), and a load, another
-    start, or else an edit may be the cause.
+    1. If rates, gradients or buffers differed in an earlier step, that is the cause: wrong.
+    2. Otherwise, the first of these may be the cause: a state that not all ranks load, one that
+       they load at other times, other weights at the start, an edit. The verdict is of the kind
+       `if_unexplained`, such as `unsure`.
     """
     causes = {"rates": "learning rates", "gradients": "gradients", "buffers": "buffers"}
     for field_name, words in causes.items():
@@ -102,7 +105,7 @@ def with_earlier_cause(run, number, if_unexplained, text, where=""):
         if earlier and earlier.number < number:
             text += f"; it follows from the {words} in step {earlier.number}"
             return wrong(text, where, follows=True)
-    if line := line_of_some_ranks(run, lambda load: load.wraps > 0):
+    if line := line_of_uneven_loads(run, lambda load: load.wraps > 0):
         return if_unexplained(f"{text}: not all ranks load a state here", line, "edit_on_one_rank")
     rows, loads = run.step_rows, [load for load in run.all(events.StateLoaded) if load.wraps]
     if number <= len(rows):
@@ -120,18 +123,25 @@ def evaluated_models_agree(run):
     """all ranks evaluate the same model, buffers included"""
     if run.own_steps:
         return unseen("each rank has trained a model of its own before")
+    steps = run.all(events.Step)
+    buffers = {name for step in steps for name in step.buffers}
+    common = {  # before it is wrapped, a model may begin with other weights on each rank
+        rank: [event for event in of_rank if event.wrapped or event.steps or not steps]
+        for rank, of_rank in run.by_rank(events.Evaluated).items()
+    }
     evaluated = grouped(
-        run.by_rank(events.Evaluated),
+        common,
         lambda event: (event.model, event.where, event.steps, tuple(event.checksums)),
     )
     # With the same names and after as many steps, they should be one and the same model.
     for (model, where, _, names), events_by_rank in evaluated.items():
-        if differing := [name for name in names if not have_in_common(events_by_rank, name)]:
+        if differing := [name for name in names if not agree_on(name, events_by_rank)]:
             fields = ("weights", "rates", "gradients")
             if run.averages_weights or any(map(run.first_difference, fields)):
                 return unseen("what the ranks train differs already")
             text = f"{differing[0]} of {model} differs from rank to rank"
-            if not run.all(events.Step):  # as where ranks try out candidates, without an optimizer
+            # As where ranks try out candidates, without an optimizer, or keep a state in a buffer:
+            if not steps or differing[0] in buffers:
                 return unsure(f"{text}: is that intended?", where)
             page = "batchnorm_of_rank_0" if "running_" in differing[0] else "recipes/ema"
             return wrong(text, where, page)
@@ -139,7 +149,7 @@ def evaluated_models_agree(run):
         return not_applicable("no model is evaluated by several ranks")
 
 
-def have_in_common(events_by_rank, name):
+def agree_on(name, events_by_rank):
     """Return whether all ranks evaluate a model with one and the same value under a name.
 
     A rank has several values if it changes them between evaluations without an optimizer.
@@ -157,8 +167,8 @@ def training_mode(run):
     if len(numbers) == len(steps):
         return unsure("all steps are taken in evaluation mode", steps[0].where)
     step, text = steps[numbers[0] - 1], f"step {numbers[0]} is in evaluation mode"
-    # The fault: all steps before the first evaluation are in training mode, and none after it. But
-    # one before all training, as a test of the evaluation, does not count.
+    # The fault: all steps before the first evaluation are in training mode, and none after it. An
+    # evaluation before the first training step, as a test, does not count.
     training_begun = next(step.time for step in steps if step.training)
     evaluated = run.of_lowest_rank(events.Evaluated) or run.all(events.Evaluated)
     times = [event.time for event in evaluated if event.wrapped and event.time > training_begun]
@@ -170,9 +180,9 @@ def training_mode(run):
 
 def evaluation_mode(run):
     """the model is in evaluation mode when it is evaluated"""
-    passes = chain(*run.passes_by_rank.values())
+    all_passes = chain(*run.passes_by_rank.values())
     # Without a step, these may be read for the statistics of BatchNorm, as update_bn does:
-    trained = {data_pass.dataset for data_pass in passes if data_pass.is_training}
+    trained = {data_pass.dataset for data_pass in all_passes if data_pass.is_training}
     evaluating = {  # (rank, number of the pass)
         (rank, data_pass.pass_number)
         for rank, passes in run.passes_by_rank.items()
