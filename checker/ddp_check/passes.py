@@ -93,9 +93,8 @@ def credit(step, recent, passes):
 
     If none did, the batch was fetched ahead: then the candidate is the pass that took the step
     before, or else the newest. Of several candidates, the step goes to
-    1. the one that goes on and evaluates nothing,
-    2. or else the one that goes on,
-    3. or else any; of equals, the last.
+    1. the last one that goes on and evaluates nothing,
+    2. or else the last that goes on, 3. or else the last.
     The others share the step: of two loaders in one loop, one shares every step.
 
     Train, validate until a break, train: between the last step before the validation and the first

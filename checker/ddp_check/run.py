@@ -269,12 +269,11 @@ class Run:
     def trains_own_parameters(self):
         """Whether each rank seems to train parameters of its own on purpose.
 
-        As in an ensemble, in a pipeline, or in a table of which each rank has a part. Gradients
-        differ from the first step on, and
-        - if a model is wrapped over all ranks, the first that differs is of an unwrapped parameter,
-          and the ranks exchange objects, or more than FEW numbers, in each step;
-        - if none is, weights differ from the first step on, too, no DistributedSampler divides the
-          data, and the ranks exchange such things at least once.
+        As in an ensemble, a pipeline or a sharded table. Gradients differ from the first step on.
+        - If a model is wrapped over all ranks, the first that differs is of an unwrapped parameter,
+          and the ranks exchange objects, or more than FEW numbers, in each step.
+        - If none is, weights differ as early, no DistributedSampler divides the data, and the ranks
+          exchange such things at least once.
         """
         steps, calls = self.step_rows, self.of_lowest_rank(events.Collective)
         larger = [call for call in calls if call.elements > FEW or "gather_object" in call.name]

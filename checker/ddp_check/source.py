@@ -93,11 +93,10 @@ def divisions(node, sizes):
 
     sizes: names that stand for it
     """
-    divisors = {inner: divisor_of(inner) for inner in ast.walk(node)}
     return [
         inner.lineno
-        for inner, divisor in divisors.items()
-        if divisor in sizes or WORLD_SIZE.search(divisor)
+        for inner in ast.walk(node)
+        if (divisor := divisor_of(inner)) in sizes or WORLD_SIZE.search(divisor)
     ]
 
 

@@ -745,13 +745,18 @@ KINDS = {
         SHARED,
         [SAME_ORDER],
         LOADS,
-        [*SPAWNED, ("file://{os.getcwd()}/met", "tcp://localhost:{os.getenv('PORT', 29713)}")],
+        [
+            *SPAWNED,
+            ("file://{os.getcwd()}/met", "tcp://localhost:{os.getenv('PORT', 29713)}"),
+            before(EVALUATE, "\nclass Options:\n    port: int = 29713\n"),
+            before(EVALUATE, '\nif "MASTER_PORT" not in os.environ:\n    port = 29713\n'),
+        ],
     ),
     "split by worker": Kind(
         SHARED, [("2 * worker.id + rank :: 4", "worker.id :: 2"), OWN_ORDER], LOADS, STREAM
     ),
     "not split by worker": Kind(
-        SHARED,
+        {"ranks_share_data": UNSURE},
         [("2 * worker.id + rank :: 4", "rank :: 2")],
         f"2 times on each sample.+{LOADS}",
         STREAM,

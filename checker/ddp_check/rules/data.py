@@ -17,15 +17,15 @@ RANDOM_NUMBERS = {  # by who draws them
 
 def ranks_share_data(run):
     """the ranks share out the data"""
-    rows = [row for row in run.step_rows if len(row) > 1 and any(step.inputs for step in row)]
+    rows = [row for row in run.step_rows if run.world_size > 1 and any(step.inputs for step in row)]
     on_a_mesh = any(step.mesh_dimensions > 1 for step in run.all(events.Step))
     if run.is_sharded and (on_a_mesh or not rows):
         return not_applicable("ranks that share a model have to have the same batches")
-    verdict = verdict_on_epochs(run.training_passes, bool(run.all(events.Drawn)))
-    if verdict is None:  # each rank has samples of its own
-        return never_used(run)
-    if verdict.status != UNSEEN:
-        return verdict
+    by_samples = verdict_on_epochs(run.training_passes, bool(run.all(events.Drawn)))
+    if by_samples is None or by_samples.status == PASS:  # each rank has samples of its own
+        return divided_among_more(run) or by_samples
+    if by_samples.status != UNSEEN:
+        return by_samples
     # The samples do not tell. The batches that entered the models may: those of the same step, or,
     # if no DataLoader was used, those of any step.
     if rows and all(step.inputs == row[0].inputs for row in rows for step in row):
@@ -35,8 +35,8 @@ def ranks_share_data(run):
         if run.draws_numbers:
             return unsure(f"{text}: on other parts of it?", rows[0][0].where, "no_sampler")
     if run.training_passes:
-        return verdict
-    return same_stream(run) or verdict
+        return by_samples
+    return same_stream(run) or by_samples
 
 
 def verdict_on_epochs(epochs, samples_are_random):
@@ -60,16 +60,16 @@ def verdict_on_epoch(epoch, samples_are_random):
     samples = [data_pass.values("base_indices") for data_pass in epoch.values()]
     if None in samples:
         return unseen("the samples have no index")
-    if any(map(repeated, samples)):
+    if any(map(repeats, samples)):
         return unseen("a rank draws samples with replacement")
     if verdict := sets_differ(epoch):
         return verdict
     is_whole = all(data_pass.is_whole for data_pass in epoch.values())
-    shared = repeated(chain(*samples))
+    shared = repeats(chain(*samples))
     too_many = shared > padding_allowed(list(epoch.values()))
-    # A set that is as small as the padding is shared as a whole.
+    # In a small data set, the padding may be as many as all samples: sharing all is a fault, too.
     if too_many or (is_whole and shared and are_the_same(samples)):
-        return why_shared(epoch, samples, samples_are_random)
+        return verdict_on_shared(epoch, samples, samples_are_random)
     if is_whole or of_lowest_rank(epoch).distributed or not shared:
         return None
     return unseen("the ranks leave the loop early: too few samples to tell")
@@ -80,7 +80,7 @@ def are_the_same(samples):
     return all(set(of_rank) == set(samples[0]) for of_rank in samples)
 
 
-def why_shared(epoch, samples, samples_are_random):
+def verdict_on_shared(epoch, samples, samples_are_random):
     """Return the verdict on an epoch in which several ranks ask for the same indices."""
     if dealt_by_data_set(epoch):
         if samples_are_random and of_lowest_rank(epoch).values("label_checksums") is None:
@@ -89,7 +89,7 @@ def why_shared(epoch, samples, samples_are_random):
     if are_the_same(samples):
         text = f"each rank trains on the same {counted(len(samples[0]), 'sample')}"
         return wrong(text, "", "no_sampler")
-    text = f"{repeated(chain(*samples))} samples are seen by several ranks"
+    text = f"{repeats(chain(*samples))} samples are seen by several ranks"
     if differ(epoch, "subset_checksum"):
         return wrong(f"{text}: the split differs from rank to rank", "", "split_differs_by_rank")
     is_whole = all(data_pass.is_whole for data_pass in epoch.values())
@@ -110,13 +110,14 @@ def verdict_on_streams(epoch):
     if verdict := repeated_by_workers(samples):
         return verdict
     distinct = [set(of_rank) for of_rank in samples]
-    shared = repeated(chain(*distinct))  # half of all samples if two ranks see the same
+    shared = repeats(chain(*distinct))
+    # If two ranks see the same samples, half of them are repeats; up to a quarter may be chance.
     if shared <= sum(map(len, samples)) / 4:
         return None
     if all(of_rank == distinct[0] for of_rank in distinct):
         text = f"each rank trains on the same {counted(len(distinct[0]), 'sample')}"
         in_one_order = all(of_rank == samples[0] for of_rank in samples)
-        if in_one_order or not any(map(repeated, samples)):
+        if in_one_order or not any(map(repeats, samples)):
             return wrong(text, "", "no_sampler")
         return unsure(f"{text}: does each draw with replacement?", "", "no_sampler")
     return unsure(f"{shared} samples are seen by several ranks", "", "no_sampler")
@@ -127,25 +128,25 @@ def repeated_by_workers(samples):
     times = {count for of_rank in samples for count in Counter(of_rank).values()}
     if len(times) == 1 and min(times) > 1 and len(set(samples[0])) >= ENOUGH:
         text = f"each rank trains {min(times)} times on each sample: does each worker yield all?"
-        return wrong(text, "", "recipes/streaming")
+        return unsure(text, "", "recipes/streaming")
 
 
 def same_stream(run):
     """Return the verdict if the ranks train on the same batches, each in steps of its own.
 
-    A rank that draws more than the others, as for an evaluation, is ahead in the same numbers.
+    That happens with equal seeds if one rank draws more numbers, as for an evaluation.
     """
     steps_by_rank = run.by_rank(events.Step)
     inputs = [list(chain(*(step.inputs for step in steps))) for steps in steps_by_rank.values()]
     common, batches = set.intersection(*map(set, inputs)), len(inputs[0])
     # Inputs that repeat are constant, or few: it says nothing that they are equal.
-    if len(inputs) > 1 and len(common) > batches / 2 and not any(map(repeated, inputs)):
+    if len(inputs) > 1 and len(common) > batches / 2 and not any(map(repeats, inputs)):
         text = f"{len(common)} of {batches} batches are the same on all ranks, in other steps"
         return wrong(text, run.all(events.Step)[0].where, "no_sampler")
 
 
-def repeated(samples):
-    """Return how many of these samples come again."""
+def repeats(samples):
+    """Return how many of these samples equal an earlier one."""
     samples = list(samples)
     return len(samples) - len(set(samples))
 
@@ -160,8 +161,8 @@ def padding_allowed(passes):
     return len(passes) * of_each_rank - 1
 
 
-def never_used(run):
-    """Return the verdict if DistributedSampler leaves out samples that no rank trains on."""
+def divided_among_more(run):
+    """Return the verdict if DistributedSampler divides the samples among more ranks than exist."""
     for data_pass in map(of_lowest_rank, run.training_passes):
         if data_pass.replicas > run.world_size:
             text = f"DistributedSampler divides the samples among {data_pass.replicas} ranks"
@@ -187,12 +188,11 @@ def dealt_by_data_set(epoch):
     Augmentation changes samples, and leaves their labels as they are. Where there are no labels, or
     all samples have the same one, the samples decide.
     """
-    same_samples = equal_where_common(checksums_by_index(epoch, "checksums"))
-    if same_samples or same_samples is None:  # None: the ranks have no index in common
+    if not differ_where_common(checksums_by_index(epoch, "checksums")):
         return False
     labels = checksums_by_index(epoch, "label_checksums")
     labels_tell = len(set(labels[0].values())) > 1
-    only_augmented = labels_tell and equal_where_common(labels)
+    only_augmented = labels_tell and not differ_where_common(labels)
     return not only_augmented
 
 
@@ -211,12 +211,10 @@ def checksums_by_index(epoch, field_name):
     ]
 
 
-def equal_where_common(dictionaries):
-    """Return whether dictionaries agree under the keys that all have, or None without any."""
+def differ_where_common(dictionaries):
+    """Return whether dictionaries differ under a key that all have."""
     common = set.intersection(*map(set, dictionaries))
-    if not common:
-        return None
-    return all(each[key] == dictionaries[0][key] for each in dictionaries for key in common)
+    return any(each[key] != dictionaries[0][key] for each in dictionaries for key in common)
 
 
 def order_changes(run):
@@ -316,13 +314,19 @@ def same_augmentation(run):
     return verdict(text, where, "same_augmentation")
 
 
+def states_before(run, source):
+    """Return the states from which all ranks draw in a step: [of each rank] for each such step."""
+    rows = run.step_rows if run.world_size > 1 else []
+    states = [[step.random.get(source) for step in row] for row in rows]
+    return [of_ranks for of_ranks in states if None not in of_ranks]
+
+
 def same_numbers_drawn(run):
     """Return the verdict if the model, or the loop, draws the same random numbers on all ranks."""
     rows = [row for row in run.step_rows if all(step.random for step in row)]
     for source, what in RANDOM_NUMBERS.items():
-        drawn = [[step.random.get(source) for step in row] for row in rows]
-        drawn = [of_ranks for of_ranks in drawn if None not in of_ranks]
-        if not drawn or len(drawn[0]) < 2 or any(len(set(of_ranks)) > 1 for of_ranks in drawn):
+        drawn = states_before(run, source)
+        if not drawn or any(len(set(of_ranks)) > 1 for of_ranks in drawn):
             continue
         text, where = f"all ranks draw the same {what}", rows[0][0].where
         for_samples = all(step.random_for_samples for row in rows for step in row)
@@ -334,11 +338,11 @@ def same_numbers_drawn(run):
 
 
 def different_numbers_drawn(run):
-    """Return what was drawn, and differs; or that nothing was."""
-    drawers = {drawer for step in run.all(events.Step) for drawer in step.random}
-    parts = ["augmentation"] if generator_states(run) else []
-    parts += [what for drawer, what in RANDOM_NUMBERS.items() if drawer in drawers]
+    """Return the verdict on what all ranks have drawn, if it differs; or that there is nothing."""
+    states = generator_states(run).values()
+    parts = ["augmentation"] if any(len(set(of_ranks)) > 1 for of_ranks in states) else []
+    parts += [what for source, what in RANDOM_NUMBERS.items() if states_before(run, source)]
     if not parts:
-        return unseen("nothing random is drawn, or by a generator that the checker does not know")
+        return unseen("no random numbers to compare, or only of a generator that is not known")
     where = run.all(events.Step)[0].where
     return passed(f"not the same from rank to rank: {', '.join(parts)}", where)

@@ -10,7 +10,7 @@ from itertools import chain
 from ddp_check import events
 from ddp_check.ranks import counted, grouped, of_lowest_rank
 from ddp_check.rules.base import passed, unseen, unsure, worst, wrong
-from ddp_check.rules.data import are_the_same, padding_allowed, repeated
+from ddp_check.rules.data import are_the_same, padding_allowed, repeats
 from ddp_check.rules.output import LOSS, sum_is_printed
 from ddp_check.rules.printed import SAYS_RANK, SHARE, numbers_in
 from ddp_check.run import SENDS
@@ -115,7 +115,7 @@ def not_once(parts, evaluated_elsewhere, run):
         return unseen("the samples have no index, or each rank evaluates a part of its own")
     if all(sorted(of_rank) == list(range(size)) for of_rank in samples):
         return None  # each of these ranks evaluates the whole set
-    twice = repeated(chain(*samples))
+    twice = repeats(chain(*samples))
     is_whole = all(part.is_whole for part in parts)
     if twice and not are_the_same(samples):
         if not (is_whole or parts[0].distributed):
@@ -234,7 +234,7 @@ def is_divided(parts):
         return False
     if any(set(of_rank) == set(chain(*samples)) for of_rank in samples):
         return False
-    return repeated(chain(*map(set, samples))) <= padding_allowed(parts)
+    return repeats(chain(*map(set, samples))) <= padding_allowed(parts)
 
 
 def own_part(parts):

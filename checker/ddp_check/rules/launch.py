@@ -17,13 +17,16 @@ NETWORK = (
 )
 OF_A_LIBRARY = r"ModuleNotFoundError|ImportError: .+/site-packages/"  # missing, or another version
 DROP_THE_MODEL = "drop every reference to the DDP model (del model) before destroy_process_group"
-PASSED_ON = "in __torch_function__"  # ends the frame of a call that the observer passes on
+FRAME_OF_PASSED_CALL = "in __torch_function__"  # how it ends if the observer passes a call on
 IN_BACKWARD = "_engine_run_backward("  # in the traceback of a rank
 BUFFERS = "Buffers wait for all ranks to call the DDP model: evaluate model.module"
 UNTRANSLATED = rf"{LACKS_GPUS}|Tensor-likes|not implemented for '|getFuture not implemented"
 # In a script that knows the option of PyTorch's former launcher alone:
 ASKS_LOCAL_RANK = r"(?s)^(?!.*LOCAL_RANK).*--local[_-]rank"
-LETS_CHOOSE = r"default[=(]|\.get\(|getenv\("  # in a line with a port that is only a default
+DEFAULTS = (  # lines with a port that is only a default, as that of a function or a dataclass
+    r".*(default[=(]|\.get\(|getenv\(|: *(Optional\[)?(int|str)\]?( \| None)? *=).*"
+    r"|\bif .*MASTER_.*\n.*\n.*"  # or is set if there is none
+)
 PAGES = {  # part of an error: the pitfall that explains it
     "Expected to have finished reduction": "unused_parameters",
     'key(s) in state_dict: "module.': "module_prefix_saved",
@@ -69,7 +72,7 @@ def hang(run):
 def with_cause(run, text, where, page="", details=()):
     """Return the verdict on a run that fails or hangs, with the cause if a rank is not there.
 
-    The first of these that is seen is the cause:
+    The first of these that is seen is the cause; after 1, only 5 and 6 are looked for:
     1. An error that is not about the other ranks says itself what is wrong.
     2. A rank has begun fewer epochs. But one that waits in _sync_buffers evaluates the DDP model.
     3. A rank calls a collective while another one trains on.
@@ -105,15 +108,15 @@ def more_batches(run):
     steps, calls = run.by_rank(events.Step), run.by_rank(events.Collective)
     if IN_BACKWARD not in run.output:
         return None
-    for calls_more, trains_on in permutations(calls, 2):
-        more_calls = calls[calls_more][len(calls[trains_on]) :]  # both make the first ones
-        if more_calls and len(steps[trains_on]) >= len(steps[calls_more]) > 0:
-            call, taken = more_calls[0], counted(len(steps[calls_more]), "step")
-            text = f"after {taken}, rank {calls_more} calls {call.name}, and rank {trains_on} "
-            if any(each.steps and not each.ended for each in run.passes_by_rank[calls_more]):
+    for caller, trainer in permutations(calls, 2):
+        more_calls = calls[caller][len(calls[trainer]) :]  # both have made those before
+        if more_calls and len(steps[trainer]) >= len(steps[caller]) > 0:
+            call, taken = more_calls[0], counted(len(steps[caller]), "step")
+            text = f"after {taken}, rank {caller} calls {call.name}, and rank {trainer} "
+            if any(each.steps and not each.ended for each in run.passes_by_rank[caller]):
                 text += "does not, but trains on"  # both are inside of the loop
                 return wrong(text, call.where, "collective_on_one_rank")
-            text += f"trains on: {why_more_batches(run, calls_more)}"
+            text += f"trains on: {why_more_batches(run, caller)}"
             return wrong(text, call.where, "uneven_batches")
 
 
@@ -127,7 +130,7 @@ def why_more_batches(run, rank):
 
 
 def fewer_epochs(run):
-    """Return a rank that begins fewer epochs than another, and that in words; or None and "".
+    """Return a rank that begins fewer epochs than another, and what it does; or None and "".
 
     It has left the loop over the epochs, or waits inside of it, in a collective of its own.
     """
@@ -178,7 +181,7 @@ def is_about_gpus(run):
     frames = [at for at, line in enumerate(run.traceback) if FRAME.match(line)]
     innermost = run.traceback[frames[-1] :] if frames else [""]
     # An error in a call that the observer only passes on is PyTorch's, or the script's.
-    if "ddp_check/observer" in innermost[0] and not innermost[0].endswith(PASSED_ON):
+    if "ddp_check/observer" in innermost[0] and not innermost[0].endswith(FRAME_OF_PASSED_CALL):
         return True
     text = " ".join([run.ending, *innermost[1:]])
     return bool(re.search(UNTRANSLATED, text)) and "Invalid device string" not in text
@@ -205,8 +208,8 @@ def one_group(run):
 def port_is_free(run):
     """the script does not fix the port at which the ranks meet"""
     for join in run.joins.values():
-        fixed = rf"(?m)^(?!.*({LETS_CHOOSE})).*\b{join.port}\b"
-        if join.port and re.search(fixed, f"{run.source}\n{run.file_with(join.where)}"):
+        text = re.sub(DEFAULTS, "", f"{run.source}\n{run.file_with(join.where)}")
+        if join.port and re.search(rf"\b{join.port}\b", text):
             reason = f"the port is always {join.port}: two jobs on one node would collide"
             return fragile(reason, join.where, "fixed_port")
 
@@ -225,10 +228,7 @@ def group_is_destroyed(run):
 
 
 def joined_by_framework(run):
-    """Return whether a library joined the process group, so leaving it is not the script's task.
-
-    It is False if nobody joined.
-    """
+    """Return whether a library joined the process group, so leaving it is not the script's task."""
     return not all(event.by_script for event in run.all(events.Join))
 
 
@@ -264,7 +264,7 @@ def own_gpu(run):
         return unseen("no step was taken before the run ended")
     first_rank = {}  # name of a GPU -> the first rank that uses it
     for rank, named in run.by_rank(events.Gpu).items():
-        # If tensors or modules name some, the one that set_device gets does not count.
+        # A GPU that only set_device gets counts only if no tensor or module names any.
         for event in [event for event in named if not event.by_set_device] or named:
             visible, why = [*map(str, range(run.nproc))], f"a node has {run.nproc}"
             if event.visible:
