@@ -1579,10 +1579,6 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
         [before(WRAP, TEACHER)],
         {"gradients_are_averaged": PASS, "weights_agree": PASS, "ranks_share_data": PASS},
     ),
-    "a file that each rank clears": (
-        [before(READY, '    with open("log.txt", "w"):\n        pass\n')],
-        {"one_rank_writes": PASS},
-    ),
     "a loss of several batches": (
         [*ACCUMULATED, (PRINTED, "{3 * total[0] / total[1]:.4f}")],
         {"printed_loss_is_of_all": PASS},

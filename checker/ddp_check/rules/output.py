@@ -90,19 +90,9 @@ def file_uses(run, kinds):
         for event in events_of_rank:
             steps += isinstance(event, events.Step)
             waits += isinstance(event, SYNCHRONIZES)
-            if isinstance(event, kinds) and event.path and not only_clears(run, event.where):
+            if isinstance(event, kinds) and event.path:
                 uses.setdefault(event.path, []).append(Use(rank, waits, steps, event.where))
     return uses
-
-
-def only_clears(run, where):
-    """Return whether a line opens a file, and the next one writes nothing into it.
-
-    So do all ranks of build-nanogpt, with the file of their log: `with open(log, "w"): pass`.
-    """
-    _, _, number = where.rpartition(":")
-    next_line = run.file_with(where).splitlines()[int(number or 0) :][:1]
-    return [line.strip() for line in next_line] == ["pass"]
 
 
 def read_too_early(run, writes_by_path):
