@@ -15,8 +15,8 @@ from ddp_check.rules.printed import SAYS_RANK, SHARE, numbers_in
 
 LOSS = r"(?i)(loss|nll|perplexity|\bppl)\w*[^\w\n]{0,12}$"  # before a number
 NAMED_SUM = r"(?i)sum|total"  # before a number
-# Before a number that cannot be computed from those of the parts of a set:
-OF_A_WHOLE_SET = r"(?i)(\bf1|auc|\bmiou)\w*[^\w\n]{0,12}$"
+# Somewhere before a number that cannot be computed from those of the parts of a set:
+OF_A_WHOLE_SET = r"(?i)(?<![a-z])(f1|auc|roc|miou)"
 RIGHT, THE_SUM = "the mean over all ranks", "the sum over the ranks"  # what a number may be
 COLOUR = r"\x1b\[[\d;]*m"  # an ANSI code
 SYNCHRONIZES = events.Join | events.Wrap | events.Step | events.Collective
@@ -335,12 +335,10 @@ def sum_is_printed(run, words, right=()):
                 is_meant = re.search(words, number.words) and not re.search(NAMED_SUM, number.words)
                 factor = 100 if number.percent else 1
                 parts = " and ".join(f"{factor * event.own:.4g}" for event in row[:2])
-                is_mean = number.is_printed_for(row[0].total / len(row))
+                is_mean = number.digits > 2 and number.is_printed_for(row[0].total / len(row))
                 if words == SHARE and is_mean and re.search(OF_A_WHOLE_SET, number.words):
-                    text = (
-                        f"{number.shown} is the mean of {parts}, each of one rank's samples: of all"
-                    )
-                    return unsure(f"{text}, it is another number", line.where, "mean_of_means")
+                    text = f"{number.shown} is the mean of {parts}, each of one rank's samples: "
+                    return unsure(f"{text}of all, it is another", line.where, "mean_of_means")
                 if is_meant and line.where not in right and number.is_printed_for(row[0].total):
                     text = f"{number.shown} is {THE_SUM}, of {parts}"
                     are_shares = words == SHARE and all(0 <= event.own <= 1 for event in row)
