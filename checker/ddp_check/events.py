@@ -247,6 +247,8 @@ class BetweenSteps:
     backwards: int = 0  # backward passes
     sample_count: int = 0  # of those that a DataLoader returned
     inputs: list[int] = field(default_factory=list)  # checksums of the batches that entered models
+    # Checksums of the samples in them, in the first steps, if no DataLoader is used:
+    samples: list[int] = field(default_factory=list)
     # Who has drawn from PyTorch's generator, "model" or "script" -> checksum of its state before
     # that. A DataLoader's seed and a sampler's order do not count, nor what makes samples.
     random: dict[str, int] = field(default_factory=dict)

@@ -276,6 +276,10 @@ CLIPPED = """            scale.square().sum().backward()
             second.step(), second.zero_grad()
 """
 CLIPS = "            nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n"
+DEALT_BY_HAND = """        generator = torch.Generator().manual_seed(epoch)
+        for part in torch.randperm(96, generator=generator)[rank::2].split(8):
+            inputs, targets = x[part], x[part].argmax(1)
+"""
 TOWERS = [
     (LOADER, LOADER.replace("sampler)", "sampler, drop_last=True)")),
     (
@@ -1010,6 +1014,12 @@ KINDS = {
         ],
         "no model is wrapped in DistributedDataParallel: each rank trains its own",
         [UNEVALUATED],
+    ),
+    "an order of its own, without a DataLoader": Kind(
+        {"ranks_share_data": UNSURE},
+        [("manual_seed(epoch)", "manual_seed(9 * rank + epoch)")],
+        r"of the first \d+ samples of each rank are those of others, too",
+        [(LOADER, ""), (LOOP, DEALT_BY_HAND), UNEVALUATED],
     ),
     "more batches on one rank, without a DataLoader": Kind(
         ENDS,

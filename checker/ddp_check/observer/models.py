@@ -31,12 +31,14 @@ from ddp_check.observer.randomness import credit_draws, credit_script
 from ddp_check.observer.values import (
     checksum,
     checksums,
+    describe_samples,
     in_double_precision,
     is_finite,
     mesh_dimensions,
     tensors_in,
 )
 
+MAX_STEPS = 1000  # of which samples are noted
 SHARDED = {"FSDPModule", "FullyShardedDataParallel"}  # importing them would take seconds
 model_numbers = {}  # identity of a module in a wrapped model -> the number of that model
 reduced_by_ddp = {}  # identity of a parameter whose gradient a DDP model reduces -> itself
@@ -144,6 +146,9 @@ def note_inputs(module, args, kwargs):
         if torch.is_grad_enabled():
             total = checksum(tensors_in([args, kwargs]), quick=True)
             state.since_step.inputs.append(total)
+            if not state.passes and state.steps < MAX_STEPS:
+                samples = describe_samples([args, kwargs], None)["checksums"]
+                state.since_step.samples += samples or []
 
 
 # ---------------------------------------------------------------- calls of modules

@@ -36,7 +36,7 @@ def ranks_share_data(run):
             return unsure(f"{text}: on other parts of it?", rows[0][0].where, "no_sampler")
     if run.training_passes:
         return by_samples
-    return same_stream(run) or by_samples
+    return same_stream(run) or same_samples(run) or by_samples
 
 
 def verdict_on_epochs(epochs, samples_are_random):
@@ -143,6 +143,27 @@ def same_stream(run):
     if len(inputs) > 1 and len(common) > batches / 2 and not any(map(repeats, inputs)):
         text = f"{len(common)} of {batches} batches are the same on all ranks, in other steps"
         return wrong(text, run.all(events.Step)[0].where, "no_sampler")
+
+
+def same_samples(run):
+    """Return the verdict if, without a DataLoader, the ranks train on the same samples.
+
+    Only those before the first that comes again count, for each epoch may deal them anew.
+    """
+    firsts = []  # of each rank, those samples
+    for steps in run.by_rank(events.Step).values():
+        firsts.append(set())
+        for sample in chain(*(step.samples for step in steps)):
+            if sample in firsts[-1]:
+                break
+            firsts[-1].add(sample)
+    fewest, common = min(map(len, firsts)), set.intersection(*firsts)
+    if run.world_size > 1 and fewest >= ENOUGH and len(common) > fewest / 4:
+        text = (
+            f"{len(common)} of the first {fewest} samples of each rank are those of others, too: "
+        )
+        text += "does each rank shuffle by a seed of its own?"
+        return unsure(text, run.all(events.Step)[0].where, "no_sampler")
 
 
 def repeats(samples):
