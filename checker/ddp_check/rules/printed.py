@@ -10,7 +10,7 @@ DECIMAL = r"(?<![\d.])(-?\d+\.(\d+))(?!\.?\d)(?:e([+-]?\d+))?( ?%)?"
 SAYS_RANK = r"(?i)\brank\W{0,3}\d"  # so the line says whose number it is
 # Before a number that is a share of samples:
 SHARE = r"(?i)(?<!train[ _])(?<![a-z])(acc(uracy)?(?![a-z])(@\d+)?|f1|iou|auc|precision|recall)"
-SHARE += r"[^\n\d]*$"
+SHARE += r"([^\n\d]*\d+ [a-z])?[^\n\d]*$"  # also "accuracy on 180 images: "
 
 
 class Number(NamedTuple):
