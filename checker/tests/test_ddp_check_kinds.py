@@ -1589,6 +1589,14 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
         [before(WRAP, TEACHER)],
         {"gradients_are_averaged": PASS, "weights_agree": PASS, "ranks_share_data": PASS},
     ),
+    "random numbers of GPUs": (
+        [
+            after(LOOP, "            inputs = inputs + torch.randn_like(inputs)\n"),
+            ("manual_seed(rank)", "manual_seed(7), torch.cuda.manual_seed(7 + rank)"),
+            *GPUS,
+        ],
+        {"random_numbers_differ": UNSEEN},
+    ),
     "a loss of several batches": (
         [*ACCUMULATED, (PRINTED, "{3 * total[0] / total[1]:.4f}")],
         {"printed_loss_is_of_all": PASS},

@@ -1,5 +1,6 @@
 """Rules about the samples that the ranks train on."""
 
+import re
 from collections import Counter
 from dataclasses import replace
 from itertools import chain, pairwise
@@ -8,6 +9,7 @@ from ddp_check import events
 from ddp_check.ranks import counted, differ, of_lowest_rank
 from ddp_check.rules.base import PASS, UNSEEN, not_applicable, passed, unseen, unsure, worst, wrong
 
+SEEDS_GPU_BY_RANK = r"cuda\.manual_seed(_all)?\([^)\n]*rank"
 ENOUGH = 8  # samples: fewer may be equal, or in the same order, by chance
 RANDOM_NUMBERS = {  # by who draws them
     "model": "random numbers in the model, such as dropout's",
@@ -297,7 +299,11 @@ def random_numbers_differ(run):
     """ranks draw different random numbers in training"""
     if not run.all(events.PassBegun) and not any(step.random for step in run.all(events.Step)):
         return unseen("no DataLoader was used, and nothing random is drawn")
-    return same_augmentation(run) or same_numbers_drawn(run) or different_numbers_drawn(run)
+    if verdict := same_augmentation(run):
+        return verdict
+    if run.translate and re.search(SEEDS_GPU_BY_RANK, run.source):
+        return unseen("on GPUs, they come from another generator, which the script seeds by rank")
+    return same_numbers_drawn(run) or different_numbers_drawn(run)
 
 
 def generator_states(run):
