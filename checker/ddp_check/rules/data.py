@@ -30,7 +30,8 @@ def ranks_share_data(run):
         return by_samples
     # The samples do not tell. The batches that entered the models may: those of the same step, or,
     # if no DataLoader was used, those of any step.
-    if rows and all(step.inputs == row[0].inputs for row in rows for step in row):
+    same_batches = rows and all(step.inputs == row[0].inputs for row in rows for step in row)
+    if same_batches:
         text = "in each step, all ranks train on the same batch"
         if all(step.losses == row[0].losses for row in rows for step in row):
             return wrong(text, rows[0][0].where, "no_sampler")
@@ -38,7 +39,7 @@ def ranks_share_data(run):
             return unsure(f"{text}: on other parts of it?", rows[0][0].where, "no_sampler")
     if run.training_passes:
         return by_samples
-    return same_stream(run) or same_samples(run) or by_samples
+    return same_stream(run) or (not same_batches and same_samples(run)) or by_samples
 
 
 def verdict_on_epochs(epochs, samples_are_random):
