@@ -162,10 +162,8 @@ def same_samples(run):
             firsts[-1].add(sample)
     fewest, common = min(map(len, firsts)), set.intersection(*firsts)
     if run.world_size > 1 and fewest >= ENOUGH and len(common) > fewest / 4:
-        text = (
-            f"{len(common)} of the first {fewest} samples of each rank are those of others, too: "
-        )
-        text += "does each rank shuffle by a seed of its own?"
+        text = f"{len(common)} of the first {fewest} samples of each rank are those of others, too"
+        text += ": does each rank shuffle by a seed of its own?"
         return unsure(text, run.all(events.Step)[0].where, "no_sampler")
 
 
