@@ -171,7 +171,6 @@ class PassBegun(Event):
     distributed: bool  # the sampler is a DistributedSampler
     replicas: int  # among which it divides the samples, or 0
     shuffle: bool | None  # None: the sampler does not say
-    drop_last: bool
     tensor_checksum: int  # of a TensorDataset's tensors, or 0
     dataset_checksum: int  # the same for equal data sets
     persistent: bool  # its workers stay for the next pass
@@ -206,11 +205,12 @@ class EpochSet(Event):
 
 
 class Drawn(Event):
-    """Random numbers were drawn to make samples, by this generator for the first time."""
+    """Random numbers were drawn to make samples, by this generator for the first time in a pass."""
 
     source: str  # "torch", "random", "numpy", or "generator" for those that the data set keeps
     before: int  # checksums of the generator's state
     after: int
+    pass_number: int  # for a persistent worker, the first of its passes
     worker: int | None  # of the DataLoader, or None for the training process
 
 

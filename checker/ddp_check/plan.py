@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import math
 import os
 import re
 import shlex
@@ -26,7 +27,7 @@ CHECKPOINT = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".new", ".interrup
 CHECKPOINT += (".distcp", ".metadata")
 ENVIRONMENTS = {"pyvenv.cfg", "conda-meta"}  # folders of Python's environments have one of these
 MAX_DEPTH, MAX_ENTRIES = 9, 1000  # of folders that are copied, not linked
-SMALL = 1 << 20  # bytes of a file that is copied, not linked
+MAX_COPIED = 1 << 28  # bytes of files that are copied for a run; others are linked
 LOOK_EVERY, HANGS_AFTER = 5, 30  # seconds: at a running script, and without progress
 # In a script that starts its own processes; with the second, it may be another process:
 SPAWNS = r"(?<![\w.])((torch\.)?\w*(mp|multiprocessing|dist)\.)?(spawn|start_processes)\("
@@ -56,47 +57,64 @@ SLURM = {  # value: variables that srun sets to it on one node; their names begi
 }
 
 
-def mirror(source, target, with_checkpoints, depth=MAX_DEPTH, in_data=False):
-    """Make a new folder with the files of another; return whether checkpoints were left out.
+@dataclass
+class Mirror:
+    """Makes new folders with the files of others.
 
-    Code is copied, for Python would import from the folder that a link points to, and so are small
-    files, for a library in C may write to them, which the observer does not see: it detaches links.
-    Large and hidden files are linked, those of a data set, and folders of very many files.
+    What is copied is safe from the script, whoever writes to it. The observer replaces a link by a
+    copy before Python writes to it, but sees nothing of what a library in C does.
     """
-    target.mkdir()
-    left_out = False
-    for path in source.iterdir():
-        new = target / path.name
-        if path.name == "__pycache__":
-            continue
-        if path.name.endswith(CHECKPOINT) and not (with_checkpoints or in_data):
-            left_out = True
-        elif path.name.startswith("."):
-            new.symlink_to(path)
-        elif path.is_dir() and os.access(path, os.R_OK | os.X_OK) and depth and not is_large(path):
-            is_data = in_data or "data" in path.name
-            left_out |= mirror(path, new, with_checkpoints, depth - 1, is_data)
-        else:
-            is_small = path.is_file() and not in_data and path.stat().st_size < SMALL
-            if not ((is_small or path.suffix == ".py") and copied(path, new)):
+
+    with_checkpoints: bool
+    room: int  # bytes that may still be copied
+    left_out: bool = False  # a checkpoint is
+
+    def make(self, target, source, depth=MAX_DEPTH, in_data=False):
+        """Make a new folder with the files of another.
+
+        Code is copied, for Python would import from the folder that a link points to, and so are
+        other files while there is room, the smallest first. Large and hidden ones are linked, those
+        of a data set, and folders of very many files.
+        """
+        target.mkdir()
+        for path in sorted(source.iterdir(), key=size_of):
+            new = target / path.name
+            is_folder = path.is_dir() and os.access(path, os.R_OK | os.X_OK)
+            if path.name == "__pycache__":
+                continue
+            if path.name.endswith(CHECKPOINT) and not (self.with_checkpoints or in_data):
+                self.left_out = True
+            elif is_folder and depth and not (path.name.startswith(".") or is_large(path)):
+                self.make(new, path, depth - 1, in_data or "data" in path.name)
+            elif path.name.startswith(".") or not self.copies(path, new, in_data):
                 new.symlink_to(path)
-    return left_out
+
+    def copies(self, path, new, in_data):
+        """Copy a file, or return that it is to be linked."""
+        fits = size_of(path) <= self.room and not in_data
+        if not path.is_file() or not (fits or path.suffix == ".py"):
+            return False
+        try:
+            shutil.copy(path, new)
+        except OSError:  # it cannot be read
+            new.unlink(missing_ok=True)
+            return False
+        self.room -= size_of(path)
+        return True
 
 
-def copied(path, new):
-    """Copy a file if it can be read, and return whether it could."""
-    try:
-        shutil.copy(path, new)
-    except OSError:
-        new.unlink(missing_ok=True)
-        return False
-    return True
+def size_of(path):
+    """Return the size of a file in bytes, infinite for a folder and what cannot be read."""
+    return os.path.getsize(path) if os.path.isfile(path) else math.inf
 
 
 def is_large(folder):
     """Return whether a folder is linked as a whole: it holds very many files, or an environment."""
-    names = os.listdir(folder)
-    return not ENVIRONMENTS.isdisjoint(names) or len(names) > MAX_ENTRIES
+    if not ENVIRONMENTS.isdisjoint(os.listdir(folder)):
+        return True
+    entries = (entry for _, folders, files in os.walk(folder) for entry in folders + files)
+    others = (entry for entry in entries if not entry.endswith(".py"))
+    return any(number >= MAX_ENTRIES for number, _ in enumerate(others))
 
 
 @dataclass
@@ -152,7 +170,8 @@ class Plan:
         """Return whether a run did not train, perhaps because there are no GPUs."""
         if any(re.fullmatch(r"(.*=)?cpu", str(word)) for word in self.arguments):
             return False
-        early = run.returncode is not None and not run.all(events.Step)
+        trained_together = run.all(events.Step) and run.joins
+        early = run.returncode is not None and not trained_together
         return run.lacks_gpus or bool(early and re.search(USES_GPUS, self.text))
 
     def run_translated(self, before, name):
@@ -169,7 +188,9 @@ class Plan:
         """Return the folder of a name, with the script's files in it."""
         cwd = Path(self.folder, name).resolve()
         if not cwd.exists():
-            self.left_out |= mirror(Path.cwd(), cwd, self.with_checkpoints)
+            mirror = Mirror(self.with_checkpoints, MAX_COPIED)
+            mirror.make(cwd, Path.cwd())
+            self.left_out |= mirror.left_out
         return cwd
 
     def run(self, name, nproc=None, during=None, arguments=None, others_in="", **options):

@@ -115,7 +115,7 @@ class Run:
     folder: Path  # of the events
     cwd: Path = Path()
     script: str = ""  # its path
-    source: str = ""  # of the script
+    text: str = ""  # of that file
     translate: bool = False  # its calls for GPUs were translated for the CPU
     returncode: int | None = None  # None: it was killed after the timeout
     seconds: float = 0
@@ -244,7 +244,7 @@ class Run:
         hooks = [event.name for event in self.all(events.CommHook)]
         if any("localsgd" in name.lower() for name in hooks):
             return True
-        if self.all(events.Wrap) or not self.all(events.Collective):
+        if self.all(events.Wrap) or not any(call.sums for call in self.all(events.Collective)):
             return False
         if not self.first_difference("gradients"):
             return False
@@ -324,10 +324,18 @@ class Run:
         calls = {event.call for event in self.all(events.Translated)}
         return '"nccl"' in calls or ("nccl" in self.source and "cpu:gloo" not in self.source)
 
-    def file_with(self, where):
-        """Return the text of the file in which a line of the script stands, or ""."""
-        path = self.cwd / where.rpartition(":")[0]
-        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    @cached_property
+    def files(self):
+        """The texts of the script's files that have run: {path: text}, the script itself first."""
+        paths = {event.where.rpartition(":")[0] for event in self.all(events.Event)}
+        others = [path for path in sorted(paths) if (self.cwd / path).is_file()]
+        texts = {path: (self.cwd / path).read_text("utf-8", "replace") for path in others}
+        return {self.script: self.text, **texts}
+
+    @property
+    def source(self):
+        """The texts of all these files."""
+        return "\n".join(self.files.values())
 
     @property
     def printed(self):

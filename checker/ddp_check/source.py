@@ -2,6 +2,7 @@
 
 import ast
 import re
+from itertools import chain
 
 WORLD_SIZE = re.compile(
     r"(?i)get_world_size|world|num_?(gpus|procs?|processes|replicas|ranks)|^n_?(gpus|procs|ranks)$"
@@ -19,7 +20,13 @@ def divisions_by_world_size(run):
     script that such a statement mentions, `loss = scaled(loss)`. Whether the loss really is
     divided, the run has to show.
     """
-    tree = parsed(run.source)
+    lines = [divisions_in_file(path, text) for path, text in run.files.items()]
+    return list(dict.fromkeys(chain(*lines)))
+
+
+def divisions_in_file(path, text):
+    """Return these lines of one file."""
+    tree = parsed(text)
     sizes = world_size_names(tree)
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     lines = []
@@ -37,7 +44,7 @@ def divisions_by_world_size(run):
             mentioned = [function for name, function in functions.items() if name in used]
             for node in [call, *before, *mentioned]:
                 lines += divisions(node, sizes)
-    return [f"{run.script}:{number}" for number in dict.fromkeys(lines)]
+    return [f"{path}:{number}" for number in lines]
 
 
 def parsed(text):

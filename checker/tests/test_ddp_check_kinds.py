@@ -346,6 +346,9 @@ GATHERED_IN_LOOP = [
 """,
     ),
 ]
+INFINITE_MASK = before(
+    WRAP, '    net.register_buffer("mask", torch.full((4, 4), float("-inf")).triu(1))\n'
+)
 MASKED = [before(WRAP, '    net.register_buffer("mask", torch.ones(4, 4).tril())\n')]
 LOGGED = [
     ("import os\n", "import logging\nimport os\n"),
@@ -440,6 +443,9 @@ GPUS = [
     torch.cuda.synchronize()
     assert isinstance(seeded, torch.Generator) and begun.elapsed_time(ended) >= 0
     assert torch.histc(torch.arange(4, device="cuda"), bins=4).tolist() == [1, 1, 1, 1]
+    with torch.cuda.device(0):
+        assert torch.cuda.current_device() == 0
+    assert torch.cuda.current_device() == rank
     torch.cuda.set_rng_state(torch.cuda.get_rng_state().cpu())
     torch.cuda.set_rng_state_all([state.cpu() for state in torch.cuda.get_rng_state_all()])
     thread = threading.Thread(target=lambda: moved.append(x.cuda()))
@@ -457,6 +463,12 @@ TRANSLATED = {
     *("torch.Generator(device)", "a stream or an event"),
 }
 
+NOISY_POINTS = """
+class Noisy(Points):
+    def __getitem__(self, index):
+        return self.x[index] + torch.rand(4), self.y[index]
+
+"""
 CENTERED = """class Centered(nn.Module):
     def __init__(self, inner):
         super().__init__()
@@ -813,6 +825,12 @@ KINDS = {
             )
         ],
     ),
+    "the same order of a data set that keeps what it has loaded": Kind(
+        ORDER,
+        [(EPOCH, "")],
+        f"set_epoch is never called {LOADS}",
+        [(ITEM, f"vars(self).setdefault('kept', {{}})[index] = self.x[index]\n        {ITEM}")],
+    ),
     "the order of its own sampler": Kind(
         {"order_changes": UNSURE},
         [("7 + self.turn", "7")],
@@ -935,6 +953,18 @@ KINDS = {
         r"the gradient is 1/2 of the right one.+\(dist.all_reduce\(x",
         BARLOW,
     ),
+    "never zeroed": Kind(
+        GRADIENTS, [(ZERO, "")], r"takes the gradients of those before it.+ \(optimizer.step"
+    ),
+    "a layer that is replaced after the optimizer has it": Kind(
+        {"weights_agree": UNSURE},
+        [before(WRAP, "    net[2] = nn.Linear(8, 4)\n")],
+        "without a gradient: were they replaced in the model",
+        [
+            (WRAP, ""),
+            ("AdamW(model.parameters(), lr=0.01)\n", "AdamW(net.parameters(), lr=0.01)\n" + WRAP),
+        ],
+    ),
     "the loss divided by the number of ranks": Kind(
         GRADIENTS, [(BACKWARD, "            (loss / size).backward()\n")], r"\(\(loss / size\).back"
     ),
@@ -947,7 +977,11 @@ KINDS = {
         GRADIENTS,
         [("                value.grad /= size\n", "")],
         r"are the sum over the ranks, 2 times their mean: divide .+\(dist.all_reduce\(value",
-        [*BY_HAND, ("nn.ReLU()", "nn.PReLU()")],  # of one element
+        [
+            *BY_HAND,
+            ("nn.ReLU()", "nn.PReLU()"),  # of one element
+            ("loss = cross_", "loss = 0.5 * cross_"),
+        ],
     ),
     "summed by hooks, not divided": Kind(
         GRADIENTS, [("value.grad /= size", "0")], r"are the sum over the ranks", HOOKED
@@ -1006,11 +1040,11 @@ KINDS = {
             after(WRAP, "    model.register_comm_hook(None, halve)\n"),
         ],
     ),
-    "weights of one rank at the end": Kind(
+    "weights of one rank after each epoch": Kind(
         {**WEIGHTS, **GRADIENTS},
         [
             (WRAP, "    model = net\n"),
-            before("    dist.barrier()\n", BROADCAST),
+            before(SUM, textwrap.indent(BROADCAST, "    ")),
         ],
         "no model is wrapped in DistributedDataParallel: each rank trains its own",
         [UNEVALUATED],
@@ -1572,6 +1606,91 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
         ],
         {"gradients_are_averaged": PASS},
     ),
+    "a loss divided by the samples of all ranks, and DDP's mean undone": (
+        [
+            before(TRAIN, "            dist.all_reduce(count := torch.tensor(len(inputs)))\n"),
+            (TRAIN, TRAIN.replace("targets)", 'targets, reduction="sum") / count')),
+            after(BACKWARD, "            [value.grad.mul_(size) for value in net.parameters()]\n"),
+            ("loss.item() * len(inputs)", "2 * loss.item() * len(inputs)"),
+        ],
+        {"gradients_are_averaged": PASS},
+    ),
+    "a loss divided before it is added up": (
+        [(BACKWARD, "            torch.distributed.nn.all_reduce(loss / size).backward()\n")],
+        {"gradients_are_averaged": PASS},
+    ),
+    "noise in the evaluation alone, the same on all ranks": (
+        [
+            before(EVALUATE, NOISY_POINTS),
+            before(
+                "        right = eval",
+                """        torch.manual_seed(7)
+        with torch.no_grad():
+            [net(inputs) for inputs, _ in DataLoader(Noisy(x), 8)]
+""",
+            ),
+        ],
+        {"random_numbers_differ": UNSEEN},
+    ),
+    "batches kept in memory, in one order": (
+        [
+            before(LOADER, "    sampler.shuffle = False\n"),
+            (
+                LOADER,
+                LOADER.replace(
+                    "DataLoader(data, 8, sampler=sampler)",
+                    "[*DataLoader(data, 8, sampler=sampler)]",
+                ),
+            ),
+        ],
+        {"order_changes": UNSEEN},
+    ),
+    "trials of one epoch": (
+        [
+            (
+                EPOCH,
+                """        net = nn.Linear(4, 4)
+        model = DDP(net)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+""",
+            )
+        ],
+        {"order_changes": UNSEEN},
+    ),
+    "the sum of as many batches' losses as there are ranks": (
+        [
+            ("DataLoader(data, 8", "DataLoader(data, 24"),
+            ("loss.item() * len(inputs), len(inputs)]", "loss.item(), 1.0]"),
+            (PRINTED, "{total[0] / size:.4f}"),
+        ],
+        {},
+    ),
+    "weights that are saved once, at the end": (
+        [before(LEAVE, '    rank or torch.save(net.state_dict(), "final.pt")\n')],
+        {"one_rank_writes": UNSEEN},
+    ),
+    "a negative number that is added up in one and the same tensor": (
+        [
+            before(READY, "    metric = torch.zeros(1)\n"),
+            after(STEP, "            dist.all_reduce(metric.fill_(-loss.item()))\n"),
+        ],
+        {"sums_begin_anew": PASS},
+    ),
+    "a stream that is longer than it says": (
+        [
+            *STREAM,
+            before("    def __iter__(self):\n", "    def __len__(self):\n        return 9\n\n"),
+            ("import sys\n", 'import sys\nimport warnings\n\nwarnings.simplefilter("error")\n'),
+        ],
+        {"script_ends": PASS},
+    ),
+    "two GPUs for each rank": (
+        [
+            ('"gloo"', '"nccl"'),
+            before(READY, "    x.cuda(2 * rank), x.cuda(2 * rank + 1)\n"),
+        ],
+        {"own_gpu": PASS},
+    ),
     "an infinite mask that is a parameter": (
         [
             before(
@@ -1748,6 +1867,19 @@ def test_gpus_may_be_used_in_another_file(tmp_path, index, says):
     assert told(verdicts) == says
     assert verdicts["own_gpu"].where == ("places.py:5" if says else verdicts["own_gpu"].where)
     assert verdicts["no_thread_left"].status == NOT_APPLICABLE
+
+
+def test_a_loss_may_be_divided_in_another_file(tmp_path):
+    text = "def backward(loss, world_size):\n    (loss / world_size).backward()\n"
+    (tmp_path / "engine.py").write_text(text)
+    changes = [
+        ("import sys\n", "import sys\n\nimport engine\n"),
+        (BACKWARD, "            engine.backward(loss, size)\n"),
+        UNEVALUATED,
+    ]
+    _, verdicts = judged(write(tmp_path / "train.py", BASE, changes))
+    assert told(verdicts) == GRADIENTS
+    assert verdicts["gradients_are_averaged"].where == "engine.py:2"
 
 
 def test_ranks_that_share_a_model_read_the_same(tmp_path):
@@ -1929,6 +2061,7 @@ DRILLED = {
         "world-size", [*CAUSAL, MASKED_MEAN], "a mean over another number of elements"
     ),
     "a constant mask, right": Drilled("world-size", CAUSAL, "", PASS),
+    "an infinite mask": Drilled("kill", [*LONG, INFINITE_MASK], "bit-for-bit", PASS),
     "no save": Drilled("kill", [(SAVE, "            pass\n")], "no rank saves with", UNSEEN),
     "saved too late": Drilled("kill", LAST, "the first save comes after the last step", UNSEEN),
     "folders of their own": Drilled("own-folders", LONG, "and the others begin anew, with"),

@@ -6,7 +6,6 @@ import textwrap
 import pytest
 import torch
 from checking import BASE, before, judged, passed, told
-from ddp_check.plan import SMALL
 from ddp_check.report import ranked
 from ddp_check.rules.base import FRAGILE, NOTE, UNSURE, WRONG
 from support.scripts import write
@@ -110,6 +109,7 @@ def test_slow_is_no_hang(tmp_path):
     assert told(verdicts) == {"script_ends": UNSURE}
 
 
+LARGE = 1 << 20  # bytes
 WRITES = """import os
 import sqlite3
 import torch
@@ -123,13 +123,14 @@ torch.save({}, "log.txt")
 """
 
 
-def test_what_a_script_writes_stays_out_of_its_folder(tmp_path, fork_ranks):
+def test_what_a_script_writes_stays_out_of_its_folder(tmp_path, fork_ranks, monkeypatch):
     """Its files are there, its checkpoints are not, and writing to a file changes only a copy."""
+    monkeypatch.setattr("ddp_check.plan.MAX_COPIED", LARGE - 1)  # larger files are linked
     (tmp_path / "runs").mkdir()
     database = sqlite3.connect(tmp_path / "large.db")
-    database.execute(f"CREATE TABLE old AS SELECT zeroblob({SMALL}) AS row")
+    database.execute(f"CREATE TABLE old AS SELECT zeroblob({LARGE}) AS row")
     database.commit()
-    (tmp_path / "large.txt").write_text("old" * SMALL, encoding="utf-8")
+    (tmp_path / "large.txt").write_text("old" * LARGE, encoding="utf-8")
     names = ("log.txt", "runs/notes.txt", "runs/model.pt", "large.txt", "large.db")
     files = [tmp_path / name for name in names]
     for file in files[:3]:

@@ -117,8 +117,11 @@ def test_files_of_the_user_stay_as_they_are(tmp_path, script, fork_ranks, monkey
     for name in ("a/b/c/d/e/f", "data", "many/1/2", "many/3/5", "many/4", "many/5"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "log.txt").write_text("mine", encoding="utf-8")
+    (tmp_path / "results.h5").write_bytes(bytes(1 << 22))
     before = sorted(tmp_path.rglob("*"))
-    lines = """import os, shutil, torch
+    lines = """import ctypes, os, shutil, torch
+ctypes.CDLL(None).fopen(b"results.h5", b"w")  # as a library in C does
+assert os.path.getsize("results.h5") == 0
 for name in ("a/b/c/d/e/f", "data", "many/1/2"):
     assert "mine" in open(f"{name}/log.txt").read()
     open(f"{name}/log.txt", "a").write("of the script")
@@ -137,6 +140,7 @@ if os.environ["RANK"] == "0":
     assert run.returncode == 0, run.output
     assert sorted(path for path in tmp_path.rglob("*") if path.suffix != ".py") == before
     assert {path.read_text() for path in tmp_path.rglob("log.txt")} == {"mine"}
+    assert (tmp_path / "results.h5").stat().st_size == 1 << 22
 
 
 def test_weights_that_a_script_needs_are_not_left_out(tmp_path, script, fork_ranks):
@@ -182,6 +186,19 @@ def test_who_decides_about_translation(script, fork_ranks, translate, ran_transl
     with planned(script(INSISTS), launcher="python", translate=translate) as plan:
         assert plan.undisturbed.translate == ran_translated
         assert plan.lacking == ("AssertionError" if translate == "auto" else "")
+
+
+def test_a_script_that_joins_if_there_are_several_gpus(script, fork_ranks):
+    lines = """import torch
+model = torch.nn.Linear(1, 1)
+if torch.cuda.device_count() > 1:
+    torch.distributed.init_process_group("nccl")
+    model = torch.nn.parallel.DistributedDataParallel(model)
+model(torch.ones(1)).backward()
+torch.optim.SGD(model.parameters(), 0.1).step()
+"""
+    run = ran(script(lines), launcher="torchrun")
+    assert run.translate and len(run.joins) == 2
 
 
 # ---------------------------------------------------------------- how a script ended

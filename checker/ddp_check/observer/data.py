@@ -65,18 +65,20 @@ def begin_pass(iterator, loader):
     iterator._ddp_check = PassState(state.passes, subset, samples_before_pass, loader.in_order)
     sampler = sampler_of(loader)
     distributed = isinstance(sampler, DistributedSampler)
+    iterable = isinstance(dataset, data.IterableDataset)
     length = ask(len, loader.dataset)  # an iterable data set may have none
+    # When PyTorch is asked for the length of a stream, it warns of each sample beyond it.
+    batch_count = None if iterable or length is None else ask(len, loader)
     report(
         events.PassBegun,
         pass_number=state.passes,
         sample_count=length if isinstance(length, int) else None,
-        batch_count=ask(len, loader) if length is not None else None,
-        iterable=isinstance(dataset, data.IterableDataset),
+        batch_count=batch_count,
+        iterable=iterable,
         subset_checksum=0 if subset is None else zlib.crc32(repr(subset).encode()),
         distributed=distributed,
         replicas=sampler.num_replicas if distributed else 0,
         shuffle=shuffles(sampler),
-        drop_last=bool(loader.drop_last or ask(getattr, sampler, "drop_last", default=False)),
         tensor_checksum=checksum(ask(getattr, dataset, "tensors", default=()), quick=True),
         dataset_checksum=ask(fingerprint, dataset, default=0),
         persistent=loader.persistent_workers,
@@ -260,14 +262,15 @@ def fetch(original, self, indices):
 
 
 def report_drawn(before, after):
-    """Report each source whose state has changed, if it is the first time in this process."""
+    """Report each source whose state has changed, if it is the first time in this pass."""
     worker = data.get_worker_info()
     for source in before:
-        if after[source] != before[source] and is_first("drawn", source):
+        if after[source] != before[source] and is_first("drawn", source, state.passes):
             report(
                 events.Drawn,
                 source=source,
                 before=before[source],
                 after=after[source],
+                pass_number=state.passes,
                 worker=worker.id if worker else None,
             )

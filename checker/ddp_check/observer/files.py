@@ -168,6 +168,15 @@ sys.addaudithook(audit)
 # ---------------------------------------------------------------- checkpoints
 
 
+@patch("torch.jit.save")
+def save_program(original, m, f, *args, **kwargs):
+    """Detach the file of a program, which PyTorch opens in C++."""
+    with harmless():
+        if isinstance(f, str | os.PathLike):
+            detach(f)
+    return original(m, f, *args, **kwargs)
+
+
 @patch("torch.save")
 def save(original, obj, f, *args, **kwargs):
     """Report a file once it is saved."""

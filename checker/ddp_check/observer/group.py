@@ -184,14 +184,15 @@ def is_gradient(tensor):
 def rounds_of(tensor):
     """Return how often in a row a tensor is added up with its last result still in it.
 
-    That is inferred: no element is smaller than the last result, and one is larger. It is None for
-    a large tensor or a gradient, which are not watched.
+    That is inferred: no element is smaller than the last result, none of which is negative, and one
+    is larger. It is None for a large tensor or a gradient, which are not watched.
     """
     if tensor.numel() > MAX_COUNTS or is_gradient(tensor):
         return None
     rounds, latest = latest_sums.get(tensor, (0, None))
-    has_grown = latest is not None and bool((tensor >= latest).all() and (tensor > latest).any())
-    return rounds + 1 if has_grown else 0
+    if latest is None or (latest < 0).any() or (tensor < latest).any():
+        return 0
+    return rounds + 1 if (tensor > latest).any() else 0
 
 
 def parts_in(arguments):

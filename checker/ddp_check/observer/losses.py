@@ -5,8 +5,9 @@ from ddp_check.observer.patches import SCALER, patch
 from ddp_check.observer.values import tensors_in
 
 MAX_NODES = 30  # of a graph that are searched for divisions
+ALL_REDUCE = "_AllReduceBackward"  # that of torch.distributed.nn
 # How the names of nodes begin that a single number passes, and whose inputs are such, too:
-SCALAR_NODES = ("Div", "Mul", "Neg", "Add", "Sub", "ToCopy", "Clone", "Squeeze", "View")
+SCALAR_NODES = ("Div", "Mul", "Neg", "Add", "Sub", "ToCopy", "Clone", "Squeeze", "View", ALL_REDUCE)
 
 
 def note_losses(tensors):
@@ -22,7 +23,7 @@ def note_graph(root):
     since, nodes = state.since_step, [root]
     for node in nodes:  # the list grows by the inputs of each, until there are enough
         name = type(node).__name__
-        if name == "_AllReduceBackward":
+        if name == ALL_REDUCE:
             since.loss_reduced = True
         if elements := ask(elements_of, node, name):
             since.means_over.append(elements)
@@ -39,7 +40,8 @@ def divisor_of(node, name):
         return saved_number(node, "other")
     if name.startswith("Mul"):
         (first_operand, _), *_ = node.next_functions
-        # In `loss * 0.5`, the first operand is the one with a graph; in `0.5 * loss`, it has none.
+        # Of `loss * 0.5` and `0.5 * loss`, the loss is the first operand; of a tensor that
+        # multiplies it, that may have no graph.
         factor = saved_number(node, "self" if first_operand is None else "other")
         return 1 / factor if factor else None  # in float64, 1 / 0.1 is exactly 10
     return None

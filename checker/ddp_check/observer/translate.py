@@ -1,5 +1,6 @@
 """Runs a script that was written for GPUs on the CPU: translates its calls and reports them."""
 
+import contextlib
 import inspect
 import os
 import re
@@ -132,6 +133,17 @@ class Idle(Ignored):
         return 1.0
 
 
+@contextlib.contextmanager
+def device(device):
+    """Take the place of torch.cuda.device, within which "cuda" means this GPU."""
+    before = state.gpu
+    set_device(device)
+    try:
+        yield
+    finally:
+        state.gpu = before
+
+
 class Generator(torch.Generator):
     """Generates numbers on the CPU."""
 
@@ -141,8 +153,8 @@ class Generator(torch.Generator):
         return super().__new__(cls, CPU)
 
 
-torch.Generator = Generator
-for name in ("Stream", "Event", "stream", "current_stream", "default_stream", "device"):
+torch.Generator, torch.cuda.device = Generator, device
+for name in ("Stream", "Event", "stream", "current_stream", "default_stream"):
     setattr(torch.cuda, name, Idle)
 torch.cuda.nvtx = torch.cuda.profiler = Ignored()
 for name in [name for name in dir(torch.cuda) if name.endswith("Tensor")]:

@@ -48,7 +48,11 @@ def verdict_on_epochs(epochs, samples_are_random):
         return unseen("no DataLoader was used to train, so no sample has an index")
     verdicts = []
     for number, epoch in enumerate(epochs, 1):
-        if verdict := verdict_on_epoch(epoch, samples_are_random):
+        # Later on, they may differ by what each has loaded, and keeps.
+        verdict = (number == 1 and sets_differ(epoch)) or verdict_on_epoch(
+            epoch, samples_are_random
+        )
+        if verdict:
             text, where = f"epoch {number}: {verdict.text}", of_lowest_rank(epoch).where
             verdicts.append(replace(verdict, text=text, where=where))
     # One epoch that passes does not make up for another that was not seen.
@@ -65,8 +69,6 @@ def verdict_on_epoch(epoch, samples_are_random):
         return unseen("the samples have no index")
     if any(map(repeats, samples)):
         return unseen("a rank draws samples with replacement")
-    if verdict := sets_differ(epoch):
-        return verdict
     is_whole = all(data_pass.is_whole for data_pass in epoch.values())
     shared = repeats(chain(*samples))
     too_many = shared > padding_allowed(list(epoch.values()))
@@ -242,9 +244,11 @@ def differ_where_common(dictionaries):
 def order_changes(run):
     """the order changes from epoch to epoch"""
     loops = {}  # line of the loop, and what it reads -> the passes of the lowest rank
+    wraps = run.of_lowest_rank(events.Wrap)
     for data_pass in map(of_lowest_rank, run.training_passes):
         data = data_pass.subset_checksum, data_pass.tensor_checksum  # each fold has its own
-        loops.setdefault((data_pass.where, *data), []).append(data_pass)
+        trial = sum(wrap.time < data_pass.time for wrap in wraps)  # each has a model of its own
+        loops.setdefault((data_pass.where, trial, *data), []).append(data_pass)
     longest = max(loops.values(), key=len, default=[])
     if len(longest) < 2:
         return read_once(longest) or unseen("fewer than two epochs with a DataLoader: run more")
@@ -257,6 +261,8 @@ def read_once(passes):
     for data_pass in passes:
         inputs, count = [step.inputs for step in data_pass.steps], len(data_pass.batches)
         goes_on = data_pass.ended and len(inputs) > count > 1  # more steps than batches
+        if data_pass.shuffle is False:
+            continue  # one order for all epochs is meant
         # Each step has the batch of the step `count` steps before it.
         if goes_on and all(inputs) and inputs[count:] == inputs[:-count]:
             text = f"steps 1 to {count} are repeated in the same order: the loader is read once"
@@ -278,7 +284,9 @@ def same_order(run, passes):
             text += ": the persistent workers do not see what changes in the data set"
             return wrong(text, where, "persistent_workers")
         return unsure(f"{text}: is that intended?", where)
-    if passes[same[0] - 1].dataset != passes[same[0]].dataset:
+    before, after = passes[same[0] - 1 : same[0] + 1]
+    # A data set that keeps what it has loaded is another one, and has the same samples.
+    if before.dataset != after.dataset and before.values("checksums") != after.values("checksums"):
         return unsure(f"{text}, of data that has changed: is it all new?", where)
     if first.shuffle is None:
         return unsure(f"{text}: is that what the script's own sampler is to do?", where)
@@ -308,14 +316,19 @@ def random_numbers_differ(run):
 def generator_states(run):
     """Return the states of the generators of random samples: {(worker, source): [of each rank]}.
 
-    Only of those that all ranks have used.
+    Only of those that all ranks have used, and not in an evaluation.
     """
+    trained = {  # rank -> the numbers of its passes
+        rank: {data_pass.pass_number for data_pass in passes if data_pass.is_training}
+        for rank, passes in run.passes_by_rank.items()
+    }
     states_by_rank = [
         {
             (event.worker, event.source): (event.before, event.after)
             for event in reversed(drawn)  # the first counts
+            if event.pass_number in trained[rank]
         }
-        for drawn in run.by_rank(events.Drawn).values()
+        for rank, drawn in run.by_rank(events.Drawn).items()
     ]
     if len(states_by_rank) < 2:
         return {}

@@ -62,7 +62,8 @@ def gradients_are_averaged(run):
     if run.first_infinite:
         return NOT_FINITE
     return (
-        equal_before_reduction(run)
+        gradients_of_earlier_steps(run)
+        or equal_before_reduction(run)
         or sum_or_divided_twice(run)
         or loss_is_scaled(run)
         or mean_over_unequal_numbers(run)
@@ -178,14 +179,33 @@ def reduced_again(run, step, text):
         return slow(f"{text}: DDP has averaged them, and this changes nothing", where)
 
 
+def projected_steps(run):
+    """Return the gradients of each step in which they are known, as two projections.
+
+    The first is the mean over the ranks of what their losses give, the second what the step takes.
+    """
+    return [
+        (sum(step.own_gradient for step in row) / len(row), row[0].taken_gradient)
+        for row in run.step_rows
+        if row[0].taken_gradient is not None and all(step.own_gradient is not None for step in row)
+    ]
+
+
 def factor_of_mean(run):
     """Return how many times the mean gradient of all ranks each step takes, or None if unknown."""
-    factors = []
-    for row in run.step_rows:
-        own = [step.own_gradient for step in row]
-        if None not in own and row[0].taken_gradient is not None:
-            factors.append(ratio(row[0].taken_gradient, sum(own) / len(own)))
+    factors = [ratio(taken, mean) for mean, taken in projected_steps(run)]
     return factors[0] if factors and all(is_factor(each, factors[0]) for each in factors) else None
+
+
+def gradients_of_earlier_steps(run):
+    """Return the verdict if each step takes the gradients of all steps before it, too."""
+    total, grows = 0.0, []  # for each step, whether it takes the sum until then, not its own mean
+    for mean, taken in projected_steps(run):
+        total += mean
+        grows.append(is_factor(ratio(taken, total), 1) and not is_factor(ratio(taken, mean), 1))
+    if len(grows) > 1 and all(grows[1:]):
+        text = "each step takes the gradients of those before it, too: is zero_grad() called?"
+        return wrong(text, run.all(events.Step)[0].where)
 
 
 def is_factor(factor, expected):
@@ -198,7 +218,8 @@ def sum_or_divided_twice(run):
     factor, ranks = factor_of_mean(run), run.world_size
     by_ddp = run.all(events.Wrap) and not run.all(events.CommHook)
     where = line_of_reduction(run) or run.all(events.Step)[0].where
-    if ranks > 1 and is_factor(factor, ranks) and (by_ddp or not sum_may_be_right(run)):
+    is_right = losses_are_parts(run) or (not by_ddp and has_sum_for_each_step(run))
+    if ranks > 1 and is_factor(factor, ranks) and not is_right:
         text = f"the gradients are the sum over the ranks, {ranks} times their mean: "
         text += "DDP has averaged them before" if by_ddp else f"divide them by {ranks}"
         return wrong(text, where, WRONG_RESULTS)
@@ -210,25 +231,28 @@ def sum_or_divided_twice(run):
         return wrong(text, where, WRONG_RESULTS)
 
 
-def sum_may_be_right(run):
-    """Return whether the sum of the gradients may be right, not their mean.
+def has_sum_for_each_step(run):
+    """Return whether the ranks add up as many single numbers as there are steps.
 
-    It is, if each rank's loss is its part of the mean over the samples of all ranks. Such a loss is
-    divided as `losses_are_parts` says, or by a number that the ranks add up in each step, such as
-    that of all tokens: a sum of few elements, unlike gradients. Losses that are added up only to
-    print them look the same, which makes this True as well.
+    Each loss may be divided by such a number, in a way that is not seen: then the sum of the
+    gradients is right, not their mean.
     """
-    steps, ranks = run.all(events.Step), run.world_size
-    calls = [call for call in run.all(events.Collective) if call.sums and call.elements <= ranks]
-    sums = [call for call in calls if not call.of_small_gradient]
-    return len(sums) >= len(steps) or losses_are_parts(run)
+    calls = [call for call in run.all(events.Collective) if call.sums]
+    sums = [call for call in calls if call.elements <= run.world_size]
+    return sum(not call.of_small_gradient for call in sums) >= len(run.all(events.Step))
 
 
 def losses_are_parts(run):
-    """Return whether each loss is divided by the number of ranks, or of all their samples."""
-    wholes = [run.world_size]
-    for passes in run.training_passes[:1]:  # the first batch of all ranks together
-        wholes.append(sum(sum(data_pass.sizes[:1]) for data_pass in passes.values()))
+    """Return whether each loss is this rank's part of the mean over the samples of all ranks.
+
+    It is divided by the number of ranks, of all their samples, or one that they have added up, such
+    as that of all tokens. Then the sum of the gradients is right, not their mean.
+    """
+    # A loss of two ranks may also be halved for another reason.
+    wholes = {run.world_size} if divisions_by_world_size(run) else set()
+    for passes in run.training_passes[:1]:  # the first batch of all ranks; others are as large
+        wholes.add(sum(sum(data_pass.sizes[:1]) for data_pass in passes.values()))
+    wholes |= {event.total for event in run.all(events.Totalled) if event.total}
     return all(
         any(close(divisor, whole) for divisor in step.divisors for whole in wholes)
         for step in run.all(events.Step)

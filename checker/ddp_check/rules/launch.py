@@ -208,7 +208,7 @@ def one_group(run):
 def port_is_free(run):
     """the script does not fix the port at which the ranks meet"""
     for join in run.joins.values():
-        text = re.sub(DEFAULTS, "", f"{run.source}\n{run.file_with(join.where)}")
+        text = re.sub(DEFAULTS, "", run.source)
         if join.port and re.search(rf"\b{join.port}\b", text):
             reason = f"the port is always {join.port}: two jobs on one node would collide"
             return fragile(reason, join.where, "fixed_port")
@@ -263,10 +263,15 @@ def own_gpu(run):
     if not run.all(events.Step) and run.returncode != 0:
         return unseen("no step was taken before the run ended")
     first_rank = {}  # name of a GPU -> the first rank that uses it
-    for rank, named in run.by_rank(events.Gpu).items():
-        # A GPU that only set_device gets counts only if no tensor or module names any.
-        for event in [event for event in named if not event.by_set_device] or named:
-            visible, why = [*map(str, range(run.nproc))], f"a node has {run.nproc}"
+    used = {  # a GPU that only set_device gets counts only if no tensor or module names any
+        rank: [event for event in named if not event.by_set_device] or named
+        for rank, named in run.by_rank(events.Gpu).items()
+    }
+    of_each_rank = min(len({event.index for event in of_rank}) for of_rank in used.values())
+    count = run.nproc * max(1, of_each_rank)  # GPUs of the node: several for each rank, or one
+    for rank, events_of_rank in used.items():
+        for event in events_of_rank:
+            visible, why = [*map(str, range(count))], f"a node has {count}"
             if event.visible:
                 visible = event.visible.split(",")
                 why = f"the script sets CUDA_VISIBLE_DEVICES={event.visible}"

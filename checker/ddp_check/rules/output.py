@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections import Counter
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +19,7 @@ NAMED_SUM = r"(?i)sum|total"  # before a number
 # Somewhere before a number that cannot be computed from those of the parts of a set:
 OF_A_WHOLE_SET = r"(?i)(?<![a-z])(f1|auc|roc|miou)"
 RIGHT, THE_SUM = "the mean over all ranks", "the sum over the ranks"  # what a number may be
+MAX_LINES = 30  # of one place that are judged: comparing all of a long run would take minutes
 COLOUR = r"\x1b\[[\d;]*m"  # an ANSI code
 SYNCHRONIZES = events.Join | events.Wrap | events.Step | events.Collective
 WRITES = events.Written | events.Save
@@ -27,7 +29,7 @@ POLLS = r"\bsleep\(|\.wait\(|(?i:file_?lock)|flock\("
 
 def one_rank_prints(run):
     """one rank prints the progress, or each with its number"""
-    printed = grouped(run.by_rank(events.Print), lambda event: (event.where, pattern(event.text)))
+    printed = grouped(run.by_rank(events.Print), place_of)
     for (where, words), lines_by_rank in printed.items():
         if len(lines_by_rank) > 1 and words.strip() and not tell_their_ranks(lines_by_rank):
             ranks = " and ".join(map(str, lines_by_rank))
@@ -44,6 +46,11 @@ def tell_their_ranks(lines_by_rank):
         for line in lines
     ]
     return any(map(all, zip(*rows)))  # a column in which each line has its rank's number
+
+
+def place_of(line):
+    """Return what is equal for lines that the same call of print() has given."""
+    return line.where, pattern(line.text)
 
 
 def pattern(text):
@@ -66,11 +73,19 @@ def one_rank_writes(run):
 def written_in_place(run):
     """Return the verdict if torch.save writes a file under its name, not under another one."""
     renamed = {os.devnull, *(event.old_name for event in run.all(events.Written))}
-    for save in run.all(events.Save):
-        # The folder of the file may also be renamed.
-        if save.path and not renamed & {save.path, *map(str, Path(save.path).parents)}:
+    in_place = [  # unless the folder of the file is renamed
+        save
+        for save in run.all(events.Save)
+        if save.path and not renamed & {save.path, *map(str, Path(save.path).parents)}
+    ]
+    paths = [save.path for save in in_place]
+    for save in in_place:
+        if paths.count(save.path) > 1 or save.steps < len(run.steps):
             text = f"{Path(save.path).name} is written in place: a crash then leaves half a file"
             return fragile(text, save.where, "written_in_place")
+    if in_place:  # once, at the end, as the result of the training
+        text = f"{Path(paths[0]).name} is written in place after the last step: that matters only "
+        return unseen(f"{text}if the script resumes from it", in_place[0].where)
 
 
 class Use(NamedTuple):
@@ -239,6 +254,7 @@ def printed_after_steps(run):
     steps = steps_before_epoch = 0
     steps_at_reduction = -1  # before the latest reduction; -1: there was none
     evaluated = None  # the latest pass, unless a step came since
+    printed = Counter()  # how many lines of each place
     for event in of_lowest_rank(run.events_by_rank):
         match event:
             case events.Step():
@@ -249,7 +265,8 @@ def printed_after_steps(run):
                 steps_before_epoch = steps
             case events.Batch():
                 evaluated = passes.get(event.pass_number)
-            case events.Print() if steps:
+            case events.Print() if steps and printed[place := place_of(event)] < MAX_LINES:
+                printed[place] += 1
                 until_now = rows[:steps]
                 # The latest step, the epoch so far, all steps: a number may be a mean over any.
                 windows = [until_now[-1:], until_now[steps_before_epoch:], until_now]
@@ -293,7 +310,8 @@ def possible_values(rows):
     divided = "the loss of rank 0 divided by the number of ranks, without those of the others"
     for value in (mean_over_samples(of_rank_0), mean_over_batches(of_rank_0)):
         values += [(value, own), (value / ranks, divided)]
-    values.append((ranks * over_batches, f"{THE_SUM}, their mean is {over_batches:.6g}"))
+    if len(rows) != ranks:  # else it is also the sum of the means of all batches
+        values.append((ranks * over_batches, f"{THE_SUM}, their mean is {over_batches:.6g}"))
     text = f"a mean over batches of unequal size, over samples it is {over_samples:.6g}"
     values.append((over_batches, text))
     return values

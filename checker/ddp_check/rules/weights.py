@@ -62,17 +62,19 @@ def foreign_parameters(run):
     """
     wrapped = run.all(events.Wrap)
     steps = [row[0] for row in run.step_rows if row[0].unwrapped]
-    are_trained = any(
-        checksum
-        for step in steps
-        for name, checksum in step.gradients.items()
-        if name.startswith(events.PARAMETER)
-    )
+    with_gradients = {
+        name for step in steps for name, checksum in step.gradients.items() if checksum
+    }
+    are_trained = any(name.startswith(events.PARAMETER) for name in with_gradients)
     are_reduced = are_trained and not run.first_difference("gradients")
-    if wrapped and steps and not are_reduced:
-        text = f"the optimizer changes {counted(steps[0].unwrapped, 'parameter')} of a model that "
-        text += f"is not wrapped: {short(wrapped[-1].where)} wraps others"
-        return wrong(text, steps[0].where, "optimizer_of_other_parameters")
+    if not wrapped or not steps or are_reduced:
+        return None
+    parameters, page = counted(steps[0].unwrapped, "parameter"), "optimizer_of_other_parameters"
+    if with_gradients and not are_trained:
+        text = f"the optimizer has {parameters} in no wrapped model, without a gradient: were they "
+        return unsure(f"{text}replaced in the model?", steps[0].where, page)
+    text = f"the optimizer changes {parameters} of a model that is not wrapped: "
+    return wrong(f"{text}{short(wrapped[-1].where)} wraps others", steps[0].where, page)
 
 
 def weights_differ(run):
