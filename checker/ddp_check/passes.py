@@ -11,7 +11,7 @@ class Pass(events.PassBegun):  # a dataclass, as every subclass of Event becomes
 
     batches: list = field(default_factory=list)
     steps: list = field(default_factory=list)
-    shared_steps: int = 0  # how many in a row may have used its batches, but are another pass's
+    shared_steps: int = 0  # in a row, for which it gave a batch too, but another got the credit
     ended: bool = False
     evaluates: bool = False  # a model was called without gradients
     events_after: list = field(default_factory=list)  # that follow one of its batches
@@ -24,7 +24,7 @@ class Pass(events.PassBegun):  # a dataclass, as every subclass of Event becomes
     @property
     def is_training(self):
         """Whether its batches were trained on, perhaps together with those of another pass."""
-        # A validation that is left by a break may share one step, the first after it; see `credit`.
+        # One shared step may be the first after a validation that is left by a break: see `credit`.
         return bool(self.steps) or self.shared_steps > 1
 
     def events_of(self, kind):
@@ -50,13 +50,14 @@ class Pass(events.PassBegun):  # a dataclass, as every subclass of Event becomes
 def passes_in(events_of_rank):
     """Return the passes of one rank over its data, with the steps that used their batches.
 
-    An event that names a pass goes to that pass, and a step to those that gave batches for it, see
-    `credit`. Any other goes to `events_after` of the pass that gave the last batch.
+    A batch, or an end, goes to the pass that it names, and a step to one that gave a batch for it,
+    see `credit`. Any other event goes to `events_after` of the pass that gave the last batch.
     """
     passes = {}  # by number
     recent = []  # passes with a batch since the last step, in the order of their last batches
     latest = None  # the pass that gave the last batch
     for event in events_of_rank:
+        # None, too, where a process goes on with a pass that began before it was forked:
         data_pass = passes.get(getattr(event, "pass_number", None))
         match event:
             case events.PassBegun():
@@ -91,36 +92,38 @@ def drop_unused_batches(data_pass):
 def credit(step, recent, passes):
     """Credit a step to one of the passes that gave a batch since the step before (`recent`).
 
-    If none did, the batch was fetched ahead: then the candidate is the pass that took the step
-    before, or else the newest. Of several candidates, the step goes to
-    1. the last one that goes on and evaluates nothing,
-    2. or else the last that goes on, 3. or else the last.
-    The others share the step: of two loaders in one loop, one shares every step.
+    Of several, `preference` decides, and the others share the step. If none did, the batch was
+    fetched ahead: by the newest pass that has trained before, or else by the newest of all.
 
-    Train, validate until a break, train: between the last step before the validation and the first
-    one after it, both the validation and the second training pass give batches. The step is
-    credited to the training pass, and is one of `shared_steps` of the validation.
+        batches of                                     credited to   shared by
+        training 1                                     training 1
+        a validation left by a break, then training 2  training 2    the validation: 1 in a row
+        training 2                                     training 2    none: 0 in a row again
+
+        inputs, then targets, of two loaders           targets       inputs: 1 in a row
+        inputs, then targets                           targets       inputs: 2, so they train, too
     """
-    training = [data_pass for data_pass in passes if data_pass.steps]
-    training_lines = {data_pass.where for data_pass in training}
-
-    def may_train(data_pass):
-        """Return whether it goes on, or evaluates nothing, or its line has trained before."""
-        return not (data_pass.ended and data_pass.evaluates) or data_pass.where in training_lines
-
-    def preference(data_pass):
-        """Return a larger number for a better candidate."""
-        return 0 if data_pass.ended else 1 if data_pass.evaluates else 2
-
-    gave_batch = list(filter(may_train, recent))
-    candidates = gave_batch or training[-1:] or list(filter(may_train, passes[-1:]))
+    trained = [data_pass for data_pass in passes if data_pass.steps]
+    lines = {data_pass.where for data_pass in trained}
+    candidates = [data_pass for data_pass in recent if may_train(data_pass, lines)]
     if not candidates:
+        for newest in trained[-1:] or [each for each in passes[-1:] if may_train(each, lines)]:
+            newest.steps.append(step)
         return
     credited = max(reversed(candidates), key=preference)  # of equals, max returns the first
     credited.steps.append(step)
-    sharing = {id(data_pass) for data_pass in candidates if data_pass is not credited}
-    for data_pass in passes:
-        if id(data_pass) in sharing:
-            data_pass.shared_steps += 1
-        elif gave_batch and not data_pass.is_training:  # not after the step of a second optimizer
-            data_pass.shared_steps = 0
+    numbers = {data_pass.pass_number for data_pass in candidates}
+    for each in passes:
+        if not each.is_training:  # once it is, it stays so
+            each.shared_steps = each.shared_steps + 1 if each.pass_number in numbers else 0
+
+
+def may_train(data_pass, lines):
+    """Return whether a pass is no evaluation that is over, or its line is one that has trained."""
+    # A training loop may also evaluate, and be over before the step with its last batch.
+    return not (data_pass.ended and data_pass.evaluates) or data_pass.where in lines
+
+
+def preference(data_pass):
+    """Return a larger number for a better candidate: one that goes on, and evaluates nothing."""
+    return 0 if data_pass.ended else 1 if data_pass.evaluates else 2
