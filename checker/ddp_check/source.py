@@ -15,10 +15,10 @@ SIMPLE = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr  # contain no oth
 def divisions_by_world_size(run):
     """Return the lines that divide, by the world size, what backward() is then called on.
 
-    They are in the call itself, `(loss / world_size).backward()`, in a statement before it, in the
-    same function, that changes one of its names, `loss /= world_size`, or in a function of the
-    script that such a statement mentions, `loss = scaled(loss)`. Whether the loss really is
-    divided, the run has to show.
+    They are in the call itself: (loss / world_size).backward(),
+    or in a statement before it, in the same function, that changes one of its names: loss /= n,
+    or in a function of the script that such a statement mentions: loss = scaled(loss).
+    Whether the loss really is divided, the run has to show.
     """
     lines = [divisions_in_file(path, text) for path, text in run.files.items()]
     return list(dict.fromkeys(chain(*lines)))
@@ -48,7 +48,7 @@ def divisions_in_file(path, text):
 
 
 def parsed(text):
-    """Return the syntax tree of a script, without statements if it has none."""
+    """Return the syntax tree of a script, an empty one if its syntax is wrong."""
     try:
         return ast.parse(text)
     except SyntaxError:
