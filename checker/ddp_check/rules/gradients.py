@@ -13,9 +13,7 @@ NOT_FINITE = unseen("they are not finite: equal ones prove nothing")
 OWN_PARAMETERS = not_applicable("each rank trains parameters of its own")
 WRONG_RESULTS = "lookup/wrong_results"  # the page about wrong results without an error
 UNEQUAL = 1.05  # times as many elements on one rank as on another: fewer are as good as equal
-RATES = "recipes/learning_rate"  # the page about them
-ENOUGH = 8  # steps: a schedule of fewer may be longer by chance
-NORM_TOLERANCE = 1e-3
+ENOUGH_STEPS = 8  # a schedule of fewer may be longer by chance
 FACTOR_TOLERANCE = 1e-2  # of a factor between gradients, which may be sums of float16
 
 
@@ -24,24 +22,25 @@ def values_are_finite(run):
     if first := run.first_infinite:
         steps = {rank: step for rank, step in zip(run.events_by_rank, first.row) if step.infinite}
         # The loss is the cause of what is infinite behind it.
-        rank = min(steps, key=lambda rank: steps[rank].infinite != "loss")
-        text = (
-            f"from step {first.number} on; on rank {rank}, the {steps[rank].infinite} is not finite"
-        )
-        skips = {
-            rank: [isinstance(event, events.SkippedStep) for event in taken_or_skipped]
-            for rank, taken_or_skipped in run.by_rank(events.Step, events.SkippedStep).items()
-        }
-        if differing_ranks(skips):
+        rank, step = min(steps.items(), key=lambda item: item[1].infinite != "loss")
+        text = f"from step {first.number} on; on rank {rank}, the {step.infinite} is not finite"
+        if scalers_disagree(run):
             text = f"each GradScaler skips other steps: reduce before unscale_(); {text}"
-            return wrong(text, steps[rank].where, "recipes/fp16_scaler")
-        return wrong(text, steps[rank].where)
+            return wrong(text, step.where, "recipes/fp16_scaler")
+        return wrong(text, step.where)
     if any(not event.finite for event in run.all(events.Final)):
         return wrong("the final weights are not finite", run.all(events.Step)[-1].where)
     for step in run.all(events.Step):
         if not all(map(math.isfinite, step.losses)):
             text = "a loss is not finite, and no gradient that a step takes: does the script clean "
             return unsure(f"{text}them?", step.where)
+
+
+def scalers_disagree(run):
+    """Return whether a rank skips a step that another takes, as each unscales its own gradients."""
+    taken_or_skipped = run.by_rank(events.Step, events.SkippedStep)
+    kinds = {rank: [*map(type, of_rank)] for rank, of_rank in taken_or_skipped.items()}
+    return differing_ranks(kinds) is not None
 
 
 def gradients_are_averaged(run):
@@ -96,6 +95,7 @@ def unequal_step_counts(run):
     if counts := counts_that_differ(run, events.Step):
         text = f"the optimizer takes {counts}: does each rank decide by itself when to take one?"
         where, wrapped = run.all(events.Step)[0].where, run.all(events.Wrap)
+        # If no model is wrapped, that is the cause, which weights_agree tells.
         return wrong(text, where, "uneven_batches", follows=not wrapped)
 
 
@@ -109,11 +109,13 @@ def counts_that_differ(run, kind):
 
 
 def gradients_differ(run):
-    """Return the verdict on gradients that differ from rank to rank, with their first cause."""
+    """Return the verdict on gradients that differ from rank to rank, with the first cause seen."""
     first = run.first_difference("gradients")
     if not first:
         return None
-    step, name = first.row[0], first.name
+    step, name, wrapped = first.row[0], first.name, run.all(events.Wrap)
+    in_no_model = name.startswith(events.PARAMETER)
+    line_by_hand = line_of_reduction(run) if step.reduced else ""
     text = f"step {first.number}: the gradients differ from rank to rank, first that of {name}"
     if step.bypassed:
         text += f"; the model is called without its wrapper at {short(step.bypassed[0])}"
@@ -128,24 +130,16 @@ def gradients_differ(run):
     if name in step.unreduced:
         text += ", which DDP does not reduce: it was frozen or not there when DDP wrapped them"
         return wrong(text, run.of_lowest_rank(events.Wrap)[-1].where)
-    if not str(name).startswith(events.PARAMETER):
-        text += why_reduced_ones_differ(run, step)
-    line_by_hand = line_of_reduction(run) if step.reduced else ""
-    # A parameter of no wrapped model, or no wrapped model at all, is the cause: another rule's.
-    unwrapped = step.unwrapped and str(name).startswith(events.PARAMETER)
-    if line_by_hand and step.reduced_all and not run.all(events.Wrap):
+    if not in_no_model and not run.all(events.CommHook):  # such a hook may be why
+        if step.backwards:
+            text += "; were they changed after DDP had averaged them?"
+        else:
+            text += "; no backward() has given them: torch.autograd.grad() goes past DDP"
+    if not wrapped and line_by_hand and step.reduced_all:
         text += "; the optimizer does not take what is added up: is it written back to .grad?"
-    follows = bool(unwrapped or not (run.all(events.Wrap) or line_by_hand))
+    # If this parameter is in no wrapped model, or nothing is wrapped, another rule tells the cause.
+    follows = bool((step.unwrapped and in_no_model) or not (wrapped or line_by_hand))
     return wrong(text, line_by_hand or step.where, follows=follows)
-
-
-def why_reduced_ones_differ(run, step):
-    """Return in words why gradients that DDP reduces differ; "" if a communication hook may."""
-    if run.all(events.CommHook):
-        return ""
-    if not step.backwards:
-        return "; no backward() has given them: torch.autograd.grad() goes past DDP"
-    return "; were they changed after DDP had averaged them?"
 
 
 def line_of_reduction(run):
@@ -158,6 +152,7 @@ def line_of_reduction(run):
 def equal_before_reduction(run):
     """Return the verdict if the ranks reduce by hand gradients that are equal on all of them.
 
+    Without DDP, they come from the same data: wrong. With it, DDP has averaged them before: slow.
     At least two steps, and more than half of them, have to be so, for in some a script may reduce
     other things, such as losses. Steps whose gradients are all zero do not count.
     """
@@ -167,15 +162,11 @@ def equal_before_reduction(run):
     if run.world_size < 2 or len(equal) < 2 or len(equal) <= len(rows) / 2:
         return None
     step, text = equal[0][0], "before they are all-reduced, all ranks have the same"
-    if run.all(events.Wrap):
-        return reduced_again(run, step, text)
-    return wrong(f"{text}: the same data everywhere?", step.where, "no_sampler")
-
-
-def reduced_again(run, step, text):
-    """Return the verdict if what the script reduces by hand are gradients that DDP has averaged."""
-    where, are_gradients = line_of_reduction(run), len(step.reduced) >= len(step.gradients)
-    if where and are_gradients and is_factor(factor_of_mean(run), 1):
+    if not run.all(events.Wrap):
+        return wrong(f"{text}: the same data everywhere?", step.where, "no_sampler")
+    # As many calls as gradients; a single call for all of them may be about something else.
+    where, one_for_each = line_of_reduction(run), len(step.reduced) >= len(step.gradients)
+    if where and one_for_each and is_factor(factor_of_mean(run), 1):
         return slow(f"{text}: DDP has averaged them, and this changes nothing", where)
 
 
@@ -218,6 +209,7 @@ def sum_or_divided_twice(run):
     factor, ranks = factor_of_mean(run), run.world_size
     by_ddp = run.all(events.Wrap) and not run.all(events.CommHook)
     where = line_of_reduction(run) or run.all(events.Step)[0].where
+    # With DDP, such sums are rather of losses to print.
     is_right = losses_are_parts(run) or (not by_ddp and has_sum_for_each_step(run))
     if ranks > 1 and is_factor(factor, ranks) and not is_right:
         text = f"the gradients are the sum over the ranks, {ranks} times their mean: "
@@ -232,14 +224,13 @@ def sum_or_divided_twice(run):
 
 
 def has_sum_for_each_step(run):
-    """Return whether the ranks add up as many single numbers as there are steps.
+    """Return whether the ranks add up as many small tensors as there are steps, not gradients.
 
-    Each loss may be divided by such a number, in a way that is not seen: then the sum of the
-    gradients is right, not their mean.
+    Each loss may be divided by such a sum, in a way that is not seen. Then the sum of the gradients
+    is right, not their mean: dist.all_reduce(tokens); (losses / tokens).sum().backward()
     """
-    calls = [call for call in run.all(events.Collective) if call.sums]
-    sums = [call for call in calls if call.elements <= run.world_size]
-    return sum(not call.of_small_gradient for call in sums) >= len(run.all(events.Step))
+    sums = [call for call in run.all(events.Collective) if call.sums and not call.of_small_gradient]
+    return sum(call.elements <= run.world_size for call in sums) >= len(run.all(events.Step))
 
 
 def losses_are_parts(run):
@@ -250,7 +241,7 @@ def losses_are_parts(run):
     """
     # A loss of two ranks may also be halved for another reason.
     wholes = {run.world_size} if divisions_by_world_size(run) else set()
-    for passes in run.training_passes[:1]:  # the first batch of all ranks; others are as large
+    for passes in run.training_passes[:1]:  # its first batches are as large as all but the last
         wholes.add(sum(sum(data_pass.sizes[:1]) for data_pass in passes.values()))
     wholes |= {event.total for event in run.all(events.Totalled) if event.total}
     return all(
@@ -267,13 +258,14 @@ def loss_is_scaled(run):
     ranks, steps = run.world_size, run.all(events.Step)
     if ranks < 2 or not run.all(events.Wrap) or run.all(events.CommHook):
         return None
-    reduced = all(step.loss_reduced for step in steps)
-    divided = [close(divisor, ranks) for step in steps for divisor in step.divisors]
-    if reduced and not any(step.divisors for step in steps):
+    if all(step.loss_reduced for step in steps):
+        if any(step.divisors for step in steps):
+            return None
         text = f"the loss is added up over the ranks: a step takes {ranks} times the mean gradient"
         return wrong(text, steps[0].where, WRONG_RESULTS)
-    in_each_step = all(step.divisors and step.backwards == 1 for step in steps)
-    if not reduced and in_each_step and all(divided) and (lines := divisions_by_world_size(run)):
+    divided_once = all(step.divisors and step.backwards == 1 for step in steps)
+    by_ranks = all(close(divisor, ranks) for step in steps for divisor in step.divisors)
+    if divided_once and by_ranks and (lines := divisions_by_world_size(run)):
         text = "the loss is divided by the number of ranks, and DDP divides the gradients again"
         return wrong(text, lines[0], WRONG_RESULTS)
 
@@ -304,8 +296,8 @@ def two_that_differ(values, layout):
 
 def elements_of_means(step):
     """Return the numbers of elements over which the losses of a step may be means."""
-    # A divisor that is a whole number may be one, too. It may also be the number of micro-batches,
-    # but that is the same on all ranks.
+    # In `loss.sum() / count`, the divisor is one. It may also be the number of micro-batches, but
+    # that is the same on all ranks.
     return step.means_over + [by for by in step.divisors if by > 1 and by % 1 == 0]
 
 
@@ -333,21 +325,21 @@ def no_fault_in_gradients(run):
 
 def gradients_pass_collectives(run):
     """the loss keeps its gradient where it depends on what other ranks gave"""
-    lost = run.all(events.GradientLost)
+    lost = run.all(events.GradientLost)  # as after dist.all_gather(parts, mine)
     if own := [event.where for event in lost if event.own_part]:
         text = "backward() ends at what all_gather returned; that of torch.distributed.nn goes on"
         return wrong(text, own[0], "recipes/contrastive")
-    if lost:
+    if lost:  # and then, parts[rank] = mine
         text = "this rank's own part keeps its gradient, those of others lose it: is that intended?"
         return unsure(text, lost[0].where)
-    for event in run.all(events.ReducedInPlace):
+    for event in run.all(events.ReducedInPlace):  # a loss after dist.all_reduce(mine)
         if event.elements > 1:
             text = "backward() takes this sum for the rank's own part: if the ranks' losses are "
             text += f"equal, the gradient is 1/{run.world_size} of the right one, else it is wrong"
             return unsure(text, event.where)
     calls = [call for call in run.all(events.Collective) if call.requires_gradient]
     for call in calls:
-        # The list that all_gather fills is followed, see `GradientLost`; a single tensor is not.
+        # As after all_gather_into_tensor(): unlike a list of parts, one tensor is not followed.
         into_one_tensor = call.name.startswith("all_gather_")
         if call.cuts_gradient and call.elements > 1 and into_one_tensor:
             return unsure("it has no gradient: does a loss depend on what it returns?", call.where)
@@ -368,8 +360,9 @@ def clipping_comes_last(run):
         return None
     for row in zip(*calls.values()):
         norms = [call.norm for call in row if call.norm is not None and math.isfinite(call.norm)]
-        if len(norms) < len(row) or all(close(norm, norms[0], NORM_TOLERANCE) for norm in norms):
+        if len(norms) < len(row) or all(close(norm, norms[0], 1e-3) for norm in norms):
             continue  # averaged gradients have one norm, but for its rounding
+        # The norms differ here, and the gradients do not when the steps take them.
         if not run.first_difference("gradients"):
             text = f"each rank clips its own, of norm {two_that_differ(norms, '.3g')}, and they "
             return wrong(f"{text}are averaged afterwards", row[0].where)
@@ -434,7 +427,6 @@ def differing_metrics(run):
         finite = None not in metrics and all(map(math.isfinite, metrics))
         if finite and not all(close(value, metrics[0], 1e-4) for value in metrics):
             return row
-    return None
 
 
 def schedule_is_finished(run):
@@ -451,9 +443,9 @@ def schedule_is_finished(run):
     for (where, length), taken in schedules.items():
         text = f"it takes {len(taken)} steps of {length}"
         is_of_all = run.world_size > 1 and close(length, len(taken) * run.world_size, UNEQUAL - 1)
-        if is_of_all and len(taken) >= ENOUGH:
+        if is_of_all and len(taken) >= ENOUGH_STEPS:
             text += ": are they counted as one process, which reads all the data, would take them?"
-            return unsure(text, where, RATES)
+            return unsure(text, where, "recipes/learning_rate")
         if not close(length, len(taken), UNEQUAL - 1, absolute=1):
             unfinished = unseen(f"{text}, perhaps for a longer run")
     return unfinished
