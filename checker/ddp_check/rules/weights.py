@@ -42,17 +42,15 @@ def weights_agree(run):
 
 def nothing_is_wrapped(run):
     """Return the verdict on ranks that train models of their own."""
-    steps, rows = run.all(events.Step), run.step_rows
-    # With a collective for each step, and gradients that are equal in all of them, the ranks may
-    # average their gradients by hand: no fault.
-    has_one_for_each_step = len(run.of_lowest_rank(events.Collective)) >= len(rows) > 0
-    if run.all(events.Wrap) or (has_one_for_each_step and not run.first_difference("gradients")):
+    rows, calls = run.step_rows, run.of_lowest_rank(events.Collective)
+    if run.all(events.Wrap) or (run.returncode != 0 and not rows):  # it failed in the first step
         return None
-    if run.returncode != 0 and not rows:  # it has failed in the first step
-        return None
-    text, by_hand = "no model is wrapped in DistributedDataParallel", bool(steps[0].reduced)
-    text += ", and not all gradients are reduced" if by_hand else ": each rank trains its own"
-    return wrong(text, steps[0].where, follows=by_hand)
+    if len(calls) >= len(rows) > 0 and not run.first_difference("gradients"):
+        return None  # they may average their gradients by hand
+    step, text = run.all(events.Step)[0], "no model is wrapped in DistributedDataParallel"
+    if step.reduced:  # by hand, which another rule looks at
+        return wrong(f"{text}, and not all gradients are reduced", step.where, follows=True)
+    return wrong(f"{text}: each rank trains its own", step.where)
 
 
 def foreign_parameters(run):
@@ -62,15 +60,13 @@ def foreign_parameters(run):
     """
     wrapped = run.all(events.Wrap)
     steps = [row[0] for row in run.step_rows if row[0].unwrapped]
-    with_gradients = {
-        name for step in steps for name, checksum in step.gradients.items() if checksum
-    }
-    are_trained = any(name.startswith(events.PARAMETER) for name in with_gradients)
-    are_reduced = are_trained and not run.first_difference("gradients")
+    with_gradients = {name for step in steps for name, value in step.gradients.items() if value}
+    unwrapped_get_gradients = any(name.startswith(events.PARAMETER) for name in with_gradients)
+    are_reduced = unwrapped_get_gradients and not run.first_difference("gradients")
     if not wrapped or not steps or are_reduced:
         return None
     parameters, page = counted(steps[0].unwrapped, "parameter"), "optimizer_of_other_parameters"
-    if with_gradients and not are_trained:
+    if with_gradients and not unwrapped_get_gradients:
         text = f"the optimizer has {parameters} in no wrapped model, without a gradient: were they "
         return unsure(f"{text}replaced in the model?", steps[0].where, page)
     text = f"the optimizer changes {parameters} of a model that is not wrapped: "
@@ -93,32 +89,34 @@ def weights_differ(run):
         return with_earlier_cause(run, len(run.step_rows) + 1, unsure, text)
 
 
-def with_earlier_cause(run, number, if_unexplained, text, where=""):
+def with_earlier_cause(run, number, verdict, text, where=""):
     """Return the verdict on weights that differ before the step of this number.
 
-    1. If rates, gradients or buffers differed in an earlier step, that is the cause: wrong.
-    2. Otherwise, the first of these may be the cause: a state that not all ranks load, one that
-       they load at other times, other weights at the start, an edit. The verdict is of the kind
-       `if_unexplained`, such as `unsure`.
+    The first of these that is seen is the cause. From 2 on, the verdict is the given one:
+    1. rates, gradients or buffers that differed in an earlier step: wrong
+    2. a state that not all ranks load
+    3. a state that they may load at other times
+    4. other weights at the start
+    5. an edit, if it is none of these
     """
     causes = {"rates": "learning rates", "gradients": "gradients", "buffers": "buffers"}
     for field_name, words in causes.items():
         earlier = run.first_difference(field_name)
-        if earlier and earlier.number < number:
+        if earlier and earlier.number < number:  # 1
             text += f"; it follows from the {words} in step {earlier.number}"
             return wrong(text, where, follows=True)
-    if line := line_of_uneven_loads(run, lambda load: load.wraps > 0):
-        return if_unexplained(f"{text}: not all ranks load a state here", line, "edit_on_one_rank")
+    if line := line_of_uneven_loads(run, lambda load: load.wraps > 0):  # 2
+        return verdict(f"{text}: not all ranks load a state here", line, "edit_on_one_rank")
     rows, loads = run.step_rows, [load for load in run.all(events.StateLoaded) if load.wraps]
     if number <= len(rows):
         loads = [load for load in loads if load.time < rows[number - 1][0].time]
-    if loads:
+    if loads:  # 3
         text += ": does each rank load the same state here, and only when it is written?"
-        return if_unexplained(text, loads[-1].where, "missing_barrier")
-    if number == 1 and not run.all(events.Wrap):
+        return verdict(text, loads[-1].where, "missing_barrier")
+    if number == 1 and not run.all(events.Wrap):  # 4
         text += "; broadcast them at the start, or seed all ranks alike"
-        return if_unexplained(text, where, "recipes/in_buckets")
-    return if_unexplained(f"{text}; were they edited?", where, "edit_on_one_rank")
+        return verdict(text, where, "recipes/in_buckets")
+    return verdict(f"{text}; were they edited?", where, "edit_on_one_rank")  # 5
 
 
 def evaluated_models_agree(run):
@@ -126,29 +124,32 @@ def evaluated_models_agree(run):
     if run.own_steps:
         return unseen("each rank has trained a model of its own before")
     steps = run.all(events.Step)
-    buffers = {name for step in steps for name in step.buffers}
     common = {  # before it is wrapped, a model may begin with other weights on each rank
         rank: [event for event in of_rank if event.wrapped or event.steps or not steps]
         for rank, of_rank in run.by_rank(events.Evaluated).items()
     }
-    evaluated = grouped(
+    evaluated = grouped(  # what is equal in these should be one and the same model
         common,
         lambda event: (event.model, event.where, event.steps, tuple(event.checksums)),
     )
-    # With the same names and after as many steps, they should be one and the same model.
-    for (model, where, _, names), events_by_rank in evaluated.items():
-        if differing := [name for name in names if not agree_on(name, events_by_rank)]:
-            fields = ("weights", "rates", "gradients")
-            if run.averages_weights or any(map(run.first_difference, fields)):
-                return unseen("what the ranks train differs already")
-            text = f"{differing[0]} of {model} differs from rank to rank"
-            # As where ranks try out candidates, without an optimizer, or keep a state in a buffer:
-            if not steps or differing[0] in buffers:
-                return unsure(f"{text}: is that intended?", where)
-            page = "batchnorm_of_rank_0" if "running_" in differing[0] else "recipes/ema"
-            return wrong(text, where, page)
+    differing = [
+        (name, model, where)
+        for (model, where, _, names), events_by_rank in evaluated.items()
+        for name in names
+        if not agree_on(name, events_by_rank)
+    ]
     if not any(len(events_by_rank) > 1 for events_by_rank in evaluated.values()):
         return not_applicable("no model is evaluated by several ranks")
+    if not differing:
+        return None
+    if run.averages_weights or any(map(run.first_difference, ("weights", "rates", "gradients"))):
+        return unseen("what the ranks train differs already")
+    name, model, where = differing[0]
+    text = f"{name} of {model} differs from rank to rank"
+    # As where ranks try out candidates, without an optimizer, or keep a state in a buffer:
+    if not steps or any(name in step.buffers for step in steps):
+        return unsure(f"{text}: is that intended?", where)
+    return wrong(text, where, "batchnorm_of_rank_0" if "running_" in name else "recipes/ema")
 
 
 def agree_on(name, events_by_rank):
@@ -183,8 +184,8 @@ def training_mode(run):
 def evaluation_mode(run):
     """the model is in evaluation mode when it is evaluated"""
     all_passes = chain(*run.passes_by_rank.values())
-    # Without a step, these may be read for the statistics of BatchNorm, as update_bn does:
     trained = {data_pass.dataset for data_pass in all_passes if data_pass.is_training}
+    # A pass over such data without a step may be for the statistics of BatchNorm, as update_bn's.
     evaluating = {  # (rank, number of the pass)
         (rank, data_pass.pass_number)
         for rank, passes in run.passes_by_rank.items()
