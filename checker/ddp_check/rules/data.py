@@ -10,7 +10,7 @@ from ddp_check.ranks import counted, differ, of_lowest_rank
 from ddp_check.rules.base import PASS, UNSEEN, not_applicable, passed, unseen, unsure, worst, wrong
 
 SEEDS_GPU_BY_RANK = r"cuda\.manual_seed(_all)?\([^)\n]*rank"
-ENOUGH = 8  # samples: fewer may be equal, or in the same order, by chance
+ENOUGH_SAMPLES = 8  # fewer may be equal, or in the same order, by chance
 RANDOM_NUMBERS = {  # by who draws them
     "model": "random numbers in the model, such as dropout's",
     "script": "random numbers in the training loop",
@@ -31,15 +31,19 @@ def ranks_share_data(run):
     # The samples do not tell. The batches that entered the models may: those of the same step, or,
     # if no DataLoader was used, those of any step.
     same_batches = rows and all(step.inputs == row[0].inputs for row in rows for step in row)
-    if same_batches:
-        text = "in each step, all ranks train on the same batch"
-        if all(step.losses == row[0].losses for row in rows for step in row):
-            return wrong(text, rows[0][0].where, "no_sampler")
-        if run.draws_numbers:
-            return unsure(f"{text}: on other parts of it?", rows[0][0].where, "no_sampler")
-    if run.training_passes:
-        return by_samples
+    verdict = same_batches and verdict_on_same_batches(run, rows)
+    if verdict or run.training_passes:
+        return verdict or by_samples
     return same_stream(run) or (not same_batches and same_samples(run)) or by_samples
+
+
+def verdict_on_same_batches(run, rows):
+    """Return the verdict if the batches of each step are the same on all ranks."""
+    text, where = "in each step, all ranks train on the same batch", rows[0][0].where
+    if all(step.losses == row[0].losses for row in rows for step in row):
+        return wrong(text, where, "no_sampler")
+    if run.draws_numbers:
+        return unsure(f"{text}: on other parts of it?", where, "no_sampler")
 
 
 def verdict_on_epochs(epochs, samples_are_random):
@@ -49,10 +53,8 @@ def verdict_on_epochs(epochs, samples_are_random):
     verdicts = []
     for number, epoch in enumerate(epochs, 1):
         # Later on, they may differ by what each has loaded, and keeps.
-        verdict = (number == 1 and sets_differ(epoch)) or verdict_on_epoch(
-            epoch, samples_are_random
-        )
-        if verdict:
+        verdict = sets_differ(epoch) if number == 1 else None
+        if verdict := verdict or verdict_on_epoch(epoch, samples_are_random):
             text, where = f"epoch {number}: {verdict.text}", of_lowest_rank(epoch).where
             verdicts.append(replace(verdict, text=text, where=where))
     # One epoch that passes does not make up for another that was not seen.
@@ -74,9 +76,10 @@ def verdict_on_epoch(epoch, samples_are_random):
     too_many = shared > padding_allowed(list(epoch.values()))
     # In a small data set, the padding may be as many as all samples: sharing all is a fault, too.
     if too_many or (is_whole and shared and are_the_same(samples)):
-        return verdict_on_shared(epoch, samples, samples_are_random)
+        return verdict_on_same_indices(epoch, samples, samples_are_random)
     if is_whole or of_lowest_rank(epoch).distributed or not shared:
         return None
+    # A few are shared, as padding would be, but the end that is padded was not reached:
     return unseen("the ranks leave the loop early: too few samples to tell")
 
 
@@ -85,7 +88,7 @@ def are_the_same(samples):
     return all(set(of_rank) == set(samples[0]) for of_rank in samples)
 
 
-def verdict_on_shared(epoch, samples, samples_are_random):
+def verdict_on_same_indices(epoch, samples, samples_are_random):
     """Return the verdict on an epoch in which several ranks ask for the same indices."""
     if dealt_by_data_set(epoch):
         if samples_are_random and of_lowest_rank(epoch).values("label_checksums") is None:
@@ -131,13 +134,13 @@ def verdict_on_streams(epoch):
 def repeated_by_workers(samples):
     """Return the verdict if each rank gets all its samples equally often, and more than once."""
     times = {count for of_rank in samples for count in Counter(of_rank).values()}
-    if len(times) == 1 and min(times) > 1 and len(set(samples[0])) >= ENOUGH:
+    if len(times) == 1 and min(times) > 1 and len(set(samples[0])) >= ENOUGH_SAMPLES:
         text = f"each rank trains {min(times)} times on each sample: does each worker yield all?"
         return unsure(text, "", "recipes/streaming")
 
 
 def same_stream(run):
-    """Return the verdict if the ranks train on the same batches, each in steps of its own.
+    """Return the verdict if the ranks train on the same batches, but not in the same steps.
 
     That happens with equal seeds if one rank draws more numbers, as for an evaluation.
     """
@@ -153,7 +156,8 @@ def same_stream(run):
 def same_samples(run):
     """Return the verdict if, without a DataLoader, the ranks train on the same samples.
 
-    Only those before the first that comes again count, for each epoch may deal them anew.
+    Each epoch may deal them anew, so those before the first that comes again count: of 0 2 4 2 0 4
+    and 1 3 5 0 1 2, these are 0 2 4 and 1 3 5 0.
     """
     firsts = []  # of each rank, those samples
     for steps in run.by_rank(events.Step).values():
@@ -163,7 +167,7 @@ def same_samples(run):
                 break
             firsts[-1].add(sample)
     fewest, common = min(map(len, firsts)), set.intersection(*firsts)
-    if run.world_size > 1 and fewest >= ENOUGH and len(common) > fewest / 4:
+    if run.world_size > 1 and fewest >= ENOUGH_SAMPLES and len(common) > fewest / 4:
         text = f"{len(common)} of the first {fewest} samples of each rank are those of others, too"
         text += ": does each rank shuffle by a seed of its own?"
         return unsure(text, run.all(events.Step)[0].where, "no_sampler")
@@ -223,7 +227,7 @@ def dealt_by_data_set(epoch):
 def checksums_by_index(epoch, field_name):
     """Return {(index, number of elements): checksum} for each rank.
 
-    If a sample is padded to another length, it has another checksum.
+    A sample that is padded to another length has another checksum, so its length is in the key.
     """
     return [
         {
@@ -261,10 +265,9 @@ def read_once(passes):
     for data_pass in passes:
         inputs, count = [step.inputs for step in data_pass.steps], len(data_pass.batches)
         goes_on = data_pass.ended and len(inputs) > count > 1  # more steps than batches
-        if data_pass.shuffle is False:
-            continue  # one order for all epochs is meant
+        may_change = data_pass.shuffle is not False  # else one order for all epochs is meant
         # Each step has the batch of the step `count` steps before it.
-        if goes_on and all(inputs) and inputs[count:] == inputs[:-count]:
+        if may_change and goes_on and all(inputs) and inputs[count:] == inputs[:-count]:
             text = f"steps 1 to {count} are repeated in the same order: the loader is read once"
             return wrong(text, data_pass.where, "no_set_epoch")
 
@@ -273,7 +276,7 @@ def same_order(run, passes):
     """Return the verdict on passes of one loop, if two in a row have the same order."""
     first, where = passes[0], passes[0].where
     orders = [each.values("checksums" if first.iterable else "indices") for each in passes]
-    if None in orders or len(orders[0]) < ENOUGH:
+    if None in orders or len(orders[0]) < ENOUGH_SAMPLES:
         return unseen("the samples have no index, or there are too few", where)
     same = [number for number, (old, new) in enumerate(pairwise(orders), 1) if old == new]
     if not same:
@@ -310,7 +313,18 @@ def random_numbers_differ(run):
         return verdict
     if run.translate and re.search(SEEDS_GPU_BY_RANK, run.source):
         return unseen("on GPUs, they come from another generator, which the script seeds by rank")
-    return same_numbers_drawn(run) or different_numbers_drawn(run)
+    states = generator_states(run).values()
+    different = ["augmentation"] if any(len(set(of_ranks)) > 1 for of_ranks in states) else []
+    for source, what in RANDOM_NUMBERS.items():
+        drawn = states_before(run, source)
+        if any(len(set(of_ranks)) > 1 for of_ranks in drawn):
+            different.append(what)
+        elif drawn:
+            return same_numbers(run, source, what)
+    if not different:
+        return unseen("no random numbers to compare, or only of a generator that is not known")
+    text = f"not the same from rank to rank: {', '.join(different)}"
+    return passed(text, run.all(events.Step)[0].where)
 
 
 def generator_states(run):
@@ -332,8 +346,7 @@ def generator_states(run):
     ]
     if len(states_by_rank) < 2:
         return {}
-    first, *others = states_by_rank
-    common = [key for key in first if all(key in states for states in others)]
+    common = set.intersection(*map(set, states_by_rank))
     return {key: [states[key] for states in states_by_rank] for key in common}
 
 
@@ -360,28 +373,13 @@ def states_before(run, source):
     return [of_ranks for of_ranks in states if None not in of_ranks]
 
 
-def same_numbers_drawn(run):
-    """Return the verdict if the model, or the loop, draws the same random numbers on all ranks."""
+def same_numbers(run, source, what):
+    """Return the verdict on what the model, or the loop, draws, if it is the same on all ranks."""
     rows = [row for row in run.step_rows if all(step.random for step in row)]
-    for source, what in RANDOM_NUMBERS.items():
-        drawn = states_before(run, source)
-        if not drawn or any(len(set(of_ranks)) > 1 for of_ranks in drawn):
-            continue
-        text, where = f"all ranks draw the same {what}", rows[0][0].where
-        for_samples = all(step.random_for_samples for row in rows for step in row)
-        if source == "script" and for_samples and not run.is_sharded:
-            text += ", several for each sample: add 1000 * rank to torch.manual_seed"
-            return wrong(text, where, "same_augmentation")
-        text += ": should they? If not, add 1000 * rank to torch.manual_seed"
-        return unsure(text, where, "same_augmentation")
-
-
-def different_numbers_drawn(run):
-    """Return the verdict on what all ranks have drawn, if it differs; or that there is nothing."""
-    states = generator_states(run).values()
-    parts = ["augmentation"] if any(len(set(of_ranks)) > 1 for of_ranks in states) else []
-    parts += [what for source, what in RANDOM_NUMBERS.items() if states_before(run, source)]
-    if not parts:
-        return unseen("no random numbers to compare, or only of a generator that is not known")
-    where = run.all(events.Step)[0].where
-    return passed(f"not the same from rank to rank: {', '.join(parts)}", where)
+    text, where = f"all ranks draw the same {what}", rows[0][0].where
+    for_samples = all(step.random_for_samples for row in rows for step in row)
+    if source == "script" and for_samples and not run.is_sharded:
+        text += ", several for each sample: add 1000 * rank to torch.manual_seed"
+        return wrong(text, where, "same_augmentation")
+    text += ": should they? If not, add 1000 * rank to torch.manual_seed"
+    return unsure(text, where, "same_augmentation")
