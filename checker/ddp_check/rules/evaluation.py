@@ -22,9 +22,30 @@ ENDS_AN_EVALUATION = events.Step | events.PassBegun  # not a batch that the loop
 
 
 def evaluations(run):
-    """Return the evaluations.
+    """Return the evaluations; in a run that failed, those that all ranks have reached.
 
-    Passes over a training set do not count, nor, in a run that failed, what a rank did not reach.
+    The parts of one begin in the same line, or at least read the same data: as where rank 0 begins
+    its part inside the script's own bar, `for batch in bar(part) if rank == 0 else part`.
+    """
+    passes_by_rank = evaluating_passes(run)
+    by_line = grouped(passes_by_rank, lambda each: (each.sample_count, each.where))
+    lines_of_all = [line for line, of_ranks in by_line.items() if len(of_ranks) == run.world_size]
+
+    def loop_of(data_pass):
+        """Return what the parts of one evaluation have in common."""
+        line = data_pass.sample_count, data_pass.where
+        return line if line in lines_of_all else data_pass.dataset
+
+    by_loop = grouped(passes_by_rank, loop_of).values()
+    ranks_needed = 1 if run.returncode == 0 else run.world_size
+    enough = [of_ranks for of_ranks in by_loop if len(of_ranks) >= ranks_needed]
+    return [parts for of_ranks in enough for parts in zip(*of_ranks.values())]
+
+
+def evaluating_passes(run):
+    """Return the passes of each rank over data that is not trained on: {rank: [pass]}.
+
+    One that is left early counts only if that is on purpose: no pass reads this data as a whole.
     """
     passes = list(chain(*run.passes_by_rank.values()))
     trained = {data_pass.dataset for data_pass in passes if data_pass.is_training}
@@ -33,26 +54,13 @@ def evaluations(run):
     def evaluates(data_pass):
         if data_pass.dataset in trained or not (data_pass.batches and data_pass.sample_count):
             return False
-        # One that is left early counts if no pass reads this data as a whole: then it is meant.
-        is_meant = data_pass.dataset not in read_whole and run.returncode == 0
-        return data_pass.is_whole or (is_meant and data_pass.events_of(events.BatchEvaluated))
+        on_purpose = data_pass.dataset not in read_whole and run.returncode == 0
+        return data_pass.is_whole or (on_purpose and data_pass.events_of(events.BatchEvaluated))
 
-    evaluating = {
+    return {
         rank: [data_pass for data_pass in of_rank if evaluates(data_pass)]
         for rank, of_rank in run.passes_by_rank.items()
     }
-    ranks_needed = 1 if run.returncode == 0 else run.world_size
-    by_line = grouped(evaluating, lambda each: (each.sample_count, each.where))
-    of_all = [key for key, of_ranks in by_line.items() if len(of_ranks) == run.world_size]
-
-    def loop_of(data_pass):
-        # With a progress bar on one rank alone, its loop begins in another line.
-        size_and_line = data_pass.sample_count, data_pass.where
-        return size_and_line if size_and_line in of_all else data_pass.dataset
-
-    by_loop = grouped(evaluating, loop_of).values()
-    enough = [of_ranks for of_ranks in by_loop if len(of_ranks) >= ranks_needed]
-    return [parts for of_ranks in enough for parts in zip(*of_ranks.values())]
 
 
 def each_sample_is_evaluated_once(run):
@@ -86,7 +94,8 @@ def remainder(parts, evaluations):
 def in_another_order(parts):
     """Return the verdict if the ranks got the samples in turns, and their parts stay in blocks.
 
-    A block is one rank's part. Of the labels, far more agree if the ranks take turns.
+    In turns, two ranks get 0 2 4 and 1 3 5; what is gathered has a block of each rank: 0 2 4 1 3 5.
+    Of the labels, far more agree if that is put in turns: 0 1 2 3 4 5.
     """
     samples = [part.values("indices") for part in parts]
     in_turns = all(of_rank and of_rank[0] == rank for rank, of_rank in enumerate(samples))
@@ -98,14 +107,15 @@ def in_another_order(parts):
             text = "what is gathered is in another order than the labels, one rank's part behind "
             text += f"another's: {event.equal} of {event.length} agree, and "
             return wrong(f"{text}{event.equal_in_turns} if the ranks take turns")
-    return None
 
 
 def not_once(parts, evaluated_elsewhere, run):
     """Return the verdict on an evaluation that leaves out samples, or sees some twice.
 
-    If nothing is seen twice because the size is divisible by the number of ranks, it is `unseen`:
-    with another size, DistributedSampler would pad.
+    - Some come twice: see `padded`; but if each rank leaves a loop in an order of its own, unseen.
+    - Some are left out: wrong if it is the parts of other ranks, which add nothing up; else unsure.
+    - If neither is so because the size is divisible by the number of ranks, it is unseen: with
+      another size, DistributedSampler would pad.
 
     evaluated_elsewhere: indices that all ranks evaluate in another pass, see `remainder`
     """
@@ -126,7 +136,7 @@ def not_once(parts, evaluated_elsewhere, run):
         text = f"it sees {len(distinct)} of {size} samples"
         lacks_ranks = parts[0].distributed and len(parts) < run.world_size
         if lacks_ranks and is_whole and size not in totals_after(parts):
-            return wrong(text)  # the ranks that are missing add nothing up
+            return wrong(text)
         return unsure(f"{text}: is that intended?")
     if parts[0].distributed and not evaluated_elsewhere:
         return unseen(f"{size} is divisible by {len(parts)}; else DistributedSampler would pad")
@@ -142,37 +152,39 @@ def padded(parts, twice):
     """Return the verdict on an evaluation that is padded: that loads so many samples again.
 
     What becomes of the extra samples is looked for in this order; if it is not seen, it is unsure:
-    - cut off after a gather: right, but not if DistributedSampler's parts are in blocks, one rank's
-      behind another's, and there are several extra samples, as each is the end of another block;
-    - after a gather, only as many are compared or read as are distinct: right;
-    - the ranks add up what they have counted, or gather so few numbers that there is none for each
-      sample: wrong; but unsure if a total is that of the distinct;
-    - all that is gathered is reduced to one number: wrong.
+    1. They are cut off after a gather: right, but not if DistributedSampler's parts are in blocks,
+       one rank's behind another's, and there are several extra samples:
+           0 2 4 | 1 3 0          the end is extra
+           0 3 6 | 1 4 0 | 2 5 1  not the end is extra, but 0 and 1
+    2. After a gather, only as many are compared or read as are distinct: right.
+    3. The ranks add up what they have counted, or gather so few numbers that there is none for each
+       sample: wrong; but unsure if a total is that of the distinct.
+    4. All that is gathered is reduced to one number: wrong.
     """
     loaded = sum(len(part.values("indices")) for part in parts)
     distinct = loaded - twice
     text = f"{loaded} samples, {distinct} of them distinct, of {parts[0].sample_count}"
     calls_by_rank = [sums_and_gathers(part) for part in parts]
-    gathers = max(sum("gather" in call.name for call in calls) for calls in calls_by_rank)
     cuts = [cut for part in parts for cut in part.events_of(events.Cut) if cut.dropped == twice]
     used = [event for part in parts for event in part.events_of(events.Counted)]
-    if cuts:
+    if cuts:  # 1
+        gathers = max(sum("gather" in call.name for call in calls) for calls in calls_by_rank)
         in_blocks = parts[0].distributed and any(cut.in_blocks for cut in cuts)
-        compared = gathers == 1 and any(event.equal is not None for event in used)
-        loses_nothing = twice == 1 and not compared  # the only extra one ends the last block
-        if not in_blocks or loses_nothing:
+        # With a single gather, labels are not gathered: they are in another order than the blocks.
+        with_labels = gathers == 1 and any(event.equal is not None for event in used)
+        if not in_blocks or (twice == 1 and not with_labels):
             return None
         text = "what is gathered is in blocks, one rank's part behind another's, when its end is "
         text += "cut off: other samples are lost, or in another order than their labels"
         return wrong(text) if gathers == 1 else unsure(text)  # of several, each may hold one batch
-    if any(event.length == distinct for event in used):
+    if any(event.length == distinct for event in used):  # 2
         return None
-    if only_counts_are_shared(parts, calls_by_rank):
+    if only_counts_are_shared(parts, calls_by_rank):  # 3
         totals = totals_after(parts)
         if distinct in totals and loaded not in totals:
             return unsure(f"it loads {text}: are the extra ones left out?")
         return wrong(f"it counts {text}")
-    if any(event.reduced and event.length == loaded for event in used):
+    if any(event.reduced and event.length == loaded for event in used):  # 4
         return wrong(f"it counts {text}: nothing is cut off after the gather")
     return unsure(f"it loads {text}: are the extra ones dropped after the gather?")
 
@@ -182,7 +194,7 @@ def only_counts_are_shared(parts, calls_by_rank):
 
     calls_by_rank: their sums and gathers
     """
-    # What comes first brings the results together; what follows may be of anything.
+    # Only the first call counts as one for the results: later ones may be for anything else.
     if all(calls and calls[0].sums for calls in calls_by_rank):
         return True
     gathers = [call for call in calls_by_rank[0] if "gather" in call.name]
@@ -199,39 +211,29 @@ def sums_and_gathers(part):
 
 def result_is_of_all(run):
     """the result of an evaluation is that of all ranks"""
-    divided = [
-        parts
-        for parts in evaluations(run)
-        if len(parts) == run.world_size > 1 and is_divided(parts)
-    ]
+    divided = [parts for parts in evaluations(run) if is_divided(run, parts)]
     if not divided:
         return own_data_printed(run) or unseen("no evaluation is divided among the ranks")
     for parts in divided:
         if verdict := own_part_printed(run, parts):
             return verdict
-    # No collective that follows brings these together:
-    kept_apart = [parts for parts in divided if not result_is_shared(run, parts[0].batches[-1])]
+    kept_apart = [parts for parts in divided if not calls_that_share(run, parts[0].batches[-1])]
     if not kept_apart:
         return passed(counted(len(divided), "evaluation"), divided[0][0].where)
-    saves = [first_save_after(run, parts) for parts in kept_apart]
-    if any(saves) and None in saves:  # it saves after some evaluations only, as with `if better:`
+    lasts = [parts[0].batches[-1] for parts in kept_apart]
+    saves = [run.following(last, events.Save, ENDS_AN_EVALUATION) for last in lasts]
+    if any(saves) and not all(saves):  # it saves after some evaluations only: `if better:`
         text = f"{own_part(kept_apart[0])} before it saves: does it choose by its own part?"
-        return unsure(text, next(filter(None, saves)).where, "rank_0_loss")
+        return unsure(text, next(filter(None, saves))[0].where, "rank_0_loss")
     return unseen(
         "the parts are not brought together, and no number that is printed is known to be of one"
     )
 
 
-def first_save_after(run, parts):
-    """Return the first save of rank 0 that follows an evaluation, or None."""
-    saves = run.following(parts[0].batches[-1], events.Save, ENDS_AN_EVALUATION)
-    return next(iter(saves), None)
-
-
-def is_divided(parts):
+def is_divided(run, parts):
     """Return whether each rank evaluates samples that no other does, but for padding."""
     samples = [part.values("base_indices") for part in parts]
-    if None in samples or not all(samples):
+    if not len(parts) == run.world_size > 1 or None in samples or not all(samples):
         return False
     if any(set(of_rank) == set(chain(*samples)) for of_rank in samples):
         return False
@@ -245,81 +247,83 @@ def own_part(parts):
     return f"rank 0 has evaluated {own} of {total} samples, and no collective brings it the rest"
 
 
-def result_is_shared(run, last, parts=()):
-    """Return whether a collective that can bring results together follows what rank 0 did last.
-
-    A lone sum of how many samples the ranks have in their parts brings no result.
-
-    parts: of the evaluation, if that is asked, too
-    """
+def calls_that_share(run, last):
+    """Return the collectives after what rank 0 did last that can bring results together."""
     calls = run.following(last, events.Collective, ENDS_AN_EVALUATION)
-    names = [call.name for call in calls if not call.in_model]
-    shared = [name for name in names if re.search("reduce|gather|all_to_all", name)]
+    names = "reduce|gather|all_to_all"
+    return [call for call in calls if not call.in_model and re.search(names, call.name)]
+
+
+def only_sizes_are_shared(run, parts):
+    """Return whether the ranks only add up how many samples are in their parts: no result."""
+    last, sizes = parts[0].batches[-1], [sum(part.sizes) for part in parts]
     totals = run.following(last, events.Totalled, ENDS_AN_EVALUATION)
-    if len(shared) == len(totals) == 1 and parts:
-        counts = [sum(part.sizes) for part in parts]
-        adds_up_counts = totals[0].own == counts[0] and totals[0].total == sum(counts)
-        return not adds_up_counts
-    return bool(shared)
+    is_lone = len(calls_that_share(run, last)) == len(totals) == 1
+    return is_lone and totals[0].own == sizes[0] and totals[0].total == sum(sizes)
 
 
 def own_part_printed(run, parts):
-    """Return the verdict if rank 0 prints the result of its own part, without the others'.
-
-    It surely is, if it is a share of its own samples, such as 0.9697 for 32 of 33, or of as many as
-    the ranks have added up: then rank 0 divides its own number by that of all.
-    """
+    """Return the verdict if rank 0 prints the result of its own part, without the others'."""
+    last = parts[0].batches[-1]
+    is_shared = calls_that_share(run, last)
+    if is_shared and not only_sizes_are_shared(run, parts):
+        return None
     verdicts = []
-    last, own = parts[0].batches[-1], sum(parts[0].sizes)
-    added_up = [event.total for event in run.following(last, events.Totalled, ENDS_AN_EVALUATION)]
-    totals = [total for total in (own, *added_up) if total]
-    for line in results_of_rank_0(run, last, parts):
-        if re.search(SAYS_RANK, line.text):
-            continue  # it says whose result it is
-        numbers = numbers_in(line.text)
-        shares = [number for number in numbers if re.search(SHARE, number.words)]
-        is_share = any(
-            0 < number.value < number.whole and number.is_only_share_of(total)
-            for number in shares
-            for total in totals
-        )
+    for line in results_of_rank_0(run, last):
+        words = [number.words for number in numbers_in(line.text)]
+        is_result = any(re.search(SHARE, each) or re.search(LOSS, each) for each in words)
         text = f'{own_part(parts)} when it prints "{line.text.strip()[:60]}"'
-        if is_share or re.search(rf"\d+ ?/ ?{own}\b", line.text):
+        if is_share_of_own(run, line, parts):
             verdict = wrong
             files = run.following(last, events.Read, ENDS_AN_EVALUATION)
             if files or re.search(SENDS, run.source):
                 text, verdict = f"{text}: or do files or send() bring it?", unsure
-        elif result_is_shared(run, last):  # by a sum that may be that of the sizes of the parts
-            continue
-        elif shares or any(re.search(LOSS, number.words) for number in numbers):
-            text, verdict = f"{text}: is it its own, or do files bring the rest?", unsure
-        else:
-            continue
-        verdicts.append(verdict(text, line.where, "rank_0_loss"))
+            verdicts.append(verdict(text, line.where, "rank_0_loss"))
+        elif is_result and not is_shared:
+            text += ": is it its own, or do files bring the rest?"
+            verdicts.append(unsure(text, line.where, "rank_0_loss"))
     return worst(verdicts)
 
 
+def is_share_of_own(run, line, parts):
+    """Return whether a line has a number that surely is the result of rank 0's part.
+
+    That is a share of its own samples, such as 0.9697 for 32 of 33, or of as many as the ranks have
+    added up: then rank 0 divides its own number by that of all.
+    """
+    last, own = parts[0].batches[-1], sum(parts[0].sizes)
+    added_up = [event.total for event in run.following(last, events.Totalled, ENDS_AN_EVALUATION)]
+    totals = [total for total in (own, *added_up) if total]
+    is_share = any(
+        0 < number.value < number.whole and number.is_only_share_of(total)
+        for number in numbers_in(line.text)
+        if re.search(SHARE, number.words)
+        for total in totals
+    )
+    return is_share or re.search(rf"\d+ ?/ ?{own}\b", line.text)
+
+
 def own_data_printed(run):
-    """Return the verdict if the ranks evaluate other data, without a DataLoader, and one prints."""
+    """Return the verdict if, without a DataLoader, each rank has its own inputs, and 0 prints."""
     passes = of_lowest_rank(run.passes_by_rank)
     evaluating = {data_pass.pass_number for data_pass in passes if not data_pass.is_training}
     for row in run.rows(events.Evaluated):
-        if row[0].pass_number in evaluating or len({event.inputs for event in row}) == 1:
+        same_inputs = len({event.inputs for event in row}) == 1
+        if row[0].pass_number in evaluating or same_inputs or calls_that_share(run, row[0]):
             continue
         for line in results_of_rank_0(run, row[0]):
-            if numbers_in(line.text) and not re.search(SAYS_RANK, line.text):
+            if numbers_in(line.text):
                 text = "each rank evaluates other data, and no collective brings the results "
                 text += f'together when rank 0 prints "{line.text.strip()[:60]}": is it its own?'
                 return unsure(text, line.where, "rank_0_loss")
 
 
-def results_of_rank_0(run, last, parts=()):
-    """Return the lines with a result of its own that rank 0 alone prints after an evaluation."""
-    if result_is_shared(run, last, parts):
-        return []
+def results_of_rank_0(run, last):
+    """Return the lines in which rank 0 alone prints a result after this, not saying whose it is."""
     _, *of_other_ranks = run.by_rank(events.Print).values()
     elsewhere = {line.where for line in chain(*of_other_ranks)}  # each rank prints its own
     lines = run.following(last, events.Print, ENDS_AN_EVALUATION)
+    lines = [line for line in lines if not re.search(SAYS_RANK, line.text)]
     return [line for line in lines if line.where not in elsewhere and re.search(RESULT, line.text)]
 
 
@@ -346,7 +350,7 @@ def accuracy_is_of_samples(run):
     ]
     totals = possible_totals(passes_by_rank)
     for number, size, where in accuracies:
-        if size and not any(map(number.is_share_of, totals)):
+        if size and not any(map(number.is_share_of, totals)):  # of no whole number of samples
             share = round(number.value / number.whole * size) / size * number.whole
             text = f"{number.shown} is no share of {size} samples, {share:.4g} is"
             text += ": is it a mean over batches of unequal size, or over classes?"
