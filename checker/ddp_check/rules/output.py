@@ -135,7 +135,7 @@ def written_by_several(run, writes_by_path):
         text = f"ranks {', '.join(map(str, steps_by_rank))} write {Path(path).name}"
         # The line is that of the highest rank, which should leave the file to the lowest.
         where = next(write.where for write in writes if write.rank == max(steps_by_rank))
-        if any(len(ranks) > 1 for ranks in ranks_by_wait.values()):
+        if any(len(ranks) > 1 for ranks in ranks_by_wait.values()):  # nothing makes one wait
             text += " at the same time"
             verdict = wrong
             if not any(write.steps for write in writes):
@@ -211,13 +211,13 @@ def printed_loss_is_of_all(run):
     """a printed loss is that of all ranks"""
     if run.is_sharded and not any(step.inputs for step in run.all(events.Step)):
         return not_applicable("ranks that share a model have the same loss")
-    numbers_by_place = {}  # (line of the script, words before) -> [(the number, its meaning)]
+    numbers_by_place = {}  # (line, words before) -> [(number, RIGHT, a fault in words, or None)]
     right, own = [], []  # lines that print a loss of all ranks, and one of which no other rank knew
     for line, windows, knows_own_alone in printed_after_steps(run):
         for number in numbers_in(line.text):
             meaning = meaning_of(number, windows)
             if meaning != RIGHT and re.search(SAYS_RANK, number.words):
-                meaning = None  # it is meant to be that of one rank
+                meaning = None  # no fault: it is meant to be that of one rank
             elif re.search(LOSS, number.words) and knows_own_alone:
                 own.append(line.where)
             if meaning == RIGHT:
@@ -228,9 +228,10 @@ def printed_loss_is_of_all(run):
         if len(numbers) < 2 or any(meaning in (None, RIGHT) for _, meaning in numbers):
             continue  # once may be chance; and one that is right, or unknown, clears the place
         shown, meaning = numbers[0]
-        if THE_SUM in meaning and losses_are_parts(run):
+        is_sum = meaning.startswith(THE_SUM)
+        if is_sum and losses_are_parts(run):
             continue  # their sum is the mean over all samples
-        verdict = wrong if THE_SUM in meaning and not re.search(NAMED_SUM, words) else unsure
+        verdict = wrong if is_sum and not re.search(NAMED_SUM, words) else unsure
         return verdict(f"{shown} is {meaning}", where, "rank_0_loss")
     if verdict := sum_is_printed(run, LOSS, right):
         return verdict
@@ -253,18 +254,18 @@ def printed_after_steps(run):
     equal_losses = all(step.losses == row[0].losses for row in rows for step in row)
     steps = steps_before_epoch = 0
     steps_at_reduction = -1  # before the latest reduction; -1: there was none
-    evaluated = None  # the latest pass, unless a step came since
+    latest_pass = None  # that has given a batch since the last step
     printed = Counter()  # how many lines of each place
     for event in of_lowest_rank(run.events_by_rank):
         match event:
             case events.Step():
-                steps, evaluated = steps + 1, None
+                steps, latest_pass = steps + 1, None
             case events.Collective(in_model=False) if event.sums or "gather" in event.name:
                 steps_at_reduction = steps
             case events.PassBegun() if passes[event.pass_number].is_training:
                 steps_before_epoch = steps
             case events.Batch():
-                evaluated = passes.get(event.pass_number)
+                latest_pass = passes.get(event.pass_number)
             case events.Print() if steps and printed[place := place_of(event)] < MAX_LINES:
                 printed[place] += 1
                 until_now = rows[:steps]
@@ -273,7 +274,7 @@ def printed_after_steps(run):
                 # Rank 0 may know the losses of all by a reduction, perhaps one step ago, or because
                 # it has itself evaluated all samples.
                 reduced = steps_at_reduction >= steps - 1
-                all_seen = evaluated and sum(evaluated.sizes) == evaluated.sample_count
+                all_seen = latest_pass and sum(latest_pass.sizes) == latest_pass.sample_count
                 yield event, windows, not (reduced or all_seen or equal_losses)
 
 
@@ -295,7 +296,10 @@ def meaning_of(number, windows):
 
 
 def possible_values(rows):
-    """Return what a number that is printed after these steps may be: [(value, what that is)]."""
+    """Return what a number that is printed after these steps may be: [(value, what that is)].
+
+    Faults: a part alone; a part divided, not added up; a sum that is not divided; a mean of means.
+    """
     steps = [step for row in rows for step in row]
     if not steps or len(rows[0]) < 2 or not all(step.losses for step in steps):
         return []
@@ -319,9 +323,9 @@ def possible_values(rows):
 
 def loss_of(step):
     """Return the loss of a step: the last, or the sum of N micro-batches, each divided by N."""
-    # Each of the micro-batches has such a divisor:
-    averaging = [divisor for divisor in step.divisors if close(divisor, len(step.losses))]
-    return sum(step.losses) if len(averaging) > 1 else step.losses[-1]
+    by_count = [divisor for divisor in step.divisors if close(divisor, len(step.losses))]
+    averages = len(by_count) > 1  # each of the micro-batches has such a divisor; one may be chance
+    return sum(step.losses) if averages else step.losses[-1]
 
 
 def mean_over_batches(steps):
@@ -341,10 +345,12 @@ def sum_is_printed(run, words, right=()):
     """Return the verdict if rank 0 prints, after these words, a sum of what each rank has alone.
 
     Such a sum is right only if each rank has divided its own part by a number of all. It is surely
-    wrong if shares of samples add up to more than 1. A loss may be larger.
+    wrong if shares of samples add up to more than 1. Of shares, their mean is looked for, too.
 
+    words: LOSS or SHARE
     right: lines that print a mean over all ranks
     """
+    of_shares = words == SHARE
     for row in run.rows(events.Totalled):
         if len(row) < 2 or not is_sum_of_fractions(row):
             continue
@@ -354,12 +360,12 @@ def sum_is_printed(run, words, right=()):
                 factor = 100 if number.percent else 1
                 parts = " and ".join(f"{factor * event.own:.4g}" for event in row[:2])
                 is_mean = number.digits > 2 and number.is_printed_for(row[0].total / len(row))
-                if words == SHARE and is_mean and re.search(OF_A_WHOLE_SET, number.words):
+                if of_shares and is_mean and re.search(OF_A_WHOLE_SET, number.words):
                     text = f"{number.shown} is the mean of {parts}, each of one rank's samples: "
                     return unsure(f"{text}of all, it is another", line.where, "mean_of_means")
                 if is_meant and line.where not in right and number.is_printed_for(row[0].total):
                     text = f"{number.shown} is {THE_SUM}, of {parts}"
-                    are_shares = words == SHARE and all(0 <= event.own <= 1 for event in row)
+                    are_shares = of_shares and all(0 <= event.own <= 1 for event in row)
                     if are_shares and row[0].total > 1:
                         return wrong(f"{text}: divide it by {len(row)}", line.where, "rank_0_loss")
                     text += ": is each already divided by what all ranks have?"

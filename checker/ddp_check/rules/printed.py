@@ -8,9 +8,9 @@ from ddp_check.numbers import close
 # But not a part of a version, such as 2.8.0:
 DECIMAL = r"(?<![\d.])(-?\d+\.(\d+))(?!\.?\d)(?:e([+-]?\d+))?( ?%)?"
 SAYS_RANK = r"(?i)\brank\W{0,3}\d"  # so the line says whose number it is
-# Before a number that is a share of samples:
+# Before a number that is a share of samples: "val acc@1: ", "accuracy on 180 images: ", "F1 score "
 SHARE = r"(?i)(?<!train[ _])(?<![a-z])(acc(uracy)?(?![a-z])(@\d+)?|f1|iou|auc|precision|recall)"
-SHARE += r"([^\n\d]*\d+ [a-z])?[^\n\d]*$"  # also "accuracy on 180 images: "
+SHARE += r"([^\n\d]*\d+ [a-z])?[^\n\d]*$"  # the number of samples may come first
 
 
 class Number(NamedTuple):
@@ -34,6 +34,7 @@ class Number(NamedTuple):
 
     def is_only_share_of(self, total):
         """Return whether it is such a share, and so exact that hardly any other number is one."""
+        # To within half a sample, every number would be one.
         return self.is_share_of(total) and self.rounding / self.whole * total < 0.25
 
     def is_share_of(self, total):
