@@ -17,15 +17,13 @@ NETWORK = (
 )
 OF_A_LIBRARY = r"ModuleNotFoundError|ImportError: .+/site-packages/"  # missing, or another version
 DROP_THE_MODEL = "drop every reference to the DDP model (del model) before destroy_process_group"
-FRAME_OF_PASSED_CALL = "in __torch_function__"  # how it ends if the observer passes a call on
-IN_BACKWARD = "_engine_run_backward("  # in the traceback of a rank
 BUFFERS = "Buffers wait for all ranks to call the DDP model: evaluate model.module"
 UNTRANSLATED = rf"{LACKS_GPUS}|Tensor-likes|not implemented for '|getFuture not implemented"
 # In a script that knows the option of PyTorch's former launcher alone:
 ASKS_LOCAL_RANK = r"(?s)^(?!.*LOCAL_RANK).*--local[_-]rank"
-DEFAULTS = (  # lines with a port that is only a default, as that of a function or a dataclass
+DEFAULTS = (  # a port is only a default in `port: int = 29500`, `environ.get("PORT", 29500)`
     r".*(default[=(]|\.get\(|getenv\(|: *(Optional\[)?(int|str)\]?( \| None)? *=).*"
-    r"|\bif .*MASTER_.*\n.*\n.*"  # or is set if there is none
+    r"|\bif .*MASTER_.*\n.*\n.*"  # `if "MASTER_PORT" not in environ:`, and the next two lines
 )
 PAGES = {  # part of an error: the pitfall that explains it
     "Expected to have finished reduction": "unused_parameters",
@@ -86,9 +84,8 @@ def with_cause(run, text, where, page="", details=()):
         for rank, stack in run.stacks.items()
         if any(function == "_sync_buffers" for _, _, function in stack)
     ]
-    if not tells_its_cause:
-        rank, reason = fewer_epochs(run)
-        if reason and rank not in syncing_buffers:  # 2
+    if not tells_its_cause:  # else, 2 to 4 would only follow from it
+        if reason := fewer_epochs(run, syncing_buffers):  # 2
             return wrong(f"{reason}; {text}", where, "recipes/early_stopping", details)
         if verdict := more_batches(run):  # 3
             return replace(verdict, text=f"{verdict.text}; {text}", details=details)
@@ -106,16 +103,16 @@ def with_cause(run, text, where, page="", details=()):
 def more_batches(run):
     """Return the verdict if a rank calls a collective while another is in a backward pass."""
     steps, calls = run.by_rank(events.Step), run.by_rank(events.Collective)
-    if IN_BACKWARD not in run.output:
+    if "_engine_run_backward(" not in run.output:  # in no rank's traceback
         return None
     for caller, trainer in permutations(calls, 2):
         more_calls = calls[caller][len(calls[trainer]) :]  # both have made those before
         if more_calls and len(steps[trainer]) >= len(steps[caller]) > 0:
             call, taken = more_calls[0], counted(len(steps[caller]), "step")
             text = f"after {taken}, rank {caller} calls {call.name}, and rank {trainer} "
+            # Either both are inside of the loop, or the caller is done with it before the other.
             if any(each.steps and not each.ended for each in run.passes_by_rank[caller]):
-                text += "does not, but trains on"  # both are inside of the loop
-                return wrong(text, call.where, "collective_on_one_rank")
+                return wrong(f"{text}does not, but trains on", call.where, "collective_on_one_rank")
             text += f"trains on: {why_more_batches(run, caller)}"
             return wrong(text, call.where, "uneven_batches")
 
@@ -124,15 +121,16 @@ def why_more_batches(run, rank):
     """Return in words why a rank is done before another: it has skipped batches, or has fewer."""
     for data_pass in [each for each in run.passes_by_rank[rank] if each.steps][-1:]:
         batches, steps = len(data_pass.batches), len(data_pass.steps)
-        if steps < batches < 2 * steps:  # with twice as many, it accumulates gradients
+        if steps < batches < 2 * steps:  # 5 < 6 < 10; with twice as many, it accumulates gradients
             return f"rank {rank} has taken {counted(steps, 'step')} with {batches} batches"
     return "does it have more batches?"
 
 
-def fewer_epochs(run):
-    """Return a rank that begins fewer epochs than another, and what it does; or None and "".
+def fewer_epochs(run, syncing_buffers):
+    """Return in words what a rank does that begins fewer epochs than another, or "".
 
-    It has left the loop over the epochs, or waits inside of it, in a collective of its own.
+    It has left the loop over the epochs, or waits inside of it, in a collective of its own; not in
+    _sync_buffers, as a rank that evaluates the DDP model.
     """
     passes = list(chain(*run.passes_by_rank.values()))
     training_lines = {data_pass.where for data_pass in passes if data_pass.steps}
@@ -142,15 +140,17 @@ def fewer_epochs(run):
     }
     pair = differing_ranks(epochs)
     if not pair or not min(epochs.values()):  # one without an epoch may evaluate the DDP model
-        return None, ""
+        return ""
     fewer, more = sorted(pair, key=epochs.get)
+    if fewer in syncing_buffers:
+        return ""
     steps, calls = run.by_rank(events.Step), run.by_rank(events.Collective)
     text = f"after {counted(epochs[fewer], 'epoch')}, in step {len(steps[fewer])}, rank {fewer} "
     text += f"left the loop over the epochs, or waits inside of it, and rank {more} began the next"
     if calls_alone := calls[fewer][len(calls[more]) :]:
         call = calls_alone[0]
-        return fewer, f"{text}; rank {fewer} alone calls {call.name} ({short(call.where)})"
-    return fewer, f"{text}: does each decide by its own loss?"
+        return f"{text}; rank {fewer} alone calls {call.name} ({short(call.where)})"
+    return f"{text}: does each decide by its own loss?"
 
 
 def failure(run):
@@ -180,8 +180,8 @@ def is_about_gpus(run):
     """Return whether a translated run failed in the translation, or for the lack of a GPU."""
     frames = [at for at, line in enumerate(run.traceback) if FRAME.match(line)]
     innermost = run.traceback[frames[-1] :] if frames else [""]
-    # An error in a call that the observer only passes on is PyTorch's, or the script's.
-    if "ddp_check/observer" in innermost[0] and not innermost[0].endswith(FRAME_OF_PASSED_CALL):
+    # In __torch_function__, the observer passes a call on: its error is PyTorch's, or the script's.
+    if "ddp_check/observer" in innermost[0] and not innermost[0].endswith("in __torch_function__"):
         return True
     text = " ".join([run.ending, *innermost[1:]])
     return bool(re.search(UNTRANSLATED, text)) and "Invalid device string" not in text
@@ -271,18 +271,18 @@ def own_gpu(run):
     count = run.nproc * max(1, of_each_rank)  # GPUs of the node: several for each rank, or one
     for rank, events_of_rank in used.items():
         for event in events_of_rank:
-            visible, why = [*map(str, range(count))], f"a node has {count}"
+            visible, limit = [*map(str, range(count))], f"a node has {count}"
             if event.visible:
                 visible = event.visible.split(",")
-                why = f"the script sets CUDA_VISIBLE_DEVICES={event.visible}"
+                limit = f"the script sets CUDA_VISIBLE_DEVICES={event.visible}"
             if not 0 <= event.index < len(visible):
                 page = "" if event.visible else "global_rank_as_device"
-                return wrong(f"rank {rank} uses GPU {event.index}, but {why}", event.where, page)
+                return wrong(f"rank {rank} uses GPU {event.index}, but {limit}", event.where, page)
             gpu = visible[event.index]
             other = first_rank.setdefault(gpu, rank)
             if other != rank:
                 text = f"ranks {other} and {rank} both use GPU {gpu}"
-                return wrong(f"{text}: {why}" if event.visible else text, event.where)
+                return wrong(f"{text}: {limit}" if event.visible else text, event.where)
     return passed(counted(len(first_rank), "GPU"), run.all(events.Gpu)[0].where)
 
 
