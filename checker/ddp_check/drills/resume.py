@@ -57,9 +57,9 @@ def own_folders(plan):
     killed = plan.run("split", during=kill_a_rank(plan), pause=pause_of(plan))
     if reason := not_interrupted(plan, killed):
         yield title, unseen(reason)
-        return
-    resumed = plan.run("split", arguments=plan.restart_arguments, others_in="elsewhere")
-    yield title, resumed_together(plan, resumed)
+    else:
+        resumed = plan.run("split", arguments=plan.restart_arguments, others_in="elsewhere")
+        yield title, resumed_together(plan, resumed)
 
 
 def cannot_resume(run):
@@ -164,8 +164,7 @@ def begins_again(plan, interrupted, resumed, where):
     - It takes all steps, although some were saved: wrong.
     - It takes too few: wrong.
     """
-    runs = interrupted, resumed, plan.undisturbed
-    before, after, total = (len(run.steps) for run in runs)
+    before, after, total = map(len, (interrupted.steps, resumed.steps, plan.undisturbed.steps))
     if resumed.returncode != 0:
         end = launch.script_ends(resumed)
         if end.status != base.WRONG:
@@ -201,7 +200,7 @@ def steps_kept(plan, interrupted, resumed, where, may_lose_steps):
 def new_faults(plan, resumed):
     """Return what is wrong or fragile in a resumed run, and was no fault in the undisturbed one.
 
-    What was slow or unsure there counts as a fault, so it is left out even if it is wrong now.
+    What was slow or unsure there is left out even if it is wrong now: the report tells it already.
     """
     return [
         now
@@ -255,7 +254,8 @@ def not_restored(plan, resumed, text):
     """Return the verdict on a resumed run with other weights: what it has not restored.
 
     The first of these that is seen: the optimizer, the learning rate, the random numbers. If it is
-    none of them, either two uninterrupted runs differ as well, or the batches do.
+    none of them, it runs the script again: two uninterrupted runs may differ as well. If they do
+    not, it may be the batches.
     """
     undisturbed, after = plan.undisturbed.steps, resumed.steps
     loads = resumed.of_lowest_rank(*LOADS, events.StateLoaded)
@@ -283,19 +283,17 @@ def not_restored(plan, resumed, text):
 def random_numbers(run, pairs):
     """Return in words which random numbers make a resumed run another one, or "".
 
-    The pairs are the same steps of the undisturbed run and of the resumed one. First comes what is
-    seen to differ in them, then what is drawn at all, so that it may differ.
+    The pairs are the same steps of the undisturbed run and of the resumed one. If PyTorch's numbers
+    do not differ in them, those of other generators do; without any, PyTorch's may still differ.
     """
     sources = {event.source for event in run.all(events.Drawn)}
     others = sorted(sources - {"torch"})
+    differ = any(old.random != now.random for old, now in pairs)
+    if others and not differ:
+        return f"that {' and '.join(others)} draws"
     loaders = [of_lowest_rank(epoch) for epoch in run.training_passes]
     shuffles = any(loader.shuffle and not loader.distributed for loader in loaders)
-    if any(old.random != now.random for old, now in pairs):
-        return "(dropout, batches)"  # they differ
-    if others:
-        return f"that {' and '.join(others)} draws"
-    # They may differ:
-    return "(dropout, batches)" if sources or shuffles or run.draws_numbers else ""
+    return "(dropout, batches)" if differ or sources or shuffles or run.draws_numbers else ""
 
 
 def resumed_together(plan, resumed):

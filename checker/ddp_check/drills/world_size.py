@@ -69,8 +69,7 @@ def run_in_one_process(plan, many, during):
     """Return a run in one process with as many samples as all ranks have, and a remark on it."""
     run_one = partial(plan.run, nproc=1, start=str(many.folder), during=during)
     one = run_one("one", scale=plan.nproc)
-    # If a script divides one batch by the number of ranks, one process has as many samples as all
-    # of them, and N times as many once the drill has multiplied its batch.
+    # A script that divides one batch by the number of ranks needs no larger one in one process.
     if close(ratio(samples_in(one), samples_in(many)), plan.nproc, COUNT_TOLERANCE):
         remark = ": the script itself divides its batch by the number of ranks"
         return run_one("alone", scale=1), remark
@@ -85,7 +84,7 @@ def samples_in(run):
 
 def no_gradients_kept(run):
     """Return the verdict if the run kept no gradients to compare."""
-    if (run.folder / "step1").exists():
+    if (run.folder / "step1").exists():  # a file with the gradients of the first step
         return None
     if run.returncode != 0 and len(run.steps) <= STEPS:
         return unseen(f"{run.nproc} processes, in float64: {launch.script_ends(run).text}")
@@ -148,7 +147,6 @@ def other_gradients(many, one, number):
         if in_the_run.status in (WRONG, UNSURE):
             text, where, page = f"{text}; {in_the_run.text}", in_the_run.where, in_the_run.page
         return wrong(text, where, page or gradients.WRONG_RESULTS)
-    return None
 
 
 def gradient_pairs(many, one, number):
