@@ -47,8 +47,6 @@ a right script. It returns a verdict, or None if it found no fault:
    rule may raise the rows of the checker. From a clone, `PYTHONPATH=checker python -m ddp_check`
    runs it.
 
-A rule that raises an exception is reported as an error of the checker, with the traceback.
-
 A *drill* is a generator, for it runs the script again, and each run may show several things. It
 yields pairs of a title and a verdict:
 
