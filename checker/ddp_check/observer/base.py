@@ -11,11 +11,7 @@ import traceback
 from dataclasses import dataclass, field, fields
 
 import torch
-from torch._C import (
-    DisableTorchFunction,
-    _current_graph_task_id,
-    _len_torch_dispatch_stack,
-)
+from torch._C import DisableTorchFunction, _current_graph_task_id, _len_torch_dispatch_stack
 from torch.optim import optimizer
 from torch.utils.data import get_worker_info
 
@@ -52,27 +48,33 @@ class State:
     descriptor: int = -1  # of the file that this process reports to
     rank: int | str | None = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
     reported: set = field(default_factory=set)  # what need not be reported again
-    since_step: SinceStep = field(default_factory=SinceStep)
+    # Randomness:
+    in_loader: bool = False  # a DataLoader makes its next batch
+    credited_up_to: torch.Tensor | None = None  # state of PyTorch's generator at the last look
+    # The group:
+    in_collective: bool = False
+    gpu: int = 0  # that "cuda" means
+    # Data; the models and steps end what these say of the last batch and pass:
     passes: int = 0  # over a DataLoader
     pass_of_batch: int = 0  # that gave the latest batch
     no_step_in_pass: bool = True  # since the last pass began
     batch_is_unused: bool = False  # no model was called since the last batch
     batch_is_unevaluated: bool = False  # no model was called without gradients since the last batch
-    steps: int = 0  # of the optimizers
+    # Models:
     in_forward: bool = False  # of DDP, which calls the unwrapped model
-    in_loader: bool = False  # a DataLoader makes its next batch
+    in_module: int = 0  # depth of nested calls: a module calls those inside it
+    # The models inside DDP, kept because the script may have deleted the wrapper by the end:
+    wrapped: list = field(default_factory=list)
+    # Steps:
+    since_step: SinceStep = field(default_factory=SinceStep)
+    steps: int = 0  # of the optimizers
+    in_scheduler: int = 0  # depth of nested calls: one scheduler's step may call another's
+    gradients_scaled: bool = False  # a GradScaler's factor is in them
+    parameters: dict = field(default_factory=dict)  # of the optimizers, by identity
+    # Files:
     unfinished_line: str = ""  # of what is printed
     in_detach: bool = False  # the observer itself changes files
     in_sharded_save: bool = False  # which calls torch.save for its parts
-    in_collective: bool = False
-    in_scheduler: int = 0  # depth of nested calls: one scheduler's step may call another's
-    in_module: int = 0  # likewise, of nested modules
-    credited_up_to: torch.Tensor | None = None  # state of PyTorch's generator at the last look
-    gradients_scaled: bool = False  # a GradScaler's factor is in them
-    gpu: int = 0  # that "cuda" means
-    # The models inside DDP, kept because the script may have deleted the wrapper by the end:
-    wrapped: list = field(default_factory=list)
-    parameters: dict = field(default_factory=dict)  # of the optimizers, by identity
 
 
 state = State()
@@ -144,8 +146,8 @@ def script_line(direct=False):
 
     The file is relative to the folder that the script runs in.
 
-    direct: only a line that calls the patched function itself, not by means of a library; the
-        checker's own frames do not count
+    direct: only a line that calls the patched function itself, such as torch.load, but not one
+        that calls timm.load_checkpoint, which calls torch.load
     """
     frame = sys._getframe(1)
     while frame:
@@ -154,7 +156,7 @@ def script_line(direct=False):
         if is_own(path) and frame.f_code.co_name not in ("print", "write"):
             path = os.path.normpath(os.path.join(TASK.folder, path))
             return f"{path.removeprefix(TASK.folder)}:{frame.f_lineno}"
-        if direct and not path.startswith(f"{HERE}{os.sep}"):
+        if direct and not path.startswith(f"{HERE}{os.sep}"):  # a library's, not the checker's own
             return ""
         frame = frame.f_back
     return ""
