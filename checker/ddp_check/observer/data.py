@@ -37,7 +37,7 @@ class PassState:
 
     pass_number: int
     subset: list | None  # indices that Subsets keep, or None for all
-    samples_before_pass: int  # that were loaded for the next step when it began
+    sample_count_before: int  # value of `since_step.sample_count` when it began
     in_order: bool  # workers return batches as they were requested
     requested: deque = field(default_factory=deque)  # indices of batches, not returned yet
 
@@ -46,11 +46,13 @@ class PassState:
 def begin(original, self, loader, *first_iter):
     """Report a pass over a DataLoader: persistent workers keep their iterator, and reset it.
 
-    The iterator of workers calls this first, and then requests its first batches.
+    __init__(loader)      a new iterator begins a pass; one with workers then requests batches
+    _reset(loader, True)  that iterator is still in its __init__: the same pass
+    _reset(loader)        persistent workers begin another pass
     """
     with ignoring_draws():  # it draws a seed for its workers
         original(self, loader, *first_iter)
-    if not any(first_iter):  # True if __init__ calls _reset: then __init__ is reported
+    if not any(first_iter):
         with harmless():
             begin_pass(self, loader)
 
@@ -61,8 +63,8 @@ def begin_pass(iterator, loader):
     state.passes += 1
     state.no_step_in_pass = True
     dataset, subset = ask(without_subsets, loader.dataset, default=(loader.dataset, None))
-    samples_before_pass = state.since_step.sample_count
-    iterator._ddp_check = PassState(state.passes, subset, samples_before_pass, loader.in_order)
+    sample_count = state.since_step.sample_count
+    iterator._ddp_check = PassState(state.passes, subset, sample_count, loader.in_order)
     sampler = sampler_of(loader)
     distributed = isinstance(sampler, DistributedSampler)
     iterable = isinstance(dataset, data.IterableDataset)
@@ -101,7 +103,7 @@ def sampler_of(loader):
     It is a sampler, a list or range in its place, or a batch sampler of the script's own.
     """
     batch_sampler = loader.batch_sampler
-    for _ in range(MAX_WRAPPERS):  # Accelerate's BatchSamplerShard has the script's inside it
+    for _ in range(MAX_WRAPPERS):  # Accelerate's has the script's inside it; the innermost has none
         batch_sampler = ask(getattr, batch_sampler, "batch_sampler") or batch_sampler
     if batch_sampler is None:
         return loader.sampler
@@ -169,7 +171,7 @@ def end_pass(pass_state):
     """Report that a pass is over."""
     report(events.PassEnded, pass_number=pass_state.pass_number)
     if state.no_step_in_pass:  # an evaluation: its samples are none of the next step's
-        state.since_step.sample_count = pass_state.samples_before_pass
+        state.since_step.sample_count = pass_state.sample_count_before
     after_gather.resume()
 
 
