@@ -39,10 +39,11 @@ def write(text):
 def log(original, self, record):
     """Report what the script logs; of standard output it is reported anyway.
 
-    A file with the rank in its name may hold what is that rank's own, so it is left out.
+    A FileHandler is a StreamHandler, too. With the rank in the name of its file, which may hold
+    what is that rank's own, it is left out.
     """
     with harmless():
-        file = os.path.basename(getattr(self, "baseFilename", ""))  # of a FileHandler
+        file = os.path.basename(getattr(self, "baseFilename", ""))
         is_left_out = self.stream is stdout or re.search(rf"(?<!\d){state.rank}(?!\d)", file)
         if ask(is_own, record.pathname) and not is_left_out:
             text = ask(self.format, record)  # logging itself tells what is wrong with a record
@@ -64,19 +65,21 @@ def audit(event, args):
     if state.in_detach:
         return
     with harmless():
-        for path in args[: CHANGES.get(event, 0)]:
-            make_own_folders(os.path.abspath(os.fsdecode(path)))
-        if event == "open":
-            audit_open(*args)
-        elif event == "sqlite3.connect" and isinstance(args[0], str):
-            detach(args[0], truncates=False)
-        elif event == "shutil.rmtree" and is_replaced(os.path.abspath(args[0])):
-            os.unlink(args[0])
-            os.mkdir(args[0])  # an empty folder to remove, as it refuses to remove a link
-        elif event == "os.rename" and script_line():
-            old_name, new_name = (os.path.realpath(os.fsdecode(name)) for name in args[:2])
-            path = new_name if new_name.startswith(TASK.folder) else None
-            report(Written, path=path, old_name=old_name)
+        changed = [os.path.abspath(os.fsdecode(path)) for path in args[: CHANGES.get(event, 0)]]
+        for path in changed:
+            make_own_folders(path)
+        match event:
+            case "open":
+                audit_open(*args)
+            case "sqlite3.connect" if isinstance(args[0], str):
+                detach(args[0], truncates=False)
+            case "shutil.rmtree" if stands_for_folder(changed[0]):
+                os.unlink(changed[0])
+                os.mkdir(changed[0])  # an empty folder to remove, as it refuses to remove a link
+            case "os.rename" if script_line():
+                old_name, new_name = map(os.path.realpath, changed)
+                path = new_name if new_name.startswith(TASK.folder) else None
+                report(Written, path=path, old_name=old_name)
 
 
 def audit_open(path, mode, flags):
@@ -130,8 +133,8 @@ def own_folder_of(link):
     return link.with_name(f".{link.name}.own")
 
 
-def is_replaced(path):
-    """Return whether a path is a link where the script would find a folder."""
+def stands_for_folder(path):
+    """Return whether a path is a link to a folder of the user's, or to the one in its place."""
     return leads_outside(path) or Path(path).resolve() == own_folder_of(Path(path))
 
 
@@ -140,8 +143,8 @@ def replace_link(link):
     original, own = link.resolve(), own_folder_of(link)
     with unobserved():
         try:
-            own.mkdir()
-        except FileExistsError:  # another rank makes it
+            own.mkdir()  # only one rank can: it goes on, and the others wait until it is done
+        except FileExistsError:
             while link.resolve() == original:
                 time.sleep(0.001)
             return
@@ -185,7 +188,7 @@ def save(original, obj, f, *args, **kwargs):
             detach(f)  # PyTorch opens it in C++, of which no audit event tells
     steps = state.steps
     result = original(obj, f, *args, **kwargs)
-    is_storage = isinstance(obj, torch.TypedStorage | torch.UntypedStorage)  # of what is pickled
+    is_storage = isinstance(obj, torch.TypedStorage | torch.UntypedStorage)  # pickle saves them so
     with harmless():
         if script_line() and not (is_storage or state.in_sharded_save):
             report_save(obj, f, steps)
