@@ -151,7 +151,7 @@ def replace_link(link):
         for name in os.listdir(original):
             (own / name).symlink_to(original / name)
         new_link = own.with_suffix(".link")
-        new_link.symlink_to(own)
+        new_link.symlink_to(own.name)  # relative, so the links above are not followed again
         new_link.replace(link)  # at once, too
 
 
