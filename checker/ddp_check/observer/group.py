@@ -35,12 +35,12 @@ COLLECTIVE = "all_|reduce(?!_op)|broadcast|gather|scatter|barrier|monitored_barr
 REDUCTIONS = ("all_reduce", "reduce")
 LISTS_OF_PARTS = ("tensor_list", "gather_list", "object_list", "object_gather_list")
 SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-ROUNDS = 2  # in which a sum has to be kept: once may be chance
+TIMES_GROWN = 2  # in a row, after which a sum counts as kept: once may be chance
 MAX_COUNTS = 64  # numbers that are added up at once, among which may be that of the samples
 TO_ONE_NUMBER = ("sum", "mean")
 HARMLESS_MODES = ("ddp_check.", "torch.utils._device")  # modules; torch.set_default_device's
 EQUALS = ("__eq__", "eq")
-latest_sums = WeakTensorKeyDictionary()  # a tensor that was added up -> its `rounds_of`, the sum
+latest_sums = WeakTensorKeyDictionary()  # tensor that was added up -> its `times_grown`, the sum
 READ_OUT = (*EQUALS, "__ne__", "ne", "numpy", "tolist", *TO_ONE_NUMBER)
 
 
@@ -71,11 +71,10 @@ def init_process_group(original, *args, **kwargs):
     by_script = bool(script_line(direct=True))
     if not by_script:  # a framework has called set_device before, unseen as it is no script
         state.gpu = int(os.environ.get("LOCAL_RANK", 0))
-    port = urlsplit(method).port or os.environ.get("MASTER_PORT")
     report(
         events.Join,
         rank=state.rank,
-        port=port,
+        port=urlsplit(method).port or os.environ.get("MASTER_PORT"),
         nn_imported_before=nn_imported_before,
         by_script=by_script,
     )
@@ -93,19 +92,17 @@ class Call:
 
     def __init__(self, function, args, kwargs):
         self.name, self.line = function.__name__, script_line()
-        # What it is given, and what it fills:
         named = inspect.signature(function).bind(*args, **kwargs).arguments
         arguments = [*named.values()]
-        self.tensors = tensors_in(arguments)
-        self.parts = parts_in(named)
-        # What it adds up:
+        self.tensors = tensors_in(arguments)  # what it is given, and what it fills
+        self.parts = parts_in(named)  # of the ranks, in a gather
         operations = [value for value in arguments if isinstance(value, dist.ReduceOp)]
         self.sums = self.name in REDUCTIONS and all(each in SUMS for each in operations)
-        self.own_number = number_in(self.tensors) if self.sums else None
-        # To average what has been averaged changes nothing, so only sums are counted:
-        adds = self.sums and dist.ReduceOp.AVG not in operations and len(self.tensors) == 1
-        self.rounds = rounds_of(self.tensors[0]) if adds else None
-        # What becomes of gradients:
+        self.own_number = number_in(self.tensors) if self.sums else None  # what this rank adds
+        averages = dist.ReduceOp.AVG in operations  # to do that again changes nothing
+        may_grow = self.sums and not averages and len(self.tensors) == 1
+        self.times_grown = times_grown(self.tensors[0]) if may_grow else None
+        # These two are fields of `Collective`:
         in_graph = not depth_of_steps()  # an optimizer may gather the parameters
         self.requires_gradient = in_graph and any(tensor.requires_grad for tensor in self.tensors)
         self.cuts_gradient = self.requires_gradient and torch.is_grad_enabled()
@@ -130,7 +127,9 @@ class Call:
     def report_result(self, result):
         """Report what the call has given, as far as it is of interest."""
         if self.sums and self.cuts_gradient:
-            self.watch_backward()
+            for tensor in self.tensors:  # summed up in place: does a backward pass go through it?
+                elements = tensor.numel()
+                report_in_backward(tensor, events.ReducedInPlace, self.line, elements=elements)
         if "gather" in self.name:
             self.watch_parts()
         if isinstance(result, dist.Work):
@@ -141,12 +140,6 @@ class Call:
         elif self.name == "all_gather":
             self.report_numbers(ask(sum, tensors_in(self.parts)))
 
-    def watch_backward(self):
-        """Let a backward pass report that it goes through a tensor which was summed up in place."""
-        for tensor in self.tensors:
-            elements = tensor.numel()
-            report_in_backward(tensor, events.ReducedInPlace, self.line, elements=elements)
-
     def watch_parts(self):
         """Begin to watch what becomes of the parts that the ranks gave: tensors, or numbers."""
         parts = tensors_in(self.parts)
@@ -155,17 +148,18 @@ class Call:
             report(events.PartsOverwritten, self.line)
         numbers = ask(lambda: [*map(torch.as_tensor, self.parts)], default=[])
         loses_gradient = self.cuts_gradient and self.name == "all_gather"
-        after_gather.start(parts or numbers, self.line if loses_gradient else "")
+        lost_gradients = LostGradients(parts, self.line) if loses_gradient else None
+        after_gather.start(parts or numbers, lost_gradients)
 
     def keep_sum(self, tensor):
         """Keep the result, to see whether it is still in the tensor when that is added up again."""
-        if self.rounds is not None:
-            latest_sums[tensor] = (self.rounds, tensor.detach().clone())
-        if self.rounds == ROUNDS:
+        if self.times_grown is not None:
+            latest_sums[tensor] = (self.times_grown, tensor.detach().clone())
+        if self.times_grown == TIMES_GROWN:
             report(events.SumKept, self.line)
 
     def report_numbers(self, tensor):
-        """Report the whole numbers that the ranks gave together: they may count samples."""
+        """Report what the ranks gave together: numbers of samples, or a single one like a loss."""
         if not isinstance(tensor, torch.Tensor):
             return  # parts of different lengths have no sum
         if tensor.numel() > MAX_COUNTS and tensor.is_floating_point():
@@ -181,7 +175,7 @@ def is_gradient(tensor):
     return any(tensor is value.grad for value in state.parameters.values())
 
 
-def rounds_of(tensor):
+def times_grown(tensor):
     """Return how often in a row a tensor is added up with its last result still in it.
 
     That is inferred: no element is smaller than the last result, none of which is negative, and one
@@ -189,17 +183,17 @@ def rounds_of(tensor):
     """
     if tensor.numel() > MAX_COUNTS or is_gradient(tensor):
         return None
-    rounds, latest = latest_sums.get(tensor, (0, None))
+    times, latest = latest_sums.get(tensor, (0, None))
     if latest is None or (latest < 0).any() or (tensor < latest).any():
         return 0
-    return rounds + 1 if (tensor > latest).any() else 0
+    return times + 1 if (tensor > latest).any() else 0
 
 
 def parts_in(arguments):
     """Return what a gather fills with the parts of the ranks: the items of a list, or views."""
     if "output_tensor" in arguments:
         shape = dist.get_world_size(), *arguments["input_tensor"].shape
-        # The output may be of this shape, concatenated, or flat: the parts lie one behind another.
+        # Two parts of 3 numbers lie one behind another, in an output of shape (2, 3) or (6,).
         return [*arguments["output_tensor"].detach().view(shape)]
     return next((arguments[name] for name in LISTS_OF_PARTS if arguments.get(name)), [])
 
@@ -241,7 +235,7 @@ def collective(original, *args, **kwargs):
             if script_line() and is_on_all_ranks(args, kwargs):
                 call = Call(original, args, kwargs)
                 call.announce()
-        # gloo refuses a tensor with a gradient in all_gather_into_tensor, and NCCL does not.
+        # gloo refuses gradients in all_gather_into_tensor and all_gather_single, NCCL does not.
         drop_gradient = TASK.translate and "gather_" in original.__name__
         with torch.set_grad_enabled(torch.is_grad_enabled() and not drop_gradient):
             result = original(*args, **kwargs)
@@ -259,25 +253,20 @@ def collective(original, *args, **kwargs):
 class AfterGather(TorchFunctionMode):
     """Watches what becomes of what was gathered. It does not change the script's tensors.
 
-    It reports how long tensors are, for a script cuts off what a sampler has padded, and a backward
-    pass that would have to go on in what other ranks gave. While batches are loaded and used, it is
-    not entered, which would cost time:
+    It reports how long tensors are, for a script cuts off what a sampler has padded, and tells
+    `LostGradients`. While batches are loaded and used, it is not entered, which would cost time:
 
         gather     batch                     end of the pass     step, or the next pass
         start() -> pause() ----------------> resume() ---------> stop()
     """
 
     parts = None  # what the ranks gave; None: nothing is of interest
-    line = ""  # of a gather that has lost a gradient
-    ranks_of = WeakTensorKeyDictionary()  # a tensor made of those parts alone -> whose parts
+    lost_gradients = None  # of these parts, as `LostGradients`
 
-    def start(self, parts, line):
+    def start(self, parts, lost_gradients):
         """Watch what becomes of these parts."""
         self.pause()
-        self.parts, self.line = parts, line
-        self.ranks_of.clear()
-        if line:
-            self.ranks_of.update({part: {rank} for rank, part in enumerate(parts)})
+        self.parts, self.lost_gradients = parts, lost_gradients
         self.resume()
 
     def pause(self):
@@ -286,7 +275,7 @@ class AfterGather(TorchFunctionMode):
             self.__exit__(None, None, None)
 
     def resume(self):
-        """Enter the mode, unless the script is in one of its own: its end would leave this one."""
+        """Enter the mode, unless in one of the script's: leaving that, it would leave this one."""
         current = _get_current_function_mode()
         is_free = current is None or type(current).__module__.startswith(HARMLESS_MODES)
         if self.parts is not None and current is not self and is_free:
@@ -301,21 +290,23 @@ class AfterGather(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if self.parts is not None and not is_recorded():
             with harmless():
-                name = getattr(func, "__name__", "")
-                tensor = args[0] if args else None
-                length = ask(len, tensor) if isinstance(tensor, torch.Tensor) else None
-                if length is not None:  # a single number, or a lazy parameter, has none
-                    self.report_cut(name, args, length, result)
-                    self.report_read(name, args, length, result)
-                follows_parts = len(self.ranks_of) > 0  # whose gather has lost a gradient
-                if follows_parts and torch.is_grad_enabled() and name != "detach":
-                    self.follow_parts([args, kwargs], result)
+                self.look_at(getattr(func, "__name__", ""), args, kwargs, result)
         return result
+
+    def look_at(self, name, args, kwargs, result):
+        """Report what is of interest in a call of PyTorch, which is over."""
+        length = ask(len, args[0]) if args and isinstance(args[0], torch.Tensor) else None
+        if length is not None:  # a single number, or a lazy parameter, has none
+            self.report_cut(name, args, length, result)
+            self.report_read(name, args, length, result)
+        lost = self.lost_gradients
+        if lost and lost.ranks_of and torch.is_grad_enabled() and name != "detach":
+            lost.follow([args, kwargs], result)
 
     def report_cut(self, name, args, length, result):
         """Report that the end of a tensor is cut off."""
         if name == "__getitem__" and isinstance(args[1], slice) and len(result) < length:
-            in_blocks = turns_instead(args[0], self.parts) is not None
+            in_blocks = in_turns_if_in_blocks(args[0], self.parts) is not None
             report(events.Cut, dropped=length - len(result), in_blocks=in_blocks)
 
     def report_read(self, name, args, length, result):
@@ -333,28 +324,42 @@ class AfterGather(TorchFunctionMode):
             equal_in_turns=equal_in_turns,
         )
 
-    def count_equal(self, tensor, other, result):
+    def count_equal(self, tensor, other, is_equal):
         """Return how many numbers are equal, and how many would be if the ranks took turns.
 
         That is None unless one of these tensors has one rank's part behind another's.
         """
         for gathered, expected in ((tensor, other), (other, tensor)):
-            turns = turns_instead(gathered, self.parts)
+            turns = in_turns_if_in_blocks(gathered, self.parts)
             if turns is not None:
-                return int(result.sum()), int((turns == expected).sum())
+                return int(is_equal.sum()), int((turns == expected).sum())
         return None, None
 
-    def follow_parts(self, arguments, result):
-        """Follow what is made of the parts alone, until it meets a tensor that has a gradient.
 
-        `ranks_of` a tensor are those whose parts it was made of. If the result has a gradient, that
-        comes from another tensor: a backward pass reaches that one, and none of the parts. But this
-        rank's own part may have its gradient again:
+class LostGradients:
+    """Follows the parts that an all_gather has returned, without a gradient, in a training step.
 
-            dist.all_gather(parts, mine)  # no part has a gradient
-            parts[rank].copy_(mine)  # now one has
-            torch.cat(parts)  # made of the parts of all ranks; the others have lost theirs
-        """
+    If what is made of them has a gradient, that comes from another tensor: a backward pass reaches
+    that one, and none of the parts. On rank 0 of 2, with what `ranks_of` says of each result:
+
+        dist.all_gather(parts, mine)  # {0} and {1}
+        both = torch.cat(parts)       # {0, 1}
+        (both @ weight).sum()         # has the gradient of the weight: {0, 1} have lost theirs
+
+    If the script first puts its own part in its place again, only that of the others is lost:
+
+        parts[0] = mine               # which has a gradient, and is in no `ranks_of`; or
+        parts[0].copy_(mine)          # {0}, but with a gradient now
+        both = torch.cat(parts)       # has the gradient of `mine`: {1} has lost its own
+    """
+
+    def __init__(self, parts, line):
+        self.line = line  # of the all_gather
+        self.ranks_of = WeakTensorKeyDictionary()  # tensor made of the parts alone -> whose parts
+        self.ranks_of.update({part: {rank} for rank, part in enumerate(parts)})
+
+    def follow(self, arguments, result):
+        """Follow what a call has made of the parts, or report that it has lost their gradient."""
         ranks = set()  # at whose parts a backward pass would end
         for tensor in tensors_in(arguments):
             has_gradient_again = {dist.get_rank()} if tensor.requires_grad else set()
@@ -374,7 +379,7 @@ class AfterGather(TorchFunctionMode):
 after_gather = AfterGather()
 
 
-def turns_instead(tensor, parts):
+def in_turns_if_in_blocks(tensor, parts):
     """Return what the ranks gave, taking turns, if a tensor has one rank's part behind another's.
 
     Two ranks to which DistributedSampler deals samples 0 to 5 give 0 2 4 and 1 3 5. If the tensor
