@@ -21,17 +21,18 @@ def note_losses(tensors):
 def note_graph(root):
     """Note what the graph of a loss divides by or takes a mean over, as `BetweenSteps` says."""
     since, nodes = state.since_step, [root]
-    for node in nodes:  # the list grows by the inputs of each, until there are enough
+    for node in nodes:  # the list grows below, until there are enough
         name = type(node).__name__
         if name == ALL_REDUCE:
             since.loss_reduced = True
         if elements := ask(elements_of, node, name):
             since.means_over.append(elements)
-        if name.startswith(SCALAR_NODES) and len(nodes) <= MAX_NODES:
-            divisor = divisor_of(node, name)
-            if divisor and divisor != 1:
-                since.divisors.append(divisor)
-            nodes += [inner for inner, _ in node.next_functions if inner]
+        if not name.startswith(SCALAR_NODES) or len(nodes) > MAX_NODES:
+            continue  # of a mean, for instance, the input is no single number
+        divisor = divisor_of(node, name)
+        if divisor and divisor != 1:
+            since.divisors.append(divisor)
+        nodes += [inner for inner, _ in node.next_functions if inner]
 
 
 def divisor_of(node, name):
@@ -40,8 +41,8 @@ def divisor_of(node, name):
         return saved_number(node, "other")
     if name.startswith("Mul"):
         (first_operand, _), *_ = node.next_functions
-        # Of `loss * 0.5` and `0.5 * loss`, the loss is the first operand; of a tensor that
-        # multiplies it, that may have no graph.
+        # `0.5 * loss` is computed as `loss * 0.5`. Of `tensor(0.5) * loss`, the first operand is
+        # the factor, and has no graph.
         factor = saved_number(node, "self" if first_operand is None else "other")
         return 1 / factor if factor else None  # in float64, 1 / 0.1 is exactly 10
     return None
