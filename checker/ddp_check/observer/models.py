@@ -140,8 +140,8 @@ def watch_reduction(model, result):
             tensor.register_hook(note)
 
 
-def note_inputs(module, args, kwargs):
-    """Note a checksum of what a model is trained on. It is also called by hooks of modules."""
+def note_inputs(_, args, kwargs):
+    """Note a checksum of what a model is trained on. A sharded model calls this as a hook."""
     with harmless():
         if torch.is_grad_enabled():
             total = checksum(tensors_in([args, kwargs]), quick=True)
@@ -162,14 +162,15 @@ def enter_module(module, args):
     state.in_module += 1  # in any case, as leave_module counts down
     if is_recorded():
         return
+    is_outermost = state.in_module == 1
     with harmless():
-        if state.in_module == 1:
+        if is_outermost:
             credit_script()
             state.batch_is_unused = False
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # at any depth: the model may be a part of another
             note_bypass(module)
             watch_sharded_inputs(module)
-        elif is_wrapped(module) or state.in_module == 1:
+        elif is_outermost or is_wrapped(module):
             report_evaluation(module, args)
 
 
@@ -213,24 +214,25 @@ def report_evaluation(module, args):
     if state.batch_is_unevaluated:
         report(events.BatchEvaluated)
     state.batch_is_unevaluated = False
+    # Once in a pass, and again, more and more seldom, if steps are taken meanwhile.
+    if not is_first("evaluated", id(module), state.passes, state.steps.bit_length()):
+        return
     values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     if not values or mesh_dimensions(values.values()):
         return
-    # Once in a pass, and again, more and more seldom, if steps are taken meanwhile.
-    if is_first("evaluated", id(module), state.passes, state.steps.bit_length()):
-        noisy = [*filter(is_noisy, module.modules())]
-        unused = {id(value) for part in noisy for value in part.buffers()}
-        used = {name: value for name, value in values.items() if id(value) not in unused}
-        report(
-            events.Evaluated,
-            model=type(module).__name__,
-            steps=state.steps,
-            checksums=checksums(used),
-            noisy=type(noisy[0]).__name__ if noisy and module.training else "",
-            wrapped=is_wrapped(module),
-            pass_number=state.pass_of_batch,
-            inputs=checksum(tensors_in(args), quick=True),
-        )
+    noisy = [*filter(is_noisy, module.modules())]
+    unused_statistics = {id(value) for part in noisy for value in part.buffers()}  # BatchNorm's
+    used = {name: value for name, value in values.items() if id(value) not in unused_statistics}
+    report(
+        events.Evaluated,
+        model=type(module).__name__,
+        steps=state.steps,
+        checksums=checksums(used),
+        noisy=type(noisy[0]).__name__ if noisy and module.training else "",
+        wrapped=is_wrapped(module),
+        pass_number=state.pass_of_batch,
+        inputs=checksum(tensors_in(args), quick=True),
+    )
 
 
 def is_noisy(module):
