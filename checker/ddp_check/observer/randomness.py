@@ -13,7 +13,7 @@ from ddp_check.observer.patches import patch
 from ddp_check.observer.values import checksum
 
 DRAWS_PER_SAMPLE = 2  # or more, if samples are augmented: a choice for a whole batch takes fewer
-WINDOW = 8  # numbers by which two states of a generator are compared
+MATCHING = 8  # numbers in a row: two such rows are hardly ever equal by chance
 
 
 def credit_draws(owner):
@@ -29,9 +29,9 @@ def credit_draws(owner):
         return
     since = state.since_step
     since.random.setdefault(owner, checksum([before]))
-    if owner == "script" and state.batch_is_unused:  # between loader and model: to augment?
-        most = DRAWS_PER_SAMPLE * since.sample_count
-        since.random_for_samples |= not are_within(most, before, after)
+    if owner == "script" and state.batch_is_unused:  # between loader and model
+        for_whole_batch = are_within(DRAWS_PER_SAMPLE * since.sample_count, before, after)
+        since.random_for_samples |= not for_whole_batch  # then each sample is augmented
 
 
 def credit_script():
@@ -42,32 +42,32 @@ def credit_script():
 def are_within(count, before, after):
     """Return whether at most so many numbers were drawn between two states of a generator.
 
-    A state does not tell how many were drawn, so the numbers that follow the second one are sought
-    among those that follow the first.
+    A state does not tell how many were drawn, so the first 8 numbers that follow the second one are
+    sought, as 8 in a row, among those that follow the first.
     """
     generator = torch.Generator()
     generator.set_state(before)
-    numbers = torch.rand(count + WINDOW, generator=generator, device="cpu")
+    numbers = torch.rand(count + MATCHING, generator=generator, device="cpu")
     generator.set_state(after)
-    following = torch.rand(WINDOW, generator=generator, device="cpu")
-    windows = numbers.unfold(0, WINDOW, 1)  # each 8 in a row
+    following = torch.rand(MATCHING, generator=generator, device="cpu")
+    windows = numbers.unfold(0, MATCHING, 1)  # each 8 in a row
     return bool((windows == following).all(dim=1).any())
 
 
 @contextlib.contextmanager
 def ignoring_draws():
     """Leave out what a DataLoader draws; it reports random samples by itself."""
-    if state.in_loader:  # of a loader inside of a loader
-        yield
-        return
-    credit_script()
-    # If another thread reads the loader, what the model draws meanwhile is left out, too.
-    state.in_loader = True
+    is_outermost = not state.in_loader  # a data set may read another loader
+    if is_outermost:
+        credit_script()
+        # If another thread reads the loader, what the model draws meanwhile is ignored, too.
+        state.in_loader = True
     try:
         yield
     finally:
-        state.in_loader = False
-        credit_draws(None)
+        if is_outermost:
+            state.in_loader = False
+            credit_draws(None)
 
 
 # Once dynamo is imported, torch.manual_seed is another function than torch.random's.
