@@ -38,10 +38,10 @@ def end():
 
 
 def end_in_fork(_):
-    """Let a forked multiprocessing.Process call `end`.
+    """Let a forked multiprocessing.Process call `end`, which it would not do by itself.
 
-    It ends with os._exit, which calls no function of atexit's, but first those of
-    multiprocessing.util.Finalize. They are cleared after a fork, and only then is this called.
+    It ends with os._exit, without the functions of atexit, but with those of
+    multiprocessing.util.Finalize. A fork clears these, and calls this afterwards.
     """
     if state.pid != os.getpid():  # its parent's; a spawned process has a state of its own
         multiprocessing.util.Finalize(None, end, exitpriority=-1000)  # the last to be called
