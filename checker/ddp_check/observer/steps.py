@@ -120,10 +120,10 @@ class OptimizerParameters:
 
     @property
     def unused(self):
-        """How many parameters have no gradient, or only what DDP gives them for other ranks."""
-        count = sum(not value.requires_grad for value in reduced_by_ddp.values())  # frozen later on
+        """How many parameters were frozen after DDP had wrapped them, or have no gradient here."""
+        count = sum(not value.requires_grad for value in reduced_by_ddp.values())
         for value in self.by_name.values():
-            own = own_gradients.get(id(value))
+            own = own_gradients.get(id(value))  # without a projection, DDP alone gave it a gradient
             is_unused = value.grad is None or (own is not None and own.projection is None)
             count += value.requires_grad and is_unused
         return count
@@ -141,7 +141,7 @@ class OptimizerParameters:
         for name, gradient in self.gradients.items():
             if not ask(is_finite, gradient, default=True):
                 return f"gradient of {name}" if all(map(math.isfinite, losses)) else "loss"
-        return ""  # the script may have cleaned the gradients of a loss that is not finite
+        return ""  # an infinite loss does no harm then: the script has cleaned its gradients
 
 
 def report_step(optimizer, closure):
@@ -173,7 +173,11 @@ def report_step(optimizer, closure):
         **describe_buffers(),
         in_join=any(call.in_join for call in since.forwards),
     )
-    project_anew(parameters.by_name.values())
+    for value in parameters.by_name.values():
+        if own := own_gradients.get(id(value)):
+            own.projection = None
+    if state.steps >= STEPS:
+        end_projections()
 
 
 def wants_weights():
@@ -215,8 +219,9 @@ class OwnGradient:
             parameter = self.parameter()
             if parameter is None:
                 return
-            # The first backward pass since zero_grad(), or since a step, begins anew:
-            if parameter.grad is None or self.projection is None:
+            is_cleared = parameter.grad is None  # by zero_grad(), but not if that fills in zeros
+            is_first_since_step = self.projection is None
+            if is_cleared or is_first_since_step:
                 self.projection = 0.0
             if not gradient.is_sparse:
                 self.projection += projection(gradient)
@@ -255,15 +260,11 @@ def describe_projections(parameters):
     }
 
 
-def project_anew(parameters):
-    """Forget what was added to the gradients of a step. After the first steps, remove all hooks."""
-    for value in parameters:
-        if own := own_gradients.get(id(value)):
-            own.projection = None
-    if state.steps >= STEPS:
-        for own in own_gradients.values():
-            own.hook.remove()  # it costs time
-        own_gradients.clear()
+def end_projections():
+    """Remove the hooks, which cost time."""
+    for own in own_gradients.values():
+        own.hook.remove()
+    own_gradients.clear()
 
 
 # ---------------------------------------------------------------- GradScaler
@@ -296,7 +297,8 @@ def step_scaled(original, self, *args, **kwargs):
 def clip(original, *args, **kwargs):
     """Report that gradients are clipped."""
     since = state.since_step
-    all_scaled = since.backwards <= since.losses_scaled  # else they may be those of another loss
+    # If a GradScaler has scaled one of two losses, these may be the gradients of the other:
+    all_scaled = since.backwards <= since.losses_scaled
     norm = original(*args, **kwargs)
     scaled = state.gradients_scaled and all_scaled
     value = norm.item() if type(norm) is torch.Tensor else None
@@ -320,14 +322,14 @@ def load_state_dict(original, self, *args, **kwargs):
 def length_of_schedule(scheduler):
     """Return how many steps a schedule has.
 
-    Of a function, or a class of the script, it guesses: the largest whole number that it keeps.
+    Of what the script itself defines, it guesses: the largest whole number, be it a width or not.
     """
-    if hasattr(scheduler, "lr_lambdas"):
+    if hasattr(scheduler, "lr_lambdas"):  # functools.partial(f, steps=900), or one in a function
         function = scheduler.lr_lambdas[0]
         kept = getattr(function, "keywords", None) or inspect.getclosurevars(function).nonlocals
-    elif type(scheduler).__module__ == lr_scheduler.__name__:
+    elif type(scheduler).__module__ == lr_scheduler.__name__:  # PyTorch's CosineAnnealingLR, …
         return int(scheduler.T_max if hasattr(scheduler, "T_max") else scheduler.total_steps)
-    else:
+    else:  # a class of the script
         counts = ("last_epoch", "_step_count")  # of the steps that it has taken
         kept = {name: value for name, value in vars(scheduler).items() if name not in counts}
     return max(value for value in kept.values() if type(value) is int)
