@@ -186,10 +186,10 @@ QUIET = "set_device|init$|synchronize|empty_cache|ipc_collect|manual_seed"
 def answer(original, *args, **kwargs):
     """Answer what the script asks about GPUs by `ANSWERS`; let a library's calls in `QUIET` be."""
     name = original.__name__
-    if script_line(direct=True):
+    if script_line(direct=True):  # the script asks
         report_translated(f"{original.__module__}.{name}()")
-    elif not re.match(QUIET, name):
-        return original(*args, **kwargs)  # a library asks, and gets the truth
+    elif not re.match(QUIET, name):  # a library asks, and gets the truth
+        return original(*args, **kwargs)
     value = ANSWERS.get(name, 0)
     return value(*args, **kwargs) if callable(value) else value
 
@@ -273,7 +273,7 @@ def normalize_over_ranks(original, self, tensor):
     sizes[rank] = len(tensor)
     sizes = SumOverRanks.apply(sizes, group).tolist()
     before, after = sum(sizes[:rank]), sum(sizes[rank + 1 :])
-    # Each rank fills its place in a batch of zeros, so the sum over the ranks is the whole batch.
+    # Each rank fills its place in a batch of zeros: a a 0 0 0 and 0 0 b b b add up to a a b b b.
     # What pad() gets begins with the last dimension, and the first is that of the samples.
     padded = torch.nn.functional.pad(tensor, [0, 0] * (tensor.dim() - 1) + [before, after])
     batch = SumOverRanks.apply(padded, group)
