@@ -39,7 +39,8 @@ def local_part(tensor):
 def mesh_dimensions(tensors):
     """Return the number of dimensions of the mesh that tensors are sharded over, or 0.
 
-    HSDP shards them over one dimension, and replicates that over another.
+    It is 1 for FSDP and for HSDP, which replicates over a second dimension, and 2 for FSDP with
+    tensor parallelism. For tensors that are only replicated over a mesh, it is 1, too.
     """
     flat = any(hasattr(tensor, "_fsdp_flattened") for tensor in tensors)  # FSDP1 marks them so
     meshes = [
@@ -91,8 +92,9 @@ def describe_samples(batch, count):
     """Return the fields of a `Batch` event that tell of its samples.
 
     A sample has a row in each tensor that is as long as there are samples: its label is in the one
-    with the shortest rows. If there is only one sample, as where the data set returns whole
-    batches, all tensors are its own. An unknown count is the length of the first tensor.
+    with the shortest rows. Of 8 images of 3 x 4 pixels and 8 labels, there are 8 checksums and 8
+    label_checksums; width is 13, label_size 1. If the count is 1, as where the data set returns
+    whole batches, all tensors are that sample's. None stands for the length of the first tensor.
     """
     tensors = [tensor for tensor in tensors_in(batch) if tensor.dim() and tensor.numel()]
     if count is None:
@@ -145,10 +147,9 @@ def fingerprint(value, depth=5):
 def array_bytes(value):
     """Return the bytes of an array or an image, or None of anything else and of large ones."""
     size = ask(lambda: value.nbytes)
-    if size is None:  # of a PIL image, in pixels
+    if size is None:  # no array, perhaps a PIL image
         size = ask(lambda: value.width * value.height * len(value.getbands()))
-    small = ask(lambda: size < MAX_BYTES)
-    return ask(lambda: bytes(value.tobytes())) if small else None
+    return ask(lambda: bytes(value.tobytes()) if size < MAX_BYTES else None)
 
 
 def parts_of(value):
