@@ -28,7 +28,7 @@ class AfterImport:
 
         def exec_module(module):
             execute(module)
-            if self in sys.meta_path:  # two lookups give two loaders: only the first calls it
+            if self in sys.meta_path:  # find_spec() and an import give two loaders: call it once
                 sys.meta_path.remove(self)
                 self.function()
 
