@@ -19,7 +19,7 @@ import psutil
 from ddp_check import events
 from ddp_check.keeper import kept_folder, signal_processes
 from ddp_check.protocol import HERE, STACKS, VARIABLE, Task
-from ddp_check.run import Run, without_own_steps
+from ddp_check.run import Run, without_side_training
 from ddp_check.source import parsed
 
 # Checkpoints end so, but so may weights and data that a script needs:
@@ -72,9 +72,11 @@ class Mirror:
     def make(self, target, source, depth=MAX_DEPTH, in_data=False):
         """Make a new folder with the files of another.
 
-        Code is copied, for Python would import from the folder that a link points to, and so are
-        other files while there is room, the smallest first. Large and hidden ones are linked, those
-        of a data set, and folders of very many files.
+        __pycache__     is left out, and so are checkpoints, unless they are wanted or `in_data`
+        folders         are made, too, but linked if they are hidden, `is_large`, or very deep
+        code            is copied, for Python would import from the folder that a link points to
+        other files     are copied while there is room, the smallest first, but linked `in_data`
+        hidden files    are linked
         """
         target.mkdir()
         for path in sorted(source.iterdir(), key=size_of):
@@ -137,6 +139,7 @@ class Plan:
         self.text = self.path.read_text(encoding="utf-8", errors="replace")
         self.may_choose_launcher = self.launcher is None
         self.launcher = self.launcher or launcher_of(self.text)
+        # What `undisturbed` finds out holds for all further runs, the launcher included:
         self.translated = self.translate == "yes"
         self.lacking = ""  # how the run without translated calls ended
         self.left_out = False  # there are checkpoints beside the script
@@ -149,7 +152,7 @@ class Plan:
 
     @cached_property
     def undisturbed(self):
-        """An uninterrupted run; with the checkpoints beside it if the script fails without them."""
+        """An uninterrupted run. If it fails, it is repeated under torchrun, or with checkpoints."""
         run = self.first_run("undisturbed")
         if self.may_choose_launcher and self.launcher == "python" and lacks_launcher(run):
             self.launcher = "torchrun"
@@ -162,9 +165,15 @@ class Plan:
     def first_run(self, name):
         """Run the script, and once more with GPU calls translated if it fails without GPUs."""
         run = self.run(name)
-        if self.translate == "auto" and not self.translated and self.may_want_gpus(run):
-            run = self.run_translated(run, f"{name}-translated")
-        return run
+        if self.translate != "auto" or self.translated or not self.may_want_gpus(run):
+            return run
+        self.translated = True
+        self.lacking = run.ending if run.returncode else "no training"
+        translated = self.run(f"{name}-translated")
+        if translated.returncode and translated.ending == run.ending and not run.lacks_gpus:
+            self.translated, self.lacking = False, ""  # the same error, which names no GPU
+            return run
+        return translated
 
     def may_want_gpus(self, run):
         """Return whether a run did not train, perhaps because there are no GPUs."""
@@ -173,16 +182,6 @@ class Plan:
         trained_together = run.all(events.Step) and run.joins
         early = run.returncode is not None and not trained_together
         return run.lacks_gpus or bool(early and re.search(USES_GPUS, self.text))
-
-    def run_translated(self, before, name):
-        """Run the script with its GPU calls translated; return the run that counts."""
-        self.translated = True
-        self.lacking = before.ending if before.returncode else "no training"
-        run = self.run(name)
-        if run.returncode and run.ending == before.ending and not before.lacks_gpus:
-            self.translated, self.lacking = False, ""  # it is not about GPUs
-            return before
-        return run
 
     def folder_of(self, name):
         """Return the folder of a name, with the script's files in it."""
@@ -201,13 +200,13 @@ class Plan:
         `others_in`. The options are those of a `Task`.
         """
         cwd, nproc = self.folder_of(name), nproc or self.nproc
-        folder = cwd.with_name(f"{name}.run{len(list(cwd.parent.glob(f'{name}.run*')))}")
-        folder.mkdir()
-        task = Task(str(folder), f"{cwd}{os.sep}", nproc, translate=self.translated, **options)
+        for_events = cwd.with_name(f"{name}.run{len(list(cwd.parent.glob(f'{name}.run*')))}")
+        for_events.mkdir()
+        task = Task(str(for_events), f"{cwd}{os.sep}", nproc, translate=self.translated, **options)
         command = self.command(nproc, cwd, self.folder_of(others_in) if others_in else None)
-        run = Run(nproc, folder, cwd, str(self.path), self.text, self.translated)
+        run = Run(nproc, for_events, cwd, str(self.path), self.text, self.translated)
         run.begun = time.monotonic()
-        with open(folder / "output", "wb") as output:
+        with open(for_events / "output", "wb") as output:
             process = subprocess.Popen(
                 [*command, *map(str, arguments or self.arguments)],
                 cwd=cwd,
@@ -220,10 +219,10 @@ class Plan:
             end = run.begun + self.timeout
             try:
                 if during:
-                    during(process, folder, end)
+                    during(process, for_events, end)
                 wait(process, run, end)
             finally:
-                kill_all(process, folder)
+                kill_all(process, for_events)
         collect(run)
         return run
 
@@ -285,9 +284,9 @@ def environment(task, variables, launcher):
     env = {name: value for name, value in os.environ.items() if not re.match(of_a_job, name)}
     env |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     if launcher == "srun":
-        values = {"NPROC": str(task.nproc), "RANKS": ",".join(map(str, range(task.nproc)))}
+        stand_for = {"NPROC": str(task.nproc), "RANKS": ",".join(map(str, range(task.nproc)))}
         for value, names in SLURM.items():
-            env |= {f"SLURM_{name}": values.get(value, value) for name in names.split()}
+            env |= {f"SLURM_{name}": stand_for.get(value, value) for name in names.split()}
         # Each process joins the group as one that torchrun has not started
         env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "SLURM_SUBMIT_DIR": os.getcwd()}
     temporary = Path(task.events).parent / "tmp"  # which is removed, even after a killed run
@@ -300,21 +299,22 @@ def environment(task, variables, launcher):
 
 def wait(process, run, end):
     """Wait for a script until it ends, hangs, or its time is up; set how that was."""
-    before, since = None, run.begun  # what it had done, and since when it has done nothing
+    written, computed = -1, 0.0  # its `progress` at the last look; at first, there was none
+    since = run.begun  # without progress
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             run.returncode = process.wait(min(LOOK_EVERY, max(1, end - time.monotonic())))
             return
         if time.monotonic() >= end:
             break
-        now = progress(process, run.folder)
-        if before is None or now[0] > before[0] or now[1] - before[1] > LOOK_EVERY / 50:
+        written_before, computed_before = written, computed
+        written, computed = progress(process, run.folder)
+        if written > written_before or computed - computed_before > LOOK_EVERY / 50:
             since = time.monotonic()
         elif time.monotonic() - since > HANGS_AFTER:
             if seems_to_hang(run):
                 return
             since = time.monotonic()  # it may wait for the network: look again later
-        before = now
     run.stacks, run.idle_ranks = stacks_and_idle_ranks(run.folder)
 
 
@@ -342,24 +342,26 @@ def collect(run):
     processes = read_events(run.folder)
     run.events_by_rank = {rank: of_rank for rank, (_, of_rank) in processes.items()}
     taken = run.by_rank(events.Step)
-    run.events_by_rank = without_own_steps(run.events_by_rank)
+    run.events_by_rank = without_side_training(run.events_by_rank)
     kept = run.by_rank(events.Step)
     run.own_steps = all(len(kept[rank]) < len(steps) for rank, steps in taken.items())
 
 
 def read_events(folder):
     """Return the process ID and the events of each rank: {rank: (pid, events)}."""
-    processes = {}  # rank -> [(what comes first, pid, events)]
+    processes = []
     for path in folder.glob("*.jsonl"):
         whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")  # a line may be incomplete
         lines = [events.read(line) for line in whole.splitlines()]
         join = next((event for event in lines if isinstance(event, events.Join)), None)
         rank = getattr(join or next(iter(lines), None), "rank", None)
         if rank is not None:
-            order = not join, lines[0].time  # those that joined come first; then the earliest
-            processes.setdefault(int(rank), []).append((order, int(path.stem), lines))
-    first = {rank: min(of_rank, key=lambda each: each[0]) for rank, of_rank in processes.items()}
-    return {rank: (pid, lines) for rank, (_, pid, lines) in sorted(first.items())}
+            processes.append((int(rank), not join, lines[0].time, int(path.stem), lines))
+    by_rank = {}
+    # Those that a rank starts inherit RANK. Its own is the one that joined, or else the earliest.
+    for rank, _, _, pid, lines in sorted(processes, key=lambda process: process[:3]):
+        by_rank.setdefault(rank, (pid, lines))
+    return by_rank
 
 
 def stacks_and_idle_ranks(folder):

@@ -35,10 +35,12 @@ def ends_rank(error):
     """
     if ": error: " in error[1]:
         return True
-    above = lines_before(error)  # an iterator: takewhile takes the frames, and "Traceback (most …"
-    frames = [*takewhile(lambda line: re.match(r"\s|╰", line), above)]  # "rich" draws a box
-    # So this is the line above "Traceback". Python prints it for an error that ends nobody:
-    if next(above, "").startswith("Exception ignored in"):
+    frames, lines = [], lines_before(error)
+    for line in lines:
+        if not re.match(r"\s|╰", line):  # such as "Traceback (most recent call last):"
+            break
+        frames.append(line)  # or a line of the box that "rich" draws
+    if next(lines, "").startswith("Exception ignored in"):  # the line above: it ends nobody
         return False
     if re.match(r"[\w.]*(Error|Exception)\b", error[1]):
         return bool(frames)
@@ -61,40 +63,40 @@ def prefix_of(error):
     return re.match(PREFIX, error[0])[0]
 
 
-def without_own_steps(events_by_rank):
+def is_unwrapped(event):
+    """Return whether an event is a step in an unwrapped model; a sharded one needs no wrapper."""
+    if not isinstance(event, events.Step) or event.mesh_dimensions:
+        return False
+    return all(name.startswith(events.PARAMETER) for name in event.gradients)
+
+
+def without_side_training(events_by_rank):
     """Return the events without the steps that are no part of the common training.
 
     Those are steps in an unwrapped model: before anything is wrapped, as in trials of
     hyperparameters, or by an optimizer that not every rank has, as for a teacher that rank 0
     trains. If no step is taken in a wrapped model, all count.
     """
-
-    def is_unwrapped(event):
-        if not isinstance(event, events.Step) or event.mesh_dimensions:  # sharded ones need none
-            return False
-        return all(name.startswith(events.PARAMETER) for name in event.gradients)
-
-    steps = [event for event in chain(*events_by_rank.values()) if isinstance(event, events.Step)]
-    if all(map(is_unwrapped, steps)):
-        return events_by_rank
-    optimizers = [  # an optimizer is known by the names of its parameters
-        {tuple(event.gradients) for event in events_of_rank if isinstance(event, events.Step)}
+    steps_by_rank = [
+        [event for event in events_of_rank if isinstance(event, events.Step)]
         for events_of_rank in events_by_rank.values()
     ]
-
-    def is_of_some_ranks(step):
-        return not all(tuple(step.gradients) in of_rank for of_rank in optimizers)
-
+    if all(map(is_unwrapped, chain(*steps_by_rank))):
+        return events_by_rank
+    # An optimizer is known by the names of its parameters. Those that every rank has:
+    optimizers = [{tuple(step.gradients) for step in steps} for steps in steps_by_rank]
+    common = set.intersection(*optimizers)
     kept = {rank: [] for rank in events_by_rank}
     for rank, events_of_rank in events_by_rank.items():
         left_out, wraps = 0, False
         for event in events_of_rank:
             wraps = wraps or isinstance(event, events.Wrap)
-            if is_unwrapped(event) and (not wraps or is_of_some_ranks(event)):
+            if is_unwrapped(event) and not (wraps and tuple(event.gradients) in common):
                 left_out += 1
-                continue
-            counts = left_out and hasattr(event, "steps")  # it says how many came before it
-            kept[rank].append(replace(event, steps=event.steps - left_out) if counts else event)
+            elif left_out and hasattr(event, "steps"):  # it says how many came before it
+                kept[rank].append(replace(event, steps=event.steps - left_out))
+            else:
+                kept[rank].append(event)
     return kept
 
 
@@ -214,7 +216,7 @@ class Run:
         A step has weights only now and then, and of one optimizer only: the latest of each name are
         compared. Other fields are whole in each step, so for them the latest are those of the step.
         """
-        latest = [{} for _ in self.events_by_rank]  # for each rank, {name or position: value}
+        latest = [{} for _ in self.events_by_rank]  # {name: value}; of a list, {position: value}
         for number, row in enumerate(self.step_rows, 1):
             values = [getattr(step, field_name) for step in row]
             if None in values:
@@ -239,14 +241,14 @@ class Run:
     def averages_weights(self):
         """Whether the ranks take steps of their own, and average their weights now and then.
 
-        That is inferred: without DDP, gradients and weights differ, and weights agree later on.
+        A hook for local SGD says so, or it is inferred. With an average after every 4th step, say,
+        gradients differ in step 1, and weights, as they are before a step, in step 2, but not in 5.
+        Nor would they if rank 0's were broadcast, so something has to be added up, too.
         """
-        hooks = [event.name for event in self.all(events.CommHook)]
-        if any("localsgd" in name.lower() for name in hooks):
+        if any("localsgd" in event.name.lower() for event in self.all(events.CommHook)):
             return True
-        if self.all(events.Wrap) or not any(call.sums for call in self.all(events.Collective)):
-            return False
-        if not self.first_difference("gradients"):
+        adds_up = any(call.sums for call in self.all(events.Collective))
+        if self.all(events.Wrap) or not adds_up or not self.first_difference("gradients"):
             return False
         first = self.first_difference("weights")
         if not first:  # perhaps they average after each step: then they never differ before one
@@ -269,24 +271,24 @@ class Run:
     def trains_own_parameters(self):
         """Whether each rank seems to train parameters of its own on purpose.
 
-        As in an ensemble, a pipeline or a sharded table. Gradients differ from the first step on.
-        - If a model is wrapped over all ranks, the first that differs is of an unwrapped parameter,
-          and the ranks exchange objects, or more than FEW numbers, in each step.
-        - If none is, weights differ as early, no DistributedSampler divides the data, and the ranks
-          exchange such things at least once.
+        Gradients differ from the first step on, and the ranks exchange more than losses and counts.
+        - A table of embeddings, of which each rank has some rows, beside a model in DDP: the first
+          gradient that differs is an unwrapped parameter's, and there is an exchange in each step.
+        - An ensemble, or a pipeline, with no model wrapped over all ranks: weights differ as early,
+          each rank has all the data, and there is some exchange, perhaps by dist.send().
         """
-        steps, calls = self.step_rows, self.of_lowest_rank(events.Collective)
-        larger = [call for call in calls if call.elements > FEW or "gather_object" in call.name]
+        calls = self.of_lowest_rank(events.Collective)
+        exchanges = [call for call in calls if call.elements > FEW or "gather_object" in call.name]
         weights, gradients = map(self.first_difference, ("weights", "gradients"))
         if self.averages_weights or not gradients or gradients.number > 1:
             return False
         if any(wrap.ranks == self.world_size for wrap in self.all(events.Wrap)):
             unwrapped = str(gradients.name).startswith(events.PARAMETER)
-            return unwrapped and len(larger) >= len(steps)
+            return unwrapped and len(exchanges) >= len(self.step_rows)
         if not weights or weights.number > 1:
             return False
         divided = any(data_pass.distributed for data_pass in self.all(events.PassBegun))
-        return not divided and bool(larger or re.search(SENDS, self.source))
+        return not divided and bool(exchanges or re.search(SENDS, self.source))
 
     @property
     def final_weights(self):
@@ -299,18 +301,16 @@ class Run:
 
     @property
     def hangs(self):
-        """Whether all ranks stood still, and nothing had happened for twice as long as ever before.
-
-        They hang only in a process group, or while they join it, and if none waits for the network.
-        """
+        """Whether all ranks stand still, for longer than is usual in this run."""
         stand_still = bool(self.stacks) and self.idle_ranks >= self.stacks.keys()
         if self.returncode is not None or not stand_still:
             return False
         times = [self.begun, *sorted(event.time for event in self.all(events.Event))]
         longest = max((after - before for before, after in pairwise(times)), default=0)
         nothing_since = self.begun + self.seconds - times[-1]
-        if nothing_since <= 2 * longest:
+        if nothing_since <= 2 * longest:  # as before; `wait` asks only after HANGS_AFTER seconds
             return False
+        # In no process group, or at the network, a rank does not wait for another:
         frames = list(chain(*self.stacks.values()))
         joining = any(function == "init_process_group" for _, _, function in frames)
         outside = r"/(socket|ssl|subprocess)\.py$"  # it waits for the network, or a download
@@ -346,8 +346,8 @@ class Run:
     def raised(self):
         """The matches of the errors that may have ended ranks.
 
-        ERROR leaves out those that others follow. Those that PyTorch has marked with their rank are
-        preferred, as nothing has caught them.
+        ERROR leaves out those that others follow, `ends_rank` those that were only printed. Those
+        that PyTorch has marked with their rank are preferred, as nothing has caught them.
         """
         errors = list(filter(ends_rank, re.finditer(ERROR, self.printed, re.M)))
         return list(filter(prefix_of, errors)) or errors
@@ -399,10 +399,10 @@ class Run:
     def ending(self):
         """How a script that failed has ended, in words; not for one killed after the timeout."""
         if first := self.error:
-            more = re.match(rf"\s*{PREFIX}\s*(\S.*)", first.string[first.end() :])
             text = first[1]
-            if more and text.endswith((":", " ")):  # goes on in the next line
-                text = f"{text.rstrip()} {more[1]}"
+            next_line = re.match(rf"\s*{PREFIX}\s*(\S.*)", first.string[first.end() :])
+            if next_line and text.endswith((":", " ")):  # the message goes on there
+                text = f"{text.rstrip()} {next_line[1]}"
             usage = re.findall(r"^usage: .+", self.printed, re.M)
             return textwrap.shorten("; ".join([text, *usage[:1]]), 500, placeholder=" …")
         rank, code = self.first_failure
@@ -424,7 +424,7 @@ class Run:
         """Whether the script failed because there are none."""
         if not self.returncode:  # it has not failed
             return False
-        # Without a message, only the assertion itself says what it is about. A traceback ends with
-        # the frame, the assertion, and its error.
+        # Without a message, only what is asserted says it. A traceback ends with the frame,
+        # "assert torch.cuda.is_available()", and "AssertionError".
         end = self.traceback[-3:] if self.ending == "AssertionError" else []
         return bool(re.search(LACKS_GPUS, "\n".join([self.ending, *end])))
