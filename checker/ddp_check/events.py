@@ -139,8 +139,8 @@ class Counted(Event):
 
     length: int
     reduced: bool  # by sum() or mean()
-    # If it was compared, and holds one rank's part behind another's: how many numbers are equal,
-    # and how many would be if the ranks took turns in it.
+    # If it was compared, and holds one rank's part behind another's: how many numbers are equal, or
+    # nearly so, and how many would be if the ranks took turns in it.
     equal: int | None
     equal_in_turns: int | None
 
@@ -149,8 +149,8 @@ class Totalled(Event):
     """Numbers of all ranks were reduced, or gathered: they may count samples."""
 
     values: list[int]  # the results that are whole numbers, and their sum if that is one
-    own: float | None  # what this rank added, if it is a single number
-    total: float | None  # the result, if it is a single number
+    own: list[float]  # what this rank added; empty if these are many, or were gathered
+    total: list[float]  # the result, in the same order
 
 
 class SumKept(Event):

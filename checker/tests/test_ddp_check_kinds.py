@@ -655,13 +655,29 @@ SHARES = [  # of each rank, added up and divided by their number
     (
         "net, test)\n",
         """net, test)
-        share = torch.tensor(1 - right / 21)
+        share = torch.tensor([1 - right / 21, 1])
         dist.all_reduce(share)
-        rank or print(f"accuracy {share.item() / size:.4f}")
+        rank or print(f"accuracy {share[0] / share[1]:.4f}")
 """,
     ),
 ]
-ADDED_UP = ("share.item() / size", "share.item()")
+ADDED_UP = ("share[0] / share[1]", "share[0]")
+BY_OBJECTS = [
+    before(
+        "        right = eval",
+        """        wanted, parts = torch.stack([x for x, _ in test])[:20, 0], [None] * size
+        dist.all_gather_object(parts, wanted[rank::size])
+        error = (torch.stack(parts, dim=1).flatten() - wanted).abs().mean()
+""",
+    ),
+    UNEVALUATED,
+]
+TWIN = [
+    before(READY, "    twin = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))\n"),
+    after(STEP, "            twin.load_state_dict(net.state_dict())\n"),
+    before(LOOP, "        with torch.no_grad():\n            [each(x) for each in (net, twin)]\n"),
+    UNEVALUATED,
+]
 CONSTANT = [("randn(117, 4)", "ones(117, 4)"), UNEVALUATED]
 RATE = [(SHOW, SHOW + """            print(f"lr {optimizer.param_groups[0]['lr']:.4f}")\n""")]
 
@@ -800,6 +816,21 @@ KINDS = {
         [SAME_SEED],
         "numbers in the training loop: should they",
         [*NOISE, ("randn(8, 4)", "randn(1)")],
+    ),
+    "samples that are others on each rank": Kind(
+        {"ranks_share_data": UNSURE},
+        [("return self.x[index],", "return self.x[index] + dist.get_rank(),")],
+        r"of \d+ samples that several ranks have seen, in different epochs, are not the same",
+        [UNEVALUATED],
+    ),
+    "an epoch that is begun again": Kind(
+        {"order_changes": UNSURE},
+        [("(1, 9), ", "(1, 4), (1, 9), ")],
+        r"the 32 samples of pass 2 come again in the next one.+ \(for inputs, targets in iter",
+        [
+            (READY, "    for epoch, count in [(0, 9), (1, 9), (2, 9)]:\n"),
+            (LOOP, LOOP.replace("loader", "itertools.islice(loader, count)")),
+        ],
     ),
     "split by rank": Kind(
         SHARED,
@@ -1198,6 +1229,12 @@ KINDS = {
             *DRAWN,
         ],
     ),
+    "a second model, evaluated in the same line": Kind(
+        {"evaluated_models_agree": UNSURE},
+        [("twin.load_state_dict", "rank or twin.load_state_dict")],
+        r"0.weight of Sequential differs from rank to rank: is that intended\? \(\[each",
+        TWIN,
+    ),
     "a buffer": Kind(
         EVALUATED,
         [("DDP(net)", "DDP(net, broadcast_buffers=False)")],
@@ -1235,6 +1272,12 @@ KINDS = {
         [("stack(parts, dim=1).flatten()", "cat(parts)")],
         r"in another order than the labels.+: \d+ of 20 agree, and 20 if the ranks take turns",
         [*EVEN, ("[model(inputs)", "[inputs")],
+    ),
+    "not cut, in order, without a DataLoader": Kind(
+        SINGLE,
+        [("stack(parts, dim=1).flatten() - wanted", "cat(parts) - wanted")],
+        r"in another order than the labels.+ \(error = ",
+        BY_OBJECTS,
     ),
     "gathered as one number": Kind(
         SINGLE,

@@ -36,10 +36,13 @@ REDUCTIONS = ("all_reduce", "reduce")
 LISTS_OF_PARTS = ("tensor_list", "gather_list", "object_list", "object_gather_list")
 SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 TIMES_GROWN = 2  # in a row, after which a sum counts as kept: once may be chance
+FEW = 8  # numbers, that each may be printed
 MAX_COUNTS = 64  # numbers that are added up at once, among which may be that of the samples
 TO_ONE_NUMBER = ("sum", "mean")
 HARMLESS_MODES = ("ddp_check.", "torch.utils._device")  # modules; torch.set_default_device's
 EQUALS = ("__eq__", "eq")
+COMPARISONS = (*EQUALS, "__sub__", "sub", "l1_loss", "mse_loss", "smooth_l1_loss")
+NEAR = 0.25  # standard deviations of what is expected: two numbers that are as near count as equal
 latest_sums = WeakTensorKeyDictionary()  # tensor that was added up -> its `times_grown`, the sum
 READ_OUT = (*EQUALS, "__ne__", "ne", "numpy", "tolist", *TO_ONE_NUMBER)
 
@@ -98,7 +101,7 @@ class Call:
         self.parts = parts_in(named)  # of the ranks, in a gather
         operations = [value for value in arguments if isinstance(value, dist.ReduceOp)]
         self.sums = self.name in REDUCTIONS and all(each in SUMS for each in operations)
-        self.own_number = number_in(self.tensors) if self.sums else None  # what this rank adds
+        self.own_numbers = few_numbers(self.tensors) if self.sums else []  # what this rank adds
         averages = dist.ReduceOp.AVG in operations  # to do that again changes nothing
         may_grow = self.sums and not averages and len(self.tensors) == 1
         self.times_grown = times_grown(self.tensors[0]) if may_grow else None
@@ -166,8 +169,8 @@ class Call:
             return
         numbers = ask(lambda: [*tensor.flatten()[:MAX_COUNTS].tolist(), tensor.sum().item()])
         whole = [int(value) for value in numbers or () if ask(lambda value: value % 1 == 0, value)]
-        total = number_in(self.tensors)
-        report(events.Totalled, values=whole, own=self.own_number, total=total)
+        total = few_numbers(self.tensors) if self.own_numbers else []
+        report(events.Totalled, values=whole, own=self.own_numbers, total=total)
 
 
 def is_gradient(tensor):
@@ -198,10 +201,11 @@ def parts_in(arguments):
     return next((arguments[name] for name in LISTS_OF_PARTS if arguments.get(name)), [])
 
 
-def number_in(tensors):
-    """Return the value of the only tensor, if that is a single number."""
-    single = len(tensors) == 1 and tensors[0].numel() == 1
-    return ask(lambda: float(tensors[0].detach())) if single else None
+def few_numbers(tensors):
+    """Return the values of the only tensor, if they are few."""
+    if len(tensors) != 1 or tensors[0].numel() > FEW:
+        return []
+    return ask(lambda: [*map(float, tensors[0].detach().flatten().tolist())], default=[])
 
 
 def is_on_all_ranks(args, kwargs):
@@ -298,7 +302,7 @@ class AfterGather(TorchFunctionMode):
         length = ask(len, args[0]) if args and isinstance(args[0], torch.Tensor) else None
         if length is not None:  # a single number, or a lazy parameter, has none
             self.report_cut(name, args, length, result)
-            self.report_read(name, args, length, result)
+            self.report_read(name, args, length)
         lost = self.lost_gradients
         if lost and lost.ranks_of and torch.is_grad_enabled() and name != "detach":
             lost.follow([args, kwargs], result)
@@ -309,13 +313,13 @@ class AfterGather(TorchFunctionMode):
             in_blocks = in_turns_if_in_blocks(args[0], self.parts) is not None
             report(events.Cut, dropped=length - len(result), in_blocks=in_blocks)
 
-    def report_read(self, name, args, length, result):
+    def report_read(self, name, args, length):
         """Report the length of a tensor that is compared, or read by other means."""
-        if name not in READ_OUT or length < 2:
-            return
         equal, equal_in_turns = None, None
-        if name in EQUALS and ask(lambda: args[1].shape) == args[0].shape:
-            equal, equal_in_turns = self.count_equal(*args[:2], result)
+        if name in COMPARISONS and ask(lambda: args[1].shape) == args[0].shape:
+            equal, equal_in_turns = self.count_equal(*args[:2])
+        if length < 2 or (equal is None and name not in READ_OUT):
+            return
         report(
             events.Counted,
             length=length,
@@ -324,7 +328,7 @@ class AfterGather(TorchFunctionMode):
             equal_in_turns=equal_in_turns,
         )
 
-    def count_equal(self, tensor, other, is_equal):
+    def count_equal(self, tensor, other):
         """Return how many numbers are equal, and how many would be if the ranks took turns.
 
         That is None unless one of these tensors has one rank's part behind another's.
@@ -332,7 +336,7 @@ class AfterGather(TorchFunctionMode):
         for gathered, expected in ((tensor, other), (other, tensor)):
             turns = in_turns_if_in_blocks(gathered, self.parts)
             if turns is not None:
-                return int(is_equal.sum()), int((turns == expected).sum())
+                return count_near(gathered, expected), count_near(turns, expected)
         return None, None
 
 
@@ -377,6 +381,12 @@ class LostGradients:
 
 
 after_gather = AfterGather()
+
+
+def count_near(tensor, expected):
+    """Return how many numbers of a tensor are those that are expected, or near them."""
+    expected = expected.double()
+    return int(((tensor.double() - expected).abs() <= NEAR * expected.std()).sum())
 
 
 def in_turns_if_in_blocks(tensor, parts):

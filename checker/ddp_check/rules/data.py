@@ -25,7 +25,7 @@ def ranks_share_data(run):
         return not_applicable("ranks that share a model have to have the same batches")
     by_samples = verdict_on_epochs(run.training_passes, bool(run.all(events.Drawn)))
     if by_samples is None or by_samples.status == PASS:  # each rank has samples of its own
-        return divided_among_more(run) or by_samples
+        return divided_among_more(run) or other_samples(run) or by_samples
     if by_samples.status != UNSEEN:
         return by_samples
     # The samples do not tell. The batches that entered the models may: those of the same step, or,
@@ -197,6 +197,34 @@ def divided_among_more(run):
             return wrong(f"{text}, and there are {run.world_size}", data_pass.where)
 
 
+def other_samples(run):
+    """Return the verdict if an index means one and the same sample on a rank, but not on all.
+
+    As where a data set calls hash() on strings, which differs from process to process. Augmented
+    samples, unlike these, differ from epoch to epoch, too.
+    """
+    checksums = {}  # (line of the loop, index) -> {rank: checksums of the sample}
+    for epoch in run.training_passes:
+        first = of_lowest_rank(epoch)
+        if first.distributed and not first.iterable:
+            for rank, sample_by_index in zip(epoch, checksums_by_index(epoch, "checksums")):
+                for index, checksum in sample_by_index.items():
+                    of_index = checksums.setdefault((first.where, index), {})
+                    of_index.setdefault(rank, []).append(checksum)
+    of_ranks = [values for by_rank in checksums.values() for values in by_rank.values()]
+    came_again = sum(len(values) > 1 for values in of_ranks)
+    if came_again < ENOUGH_SAMPLES or any(len(set(values)) > 1 for values in of_ranks):
+        return None
+    common = [[*chain(*by_rank.values())] for by_rank in checksums.values() if len(by_rank) > 1]
+    differing = [values for values in common if len(set(values)) > 1]
+    if len(differing) > len(common) / 2:
+        text = (
+            f"{len(differing)} of {counted(len(common), 'sample')} that several ranks have seen, "
+        )
+        text += "in different epochs, are not the same on each: does the data set call hash()?"
+        return unsure(text, run.all(events.Step)[0].where, "split_differs_by_rank")
+
+
 def sets_differ(epoch):
     """Return the verdict if each rank has a data set of its own."""
     distributed = of_lowest_rank(epoch).distributed
@@ -280,7 +308,7 @@ def same_order(run, passes):
         return unseen("the samples have no index, or there are too few", where)
     same = [number for number, (old, new) in enumerate(pairwise(orders), 1) if old == new]
     if not same:
-        return None
+        return begins_again(passes, orders)
     text = f"epochs {same[0]} and {same[0] + 1} have the same order"
     if first.iterable:
         if first.persistent and len({each.dataset_checksum for each in passes}) > 1:
@@ -303,6 +331,16 @@ def same_order(run, passes):
         text += f"; set_epoch gets {calls[-1].value} last"
         return wrong(text, calls[0].where, "no_set_epoch")
     return wrong(f"{text}; set_epoch is never called", where, "no_set_epoch")
+
+
+def begins_again(passes, orders):
+    """Return the verdict on an epoch that is left early, and begun again by the next pass."""
+    for number, (order, following) in enumerate(pairwise(orders), 1):
+        is_begun_again = len(order) >= ENOUGH_SAMPLES and following[: len(order)] == order
+        if is_begun_again and passes[number].shuffle and not passes[number - 1].is_whole:
+            text = f"the {len(order)} samples of pass {number} come again in the next one, in the "
+            text += "same order: should that go on behind them, as after a resume?"
+            return unsure(text, passes[number].where, "epoch_starts_again")
 
 
 def random_numbers_differ(run):

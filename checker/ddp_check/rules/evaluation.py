@@ -65,13 +65,14 @@ def evaluating_passes(run):
 
 def each_sample_is_evaluated_once(run):
     """the evaluation sees each sample once"""
+    if verdict := in_another_order(run):
+        return verdict
     evaluated = evaluations(run)
     if not evaluated:
         return unseen("no DataLoader was used without training")
     verdicts = []
     for parts in evaluated:
-        verdict = in_another_order(parts) or not_once(parts, remainder(parts, evaluated), run)
-        if verdict:
+        if verdict := not_once(parts, remainder(parts, evaluated), run):
             verdicts.append(replace(verdict, where=parts[0].where, page="padded_evaluation"))
     largest = max((part for part, *_ in evaluated), key=lambda part: part.sample_count)
     return worst(verdicts) or passed(counted(largest.sample_count, "sample"), largest.where)
@@ -91,22 +92,20 @@ def remainder(parts, evaluations):
     return set()
 
 
-def in_another_order(parts):
-    """Return the verdict if the ranks got the samples in turns, and their parts stay in blocks.
+def in_another_order(run):
+    """Return the verdict if the ranks take turns in the labels, and in the predictions they do not.
 
-    In turns, two ranks get 0 2 4 and 1 3 5; what is gathered has a block of each rank: 0 2 4 1 3 5.
-    Of the labels, far more agree if that is put in turns: 0 1 2 3 4 5.
+    Two ranks that take turns get 0 2 4 and 1 3 5. What is gathered has a block of each, as in
+    0 2 4 1 3 5, and far more of it would agree with the labels in turns, as in 0 1 2 3 4 5.
     """
-    samples = [part.values("indices") for part in parts]
-    in_turns = all(of_rank and of_rank[0] == rank for rank, of_rank in enumerate(samples))
-    if len(parts) < 2 or not in_turns:
-        return None
-    for event in chain(*(part.events_of(events.Counted) for part in parts)):
-        # More than chance: two standard deviations of such a number are at most this root.
-        if event.equal is not None and event.equal_in_turns > event.equal + 2 * event.length**0.5:
+    for event in run.all(events.Counted):
+        # More than chance: three standard deviations of the difference of two such numbers are
+        # about twice this root.
+        if event.equal is not None and event.equal_in_turns > event.equal + 3 * event.length**0.5:
             text = "what is gathered is in another order than the labels, one rank's part behind "
             text += f"another's: {event.equal} of {event.length} agree, and "
-            return wrong(f"{text}{event.equal_in_turns} if the ranks take turns")
+            text += f"{event.equal_in_turns} if the ranks take turns"
+            return wrong(text, event.where, "padded_evaluation")
 
 
 def not_once(parts, evaluated_elsewhere, run):
@@ -259,7 +258,7 @@ def only_sizes_are_shared(run, parts):
     last, sizes = parts[0].batches[-1], [sum(part.sizes) for part in parts]
     totals = run.following(last, events.Totalled, ENDS_AN_EVALUATION)
     is_lone = len(calls_that_share(run, last)) == len(totals) == 1
-    return is_lone and totals[0].own == sizes[0] and totals[0].total == sum(sizes)
+    return is_lone and totals[0].own == [sizes[0]] and totals[0].total == [sum(sizes)]
 
 
 def own_part_printed(run, parts):
@@ -293,7 +292,7 @@ def is_share_of_own(run, line, parts):
     """
     last, own = parts[0].batches[-1], sum(parts[0].sizes)
     added_up = [event.total for event in run.following(last, events.Totalled, ENDS_AN_EVALUATION)]
-    totals = [total for total in (own, *added_up) if total]
+    totals = [own, *(total[0] for total in added_up if len(total) == 1 and total[0])]
     is_share = any(
         0 < number.value < number.whole and number.is_only_share_of(total)
         for number in numbers_in(line.text)

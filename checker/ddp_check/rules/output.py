@@ -3,6 +3,7 @@
 import os
 import re
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -350,31 +351,35 @@ def sum_is_printed(run, words, right=()):
     words: LOSS or SHARE
     right: lines that print a mean over all ranks
     """
-    of_shares = words == SHARE
-    for row in run.rows(events.Totalled):
-        if len(row) < 2 or not is_sum_of_fractions(row):
-            continue
-        for line in run.following(row[0], events.Print, events.Totalled):
-            for number in numbers_in(line.text):
-                is_meant = re.search(words, number.words) and not re.search(NAMED_SUM, number.words)
-                factor = 100 if number.percent else 1
-                parts = " and ".join(f"{factor * event.own:.4g}" for event in row[:2])
-                is_mean = number.digits > 2 and number.is_printed_for(row[0].total / len(row))
-                if of_shares and is_mean and re.search(OF_A_WHOLE_SET, number.words):
-                    text = f"{number.shown} is the mean of {parts}, each of one rank's samples: "
-                    return unsure(f"{text}of all, it is another", line.where, "mean_of_means")
-                if is_meant and line.where not in right and number.is_printed_for(row[0].total):
-                    text = f"{number.shown} is {THE_SUM}, of {parts}"
-                    are_shares = of_shares and all(0 <= event.own <= 1 for event in row)
-                    if are_shares and row[0].total > 1:
-                        return wrong(f"{text}: divide it by {len(row)}", line.where, "rank_0_loss")
-                    text += ": is each already divided by what all ranks have?"
-                    return unsure(text, line.where, "rank_0_loss")
+    for row in run.rows(events.Totalled) if run.world_size > 1 else ():
+        lines = run.following(row[0], events.Print, events.Totalled)
+        numbers = [(number, line.where) for line in lines for number in numbers_in(line.text)]
+        for own, total in zip(zip(*(event.own for event in row)), row[0].total):
+            for number, where in numbers if is_sum_of_fractions(own, total) else ():
+                if verdict := verdict_on_sum(number, own, total, words, where in right):
+                    return replace(verdict, where=where)
 
 
-def is_sum_of_fractions(row):
-    """Return whether all ranks have added up one number each that is not whole."""
-    own = [event.own for event in row]
-    if None in own or row[0].total is None or all(value % 1 == 0 for value in own):
-        return False
-    return close(row[0].total, sum(own), 1e-4)
+def verdict_on_sum(number, own, total, words, is_known):
+    """Return the verdict on a number that is printed, if it is this total of what ranks have alone.
+
+    is_known: it is a mean over all ranks
+    """
+    factor = 100 if number.percent else 1
+    parts = " and ".join(f"{factor * value:.4g}" for value in own[:2])
+    is_mean = number.digits > 2 and number.is_printed_for(total / len(own))
+    if words == SHARE and is_mean and re.search(OF_A_WHOLE_SET, number.words):
+        text = f"{number.shown} is the mean of {parts}, each of one rank's samples: of all, it is "
+        return unsure(f"{text}another", "", "mean_of_means")
+    is_meant = re.search(words, number.words) and not re.search(NAMED_SUM, number.words)
+    if not is_meant or is_known or not number.is_printed_for(total):
+        return None
+    text = f"{number.shown} is {THE_SUM}, of {parts}"
+    if words == SHARE and all(0 <= value <= 1 for value in own) and total > 1:
+        return wrong(f"{text}: divide it by {len(own)}", "", "rank_0_loss")
+    return unsure(f"{text}: is each already divided by what all ranks have?", "", "rank_0_loss")
+
+
+def is_sum_of_fractions(own, total):
+    """Return whether each rank has added up one number that is not whole."""
+    return not all(value % 1 == 0 for value in own) and close(total, sum(own), 1e-4)

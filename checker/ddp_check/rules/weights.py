@@ -132,22 +132,23 @@ def evaluated_models_agree(run):
         common,
         lambda event: (event.model, event.where, event.steps, tuple(event.checksums)),
     )
-    differing = [
-        (name, model, where)
+    groups = [
+        (model, where, name, events_by_rank)
         for (model, where, _, names), events_by_rank in evaluated.items()
         for name in names
-        if not agree_on(name, events_by_rank)
     ]
+    surely = [group for group in groups if not agree_on(*group[2:])]
+    differing = surely or [group for group in groups if differ_in_turn(*group[2:])]
     if not any(len(events_by_rank) > 1 for events_by_rank in evaluated.values()):
         return not_applicable("no model is evaluated by several ranks")
     if not differing:
         return None
     if run.averages_weights or any(map(run.first_difference, ("weights", "rates", "gradients"))):
         return unseen("what the ranks train differs already")
-    name, model, where = differing[0]
+    model, where, name, _ = differing[0]
     text = f"{name} of {model} differs from rank to rank"
     # As where ranks try out candidates, without an optimizer, or keep a state in a buffer:
-    if not steps or any(name in step.buffers for step in steps):
+    if not (surely and steps) or any(name in step.buffers for step in steps):
         return unsure(f"{text}: is that intended?", where)
     return wrong(text, where, "batchnorm_of_rank_0" if "running_" in name else "recipes/ema")
 
@@ -159,6 +160,15 @@ def agree_on(name, events_by_rank):
     """
     checksums = [{event.checksums[name] for event in each} for each in events_by_rank.values()]
     return bool(set.intersection(*checksums))
+
+
+def differ_in_turn(name, events_by_rank):
+    """Return whether the ranks evaluate as many models, of which one has another value on each.
+
+    Such as the model that is trained, which is equal, and a moving average that one rank updates.
+    """
+    columns = [[event.checksums[name] for event in each] for each in events_by_rank.values()]
+    return len(set(map(len, columns))) == 1 and any(column != columns[0] for column in columns)
 
 
 def training_mode(run):
