@@ -135,7 +135,7 @@ def own_folder_of(link):
 
 def stands_for_folder(path):
     """Return whether a path is a link to a folder of the user's, or to the one in its place."""
-    return leads_outside(path) or Path(path).resolve() == own_folder_of(Path(path))
+    return leads_outside(path) or Path(path).resolve() == own_folder_of(Path(path)).resolve()
 
 
 def replace_link(link):
@@ -145,7 +145,7 @@ def replace_link(link):
         try:
             own.mkdir()  # only one rank can: it goes on, and the others wait until it is done
         except FileExistsError:
-            while link.resolve() == original:
+            while leads_outside(str(link)):
                 time.sleep(0.001)
             return
         for name in os.listdir(original):
