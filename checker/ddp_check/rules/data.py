@@ -276,10 +276,11 @@ def differ_where_common(dictionaries):
 def order_changes(run):
     """the order changes from epoch to epoch"""
     loops = {}  # line of the loop, and what it reads -> the passes of the lowest rank
-    wraps = run.of_lowest_rank(events.Wrap)
+    # Trials have a model each. One that loads a state goes on with an earlier one.
+    wraps = [] if run.all(events.StateLoaded) else run.of_lowest_rank(events.Wrap)
     for data_pass in map(of_lowest_rank, run.training_passes):
         data = data_pass.subset_checksum, data_pass.tensor_checksum  # each fold has its own
-        trial = sum(wrap.time < data_pass.time for wrap in wraps)  # each has a model of its own
+        trial = sum(wrap.time < data_pass.time for wrap in wraps)
         loops.setdefault((data_pass.where, trial, *data), []).append(data_pass)
     longest = max(loops.values(), key=len, default=[])
     if len(longest) < 2:
