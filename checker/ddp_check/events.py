@@ -65,6 +65,7 @@ class Exit(Event):
     group_open: bool  # the process group was not destroyed
     gloo_threads: int | None  # None: this PyTorch gives them no name
     nn_imported: bool  # torch.distributed.nn has been imported, by now
+    modules: list[str]  # files in the script's folder that it has imported
 
 
 class OtherMachine(Event):

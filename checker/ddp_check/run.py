@@ -328,8 +328,10 @@ class Run:
     def files(self):
         """The texts of the script's files that have run: {path: text}, the script itself first."""
         paths = {event.where.rpartition(":")[0] for event in self.all(events.Event)}
-        others = [path for path in sorted(paths) if (self.cwd / path).is_file()]
-        texts = {path: (self.cwd / path).read_text("utf-8", "replace") for path in others}
+        paths |= {path for event in self.all(events.Exit) for path in event.modules}
+        inside = [path for path in sorted(paths) if not os.path.isabs(path)]
+        own = [path for path in inside if (self.cwd / path).is_file()]
+        texts = {path: (self.cwd / path).read_text("utf-8", "replace") for path in own}
         return {self.script: self.text, **texts}
 
     @property

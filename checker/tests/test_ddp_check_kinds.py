@@ -443,9 +443,10 @@ GPUS = [
     torch.cuda.synchronize()
     assert isinstance(seeded, torch.Generator) and begun.elapsed_time(ended) >= 0
     assert torch.histc(torch.arange(4, device="cuda"), bins=4).tolist() == [1, 1, 1, 1]
+    current = torch.cuda.current_device()
     with torch.cuda.device(0):
         assert torch.cuda.current_device() == 0
-    assert torch.cuda.current_device() == rank
+    assert torch.cuda.current_device() == current
     torch.cuda.set_rng_state(torch.cuda.get_rng_state().cpu())
     torch.cuda.set_rng_state_all([state.cpu() for state in torch.cuda.get_rng_state_all()])
     thread = threading.Thread(target=lambda: moved.append(x.cuda()))

@@ -33,8 +33,19 @@ def end():
     threads = None
     if NAMES_THREADS:
         threads = 0 if group_open else gloo_threads_that_stay()
-    nn_imported = "torch.distributed.nn" in sys.modules
-    report(Exit, group_open=group_open, gloo_threads=threads, nn_imported=nn_imported)
+    report(
+        Exit,
+        group_open=group_open,
+        gloo_threads=threads,
+        nn_imported="torch.distributed.nn" in sys.modules,
+        modules=modules_of_script(),
+    )
+
+
+def modules_of_script():
+    """Return the files of all modules in the script's folder, relative to it."""
+    paths = [ask(getattr, module, "__file__") or "" for module in [*sys.modules.values()]]
+    return [path.removeprefix(TASK.folder) for path in paths if path.startswith(TASK.folder)]
 
 
 def end_in_fork(_):
