@@ -243,12 +243,14 @@ class Run:
 
         A hook for local SGD says so, or it is inferred. With an average after every 4th step, say,
         gradients differ in step 1, and weights, as they are before a step, in step 2, but not in 5.
-        Nor would they if rank 0's were broadcast, so something has to be added up, too.
+        Nor would they if rank 0's were broadcast, so parts of the model have to be added up or
+        gathered.
         """
         if any("localsgd" in event.name.lower() for event in self.all(events.CommHook)):
             return True
-        adds_up = any(call.sums for call in self.all(events.Collective))
-        if self.all(events.Wrap) or not adds_up or not self.first_difference("gradients"):
+        calls = [call for call in self.all(events.Collective) if call.elements > FEW]
+        shares_all = any(call.sums or "all_gather" in call.name for call in calls)
+        if self.all(events.Wrap) or not shares_all or not self.first_difference("gradients"):
             return False
         first = self.first_difference("weights")
         if not first:  # perhaps they average after each step: then they never differ before one

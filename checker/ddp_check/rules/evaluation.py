@@ -99,9 +99,9 @@ def in_another_order(run):
     0 2 4 1 3 5, and far more of it would agree with the labels in turns, as in 0 1 2 3 4 5.
     """
     for event in run.all(events.Counted):
-        # More than chance: three standard deviations of the difference of two such numbers are
-        # about twice this root.
-        if event.equal is not None and event.equal_in_turns > event.equal + 3 * event.length**0.5:
+        # More than chance: the difference of two such numbers has a standard deviation of at most
+        # 0.7 times this root.
+        if event.equal is not None and event.equal_in_turns > event.equal + 2.5 * event.length**0.5:
             text = "what is gathered is in another order than the labels, one rank's part behind "
             text += f"another's: {event.equal} of {event.length} agree, and "
             text += f"{event.equal_in_turns} if the ranks take turns"
