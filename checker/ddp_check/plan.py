@@ -179,8 +179,8 @@ class Plan:
         """Return whether a run did not train, perhaps because there are no GPUs."""
         if any(re.fullmatch(r"(.*=)?cpu", str(word)) for word in self.arguments):
             return False
-        trained_together = run.all(events.Step) and run.joins
-        early = run.returncode is not None and not trained_together
+        joins_on_gpus_only = not run.joins and "init_process_group" in self.text
+        early = run.returncode is not None and (joins_on_gpus_only or not run.all(events.Step))
         return run.lacks_gpus or bool(early and re.search(USES_GPUS, self.text))
 
     def folder_of(self, name):

@@ -988,9 +988,9 @@ KINDS = {
         GRADIENTS, [(ZERO, "")], r"takes the gradients of those before it.+ \(optimizer.step"
     ),
     "a layer that is replaced after the optimizer has it": Kind(
-        {"weights_agree": UNSURE},
+        WEIGHTS,
         [before(WRAP, "    net[2] = nn.Linear(8, 4)\n")],
-        "without a gradient: were they replaced in the model",
+        "the optimizer has 2 parameters of a model that is not wrapped",
         [
             (WRAP, ""),
             ("AdamW(model.parameters(), lr=0.01)\n", "AdamW(net.parameters(), lr=0.01)\n" + WRAP),
@@ -1626,10 +1626,14 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
         ],
         {"ranks_share_data": PASS},
     ),
-    "frozen parameters in the optimizer": (
+    "frozen and unused parameters in the optimizer": (
         [
             after(WRAP, "    frozen = nn.Linear(4, 4).requires_grad_(False)\n"),
-            ("AdamW(model.parameters()", "AdamW([*model.parameters(), *frozen.parameters()]"),
+            after(WRAP, "    unused = nn.Linear(4, 4)\n"),
+            (
+                "AdamW(model.parameters()",
+                "AdamW([*model.parameters(), *frozen.parameters(), *unused.parameters()]",
+            ),
         ],
         {"weights_agree": PASS},
     ),

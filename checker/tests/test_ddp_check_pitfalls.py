@@ -38,7 +38,7 @@ TOLD = {  # pitfall: the rules that tell it, and what they say
     "module_prefix_saved": {"plain_names": "a key is module.0.weight"},
     "no_sampler": {"ranks_share_data": "each rank trains on the same 12942 samples"},
     "no_set_epoch": {"order_changes": "epochs 1 and 2 have the same order"},
-    "optimizer_of_other_parameters": {"weights_agree": "changes 2 parameters of a model that"},
+    "optimizer_of_other_parameters": {"weights_agree": "has 2 parameters of a model that"},
     "os_exit": {"group_is_destroyed": "ends with os._exit: no atexit function runs"},
     "padded_evaluation": {"each_sample_is_evaluated_once": "360 samples, 359 of them distinct"},
     "prints_on_every_rank": {"one_rank_prints": "ranks 0 and 1 print"},

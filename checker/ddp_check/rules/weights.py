@@ -56,21 +56,25 @@ def nothing_is_wrapped(run):
 def foreign_parameters(run):
     """Return the verdict on an optimizer that changes what is in no wrapped model.
 
-    It may, if the script itself reduces their gradients: then all ranks have the same ones.
+    It may, if the script itself reduces their gradients: then all ranks have the same ones. Without
+    gradients they do not change, but may have been meant to be those of the wrapped model.
     """
     wrapped = run.all(events.Wrap)
     steps = [row[0] for row in run.step_rows if row[0].unwrapped]
-    with_gradients = {name for step in steps for name, value in step.gradients.items() if value}
-    unwrapped_get_gradients = any(name.startswith(events.PARAMETER) for name in with_gradients)
-    are_reduced = unwrapped_get_gradients and not run.first_difference("gradients")
-    if not wrapped or not steps or are_reduced:
+    if not wrapped or not steps:
         return None
-    parameters, page = counted(steps[0].unwrapped, "parameter"), "optimizer_of_other_parameters"
-    if with_gradients and not unwrapped_get_gradients:
-        text = f"the optimizer has {parameters} in no wrapped model, without a gradient: were they "
-        return unsure(f"{text}replaced in the model?", steps[0].where, page)
-    text = f"the optimizer changes {parameters} of a model that is not wrapped: "
-    return wrong(f"{text}{short(wrapped[-1].where)} wraps others", steps[0].where, page)
+    names = {name for step in run.steps for name in step.gradients}
+    get_gradients = any(
+        value and name.startswith(events.PARAMETER)
+        for step in steps
+        for name, value in step.gradients.items()
+    )
+    if not get_gradients and set(wrapped[0].names) <= names:
+        return None
+    if not get_gradients or run.first_difference("gradients"):
+        text = f"the optimizer has {counted(steps[0].unwrapped, 'parameter')} of a model that is "
+        text += f"not wrapped: {short(wrapped[-1].where)} wraps others"
+        return wrong(text, steps[0].where, "optimizer_of_other_parameters")
 
 
 def weights_differ(run):
