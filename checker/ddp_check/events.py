@@ -112,6 +112,10 @@ class PartsOverwritten(Event):
     """Several ranks' parts were gathered into one tensor, which holds the last of them."""
 
 
+class TargetsOfRank0(Event):
+    """A contrastive loss looks for this rank's samples where those of rank 0 are."""
+
+
 class GradientLost(Event):
     """A backward pass does not go on to a tensor that an all_gather returned."""
 
@@ -140,6 +144,7 @@ class Counted(Event):
 
     length: int
     reduced: bool  # by sum() or mean()
+    in_blocks: bool  # it is converted, and holds one rank's part behind another's
     # If it was compared, and holds one rank's part behind another's: how many numbers are equal, or
     # nearly so, and how many would be if the ranks took turns in it.
     equal: int | None

@@ -823,6 +823,11 @@ KINDS = {
         r"of \d+ samples that several ranks have seen, in different epochs, are not the same",
         [UNEVALUATED],
     ),
+    "what hash() returns": Kind(
+        {"ranks_share_data": UNSURE},
+        [(ITEM, ITEM.replace("self.x[index]", "self.x[index] + hash('a') % 2"))],
+        "the script calls hash",
+    ),
     "an epoch that is begun again": Kind(
         {"order_changes": UNSURE},
         [("(1, 9), ", "(1, 4), (1, 9), ")],
@@ -971,6 +976,12 @@ KINDS = {
     ),
     "gathered without a gradient": Kind(
         {"gradients_pass_collectives": WRONG}, LOST, r"\(dist.all_gather\(parts, out", TOWERS
+    ),
+    "targets as if each rank were rank 0": Kind(
+        {"gathered_parts_are_apart": WRONG},
+        [(" + len(out) * rank", "")],
+        r"add the rank times their number to the targets \(loss = cross_entropy\(out @",
+        TOWERS,
     ),
     "gathered into a tensor without a gradient": Kind(
         {"gradients_pass_collectives": UNSURE},
@@ -1272,6 +1283,15 @@ KINDS = {
         [("stack(parts, dim=1).flatten()", "cat(parts)")],
         r"in another order than the labels.+: \d+ of 20 agree, and 20 if the ranks take turns",
         [*EVEN, ("[model(inputs)", "[inputs")],
+    ),
+    "read in order, which are all that is gathered": Kind(
+        {"each_sample_is_evaluated_once": UNSURE},
+        [("stack(parts, dim=1).flatten()", "cat(parts)"), KEPT],
+        f"is it put in the order of the data set.+ {EVALUATES}",
+        [
+            *EVEN,
+            ("(guesses == test.dataset.y[test.indices]).sum().item()", "sum(guesses.tolist())"),
+        ],
     ),
     "not cut, in order, without a DataLoader": Kind(
         SINGLE,

@@ -44,7 +44,8 @@ EQUALS = ("__eq__", "eq")
 COMPARISONS = (*EQUALS, "__sub__", "sub", "l1_loss", "mse_loss", "smooth_l1_loss")
 NEAR = 0.25  # standard deviations of what is expected: two numbers that are as near count as equal
 latest_sums = WeakTensorKeyDictionary()  # tensor that was added up -> its `times_grown`, the sum
-READ_OUT = (*EQUALS, "__ne__", "ne", "numpy", "tolist", *TO_ONE_NUMBER)
+CONVERSIONS = ("numpy", "tolist", "__array__")
+READ_OUT = (*EQUALS, "__ne__", "ne", *CONVERSIONS, *TO_ONE_NUMBER)
 
 
 def meet_here(address):
@@ -265,6 +266,7 @@ class AfterGather(TorchFunctionMode):
     """
 
     parts = None  # what the ranks gave; None: nothing is of interest
+    in_rank_order = False  # they were concatenated, rank 0's first
     lost_gradients = None  # of these parts, as `LostGradients`
 
     def start(self, parts, lost_gradients):
@@ -287,7 +289,7 @@ class AfterGather(TorchFunctionMode):
 
     def stop(self):
         """Watch nothing until the next gather."""
-        self.parts = None
+        self.parts, self.in_rank_order = None, False
         self.pause()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -303,15 +305,33 @@ class AfterGather(TorchFunctionMode):
         if length is not None:  # a single number, or a lazy parameter, has none
             self.report_cut(name, args, length, result)
             self.report_read(name, args, length)
+        if name in ("cat", "concat") and not self.in_rank_order:
+            self.in_rank_order = bool(ask(lambda: args[0][0].equal(self.parts[0])))
+        if name == "cross_entropy" and self.in_rank_order and len(args) > 1:
+            self.report_targets(*args[:2])
         lost = self.lost_gradients
         if lost and lost.ranks_of and torch.is_grad_enabled() and name != "detach":
             lost.follow([args, kwargs], result)
 
+    def report_targets(self, outputs, targets):
+        """Report targets that are right on rank 0 alone.
+
+        Its 2 samples are numbers 0 and 1 among those of all ranks, those of rank 1 are 2 and 3.
+        """
+        rank, ends = dist.get_rank(), sum(map(len, self.parts))
+        is_contrastive = outputs.shape == (len(self.parts[rank]), ends)
+        if rank and is_contrastive and targets.tolist() == [*range(len(outputs))]:
+            report(events.TargetsOfRank0)
+
     def report_cut(self, name, args, length, result):
         """Report that the end of a tensor is cut off."""
         if name == "__getitem__" and isinstance(args[1], slice) and len(result) < length:
-            in_blocks = in_turns_if_in_blocks(args[0], self.parts) is not None
+            in_blocks = self.holds_blocks(args[0])
             report(events.Cut, dropped=length - len(result), in_blocks=in_blocks)
+
+    def holds_blocks(self, tensor):
+        """Return whether a tensor has one rank's part behind another's."""
+        return in_turns_if_in_blocks(tensor, self.parts) is not None
 
     def report_read(self, name, args, length):
         """Report the length of a tensor that is compared, or read by other means."""
@@ -324,6 +344,7 @@ class AfterGather(TorchFunctionMode):
             events.Counted,
             length=length,
             reduced=name in TO_ONE_NUMBER,
+            in_blocks=name in CONVERSIONS and self.holds_blocks(args[0]),
             equal=equal,
             equal_in_turns=equal_in_turns,
         )

@@ -10,6 +10,7 @@ from ddp_check.ranks import counted, differ, of_lowest_rank
 from ddp_check.rules.base import PASS, UNSEEN, not_applicable, passed, unseen, unsure, worst, wrong
 
 SEEDS_GPU_BY_RANK = r"cuda\.manual_seed(_all)?\([^)\n]*rank"
+HASHES = r"(?<![\w.])hash\("
 ENOUGH_SAMPLES = 8  # fewer may be equal, or in the same order, by chance
 RANDOM_NUMBERS = {  # by who draws them
     "model": "random numbers in the model, such as dropout's",
@@ -200,9 +201,12 @@ def divided_among_more(run):
 def other_samples(run):
     """Return the verdict if an index means one and the same sample on a rank, but not on all.
 
-    As where a data set calls hash() on strings, which differs from process to process. Augmented
-    samples, unlike these, differ from epoch to epoch, too.
+    Augmented samples, unlike these, differ from epoch to epoch, too.
     """
+    where = run.all(events.Step)[0].where
+    if re.search(HASHES, run.source) and "PYTHONHASHSEED" not in run.source and run.world_size > 1:
+        text = "the script calls hash(), which returns other numbers in each process: for strings?"
+        return unsure(text, where)
     checksums = {}  # (line of the loop, index) -> {rank: checksums of the sample}
     for epoch in run.training_passes:
         first = of_lowest_rank(epoch)
@@ -221,8 +225,8 @@ def other_samples(run):
         text = (
             f"{len(differing)} of {counted(len(common), 'sample')} that several ranks have seen, "
         )
-        text += "in different epochs, are not the same on each: does the data set call hash()?"
-        return unsure(text, run.all(events.Step)[0].where, "split_differs_by_rank")
+        text += "in different epochs, are not the same on each: is that intended?"
+        return unsure(text, where, "split_differs_by_rank")
 
 
 def sets_differ(epoch):

@@ -72,7 +72,8 @@ def each_sample_is_evaluated_once(run):
         return unseen("no DataLoader was used without training")
     verdicts = []
     for parts in evaluated:
-        if verdict := not_once(parts, remainder(parts, evaluated), run):
+        once = not_once(parts, remainder(parts, evaluated), run)
+        if verdict := worst([once, read_in_blocks(parts)]):
             verdicts.append(replace(verdict, where=parts[0].where, page="padded_evaluation"))
     largest = max((part for part, *_ in evaluated), key=lambda part: part.sample_count)
     return worst(verdicts) or passed(counted(largest.sample_count, "sample"), largest.where)
@@ -106,6 +107,17 @@ def in_another_order(run):
             text += f"another's: {event.equal} of {event.length} agree, and "
             text += f"{event.equal_in_turns} if the ranks take turns"
             return wrong(text, event.where, "padded_evaluation")
+
+
+def read_in_blocks(parts):
+    """Return the verdict if predictions alone are gathered, and are read in blocks."""
+    gathers = [call for call in sums_and_gathers(parts[0]) if "gather" in call.name]
+    read = [event for event in parts[0].events_of(events.Counted) if event.in_blocks]
+    if parts[0].distributed and len(gathers) == 1 and read:
+        text = (
+            "what is gathered has one rank's part behind another's, and the samples are dealt in "
+        )
+        return unsure(f"{text}turns: is it put in the order of the data set?")
 
 
 def not_once(parts, evaluated_elsewhere, run):

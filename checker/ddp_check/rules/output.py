@@ -18,7 +18,7 @@ from ddp_check.rules.printed import SAYS_RANK, SHARE, numbers_in
 LOSS = r"(?i)(loss|nll|perplexity|\bppl)\w*[^\w\n]{0,12}$"  # before a number
 NAMED_SUM = r"(?i)sum|total"  # before a number
 # Somewhere before a number that cannot be computed from those of the parts of a set:
-OF_A_WHOLE_SET = r"(?i)(?<![a-z])(f1|auc|roc|miou)"
+OF_A_WHOLE_SET = r"(?i)(?<![a-z])(f1|auc|roc|miou|r2|r\^2|rmse|median|corr|pearson|kappa)"
 RIGHT, THE_SUM = "the mean over all ranks", "the sum over the ranks"  # what a number may be
 MAX_LINES = 30  # of one place that are judged: comparing all of a long run would take minutes
 COLOUR = r"\x1b\[[\d;]*m"  # an ANSI code
@@ -190,12 +190,18 @@ def sums_begin_anew(run):
 
 
 def gathered_parts_are_apart(run):
-    """what is gathered goes into a tensor for each rank"""
+    """what is gathered is told apart by rank"""
     if not any("gather" in call.name for call in run.all(events.Collective)):
         return unseen("nothing is gathered")
     for event in run.all(events.PartsOverwritten):
         text = "all parts go into one tensor, which keeps the last rank's: [tensor] * N is the "
         return wrong(f"{text}same tensor N times", event.where)
+    for event in run.all(events.TargetsOfRank0):
+        text = (
+            "each rank's samples are looked for among those of all as if it were rank 0: add the "
+        )
+        page = "recipes/contrastive"
+        return wrong(f"{text}rank times their number to the targets", event.where, page)
 
 
 def loaded_names_fit(run):
