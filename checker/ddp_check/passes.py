@@ -107,8 +107,9 @@ def credit(step, recent, passes):
     lines = {data_pass.where for data_pass in trained}
     candidates = [data_pass for data_pass in recent if may_train(data_pass, lines)]
     if not candidates:
-        for newest in trained[-1:] or [each for each in passes[-1:] if may_train(each, lines)]:
-            newest.steps.append(step)
+        fetched_by = trained or [each for each in passes[-1:] if may_train(each, lines)]
+        if fetched_by:
+            fetched_by[-1].steps.append(step)
         return
     credited = max(reversed(candidates), key=preference)  # of equals, max returns the first
     credited.steps.append(step)

@@ -88,11 +88,11 @@ class Mirror:
                 self.left_out = True
             elif is_folder and depth and not (path.name.startswith(".") or is_large(path)):
                 self.make(new, path, depth - 1, in_data or "data" in path.name)
-            elif path.name.startswith(".") or not self.copies(path, new, in_data):
+            elif path.name.startswith(".") or not self.try_to_copy(path, new, in_data):
                 new.symlink_to(path)
 
-    def copies(self, path, new, in_data):
-        """Copy a file, or return that it is to be linked."""
+    def try_to_copy(self, path, new, in_data):
+        """Copy a file, unless it is to be linked; return whether it was copied."""
         fits = size_of(path) <= self.room and not in_data
         if not path.is_file() or not (fits or path.suffix == ".py"):
             return False

@@ -37,10 +37,13 @@ def ends_rank(error):
         return True
     frames, lines = [], lines_before(error)
     for line in lines:
-        if not re.match(r"\s|╰", line):  # such as "Traceback (most recent call last):"
+        # Neither a frame nor a line of the box that "rich" draws, but "Traceback (most recent …".
+        if not re.match(r"\s|╰", line):
             break
-        frames.append(line)  # or a line of the box that "rich" draws
-    if next(lines, "").startswith("Exception ignored in"):  # the line above: it ends nobody
+        frames.append(line)
+    if next(lines, "").startswith(
+        "Exception ignored in"
+    ):  # the line above that one: it ends nobody
         return False
     if re.match(r"[\w.]*(Error|Exception)\b", error[1]):
         return bool(frames)

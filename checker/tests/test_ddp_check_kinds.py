@@ -120,7 +120,7 @@ DEALT = [
 ]
 DEALT_BATCHES = """rows = (torch.arange(8) + index + 8 * dist.get_rank()) % 117
         return self.x[rows], self.y[rows]"""
-RANDOM_SAMPLES = [(ITEM, "return (noise := torch.randn(4)), noise.argmax()"), SAME_ORDER]
+RANDOM_SAMPLES = [(ITEM, "return (noise := torch.randn(4)), noise.argmax()")]
 SEEDED = [
     (ITEM, "torch.manual_seed(index)\n        return self.x[index] + torch.randn(4), 3"),
     (LOADER, LOADER.replace("sampler)", "sampler, num_workers=2)")),
@@ -446,6 +446,9 @@ GPUS = [
     with torch.cuda.device(0):
         assert torch.cuda.current_device() == 0
     assert torch.cuda.current_device() == current
+    torch.set_default_device(device)
+    torch.cuda.nvtx.range("read")(torch.zeros)(1)
+    torch.set_default_device(None)
     torch.cuda.set_rng_state(torch.cuda.get_rng_state().cpu())
     torch.cuda.set_rng_state_all([state.cpu() for state in torch.cuda.get_rng_state_all()])
     thread = threading.Thread(target=lambda: moved.append(x.cuda()))
@@ -754,7 +757,19 @@ KINDS = {
             UNEVALUATED,
         ],
     ),
-    "random samples": Kind({**SHARED, **RANDOM}, [SAME_SEED], LOADS, RANDOM_SAMPLES),
+    "random samples": Kind({**SHARED, **RANDOM}, [SAME_SEED, SAME_ORDER], LOADS, RANDOM_SAMPLES),
+    "random samples, which may be views of the same ones": Kind(
+        {"ranks_share_data": UNSURE},
+        [SAME_ORDER],
+        f"are the samples new for each rank.+{LOADS}",
+        RANDOM_SAMPLES,
+    ),
+    "a part of each batch": Kind(
+        {"ranks_share_data": UNSURE},
+        [("model(inputs), targets", "model(inputs[rank::2]), targets[rank::2]"), SAME_ORDER],
+        f"does each take its part of each batch.+{LOADS}",
+        [UNEVALUATED],
+    ),
     "dictionaries": Kind(SHARED, [SAME_ORDER], r"\(for batch in loader", DICTIONARIES),
     "no DataLoader": Kind({**SHARED, "random_numbers_differ": UNSURE}, [SAME_SEED], right=DRAWN),
     "drawn from one stream, a rank ahead": Kind(
@@ -1024,6 +1039,12 @@ KINDS = {
             ("nn.ReLU()", "nn.PReLU()"),  # of one element
             ("loss = cross_", "loss = 0.5 * cross_"),
         ],
+    ),
+    "summed by hand, beside a sum for each step": Kind(
+        {"gradients_are_averaged": UNSURE},
+        [("                value.grad /= size\n", "")],
+        "unless each loss is divided by a number that the ranks have added up",
+        [*BY_HAND, after(STEP, "            dist.all_reduce(loss.detach().clone())\n")],
     ),
     "summed by hooks, not divided": Kind(
         GRADIENTS, [("value.grad /= size", "0")], r"are the sum over the ranks", HOOKED
@@ -1742,6 +1763,27 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
             after(STEP, "            dist.all_reduce(metric.fill_(-loss.item()))\n"),
         ],
         {"sums_begin_anew": PASS},
+    ),
+    "gradients that are cleared before a second backward pass": (
+        [
+            after(
+                BACKWARD,
+                "            optimizer.zero_grad()\n"
+                "            cross_entropy(model(inputs), targets).backward()\n",
+            )
+        ],
+        {"gradients_are_averaged": PASS},
+    ),
+    "BatchNorm in a module around DDP": (
+        [
+            NORMALIZED,
+            ("evaluate(net, test)", "evaluate(nn.Sequential(model), test)"),
+        ],
+        {"evaluated_models_agree": PASS},
+    ),
+    "a file that is opened to be read and written": (
+        [before(READY, '    open("notes.txt", "a").close()\n    open("notes.txt", "r+").read()\n')],
+        {},
     ),
     "a stream that is longer than it says": (
         [

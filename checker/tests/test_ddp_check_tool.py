@@ -119,13 +119,14 @@ def test_files_of_the_user_stay_as_they_are(tmp_path, script, fork_ranks, monkey
         (tmp_path / name / "log.txt").write_text("mine", encoding="utf-8")
     (tmp_path / "results.h5").write_bytes(bytes(1 << 22))
     before = sorted(tmp_path.rglob("*"))
-    lines = """import ctypes, os, shutil, torch
+    lines = """import ctypes, os, shutil, tempfile, torch
 ctypes.CDLL(None).fopen(b"results.h5", b"w")  # as a library in C does
 assert os.path.getsize("results.h5") == 0
 for name in ("a/b/c/d/e/f", "data", "many/1/2"):
     assert "mine" in open(f"{name}/log.txt").read()
     open(f"{name}/log.txt", "a").write("of the script")
     torch.save(1, f"{name}/saved.pt")
+tempfile.TemporaryFile(dir="many").close()
 if os.environ["RANK"] == "0":
     shutil.rmtree("many/3/5")
     os.remove("many/4/log.txt")

@@ -73,7 +73,7 @@ class State:
     parameters: dict = field(default_factory=dict)  # of the optimizers, by identity
     # Files:
     unfinished_line: str = ""  # of what is printed
-    in_detach: bool = False  # the observer itself changes files
+    changes_files: bool = False  # the observer itself does
     in_sharded_save: bool = False  # which calls torch.save for its parts
 
 

@@ -62,7 +62,7 @@ if stdout:
 
 def audit(event, args):
     """Keep the user's own files unchanged, and report what the script opens and renames."""
-    if state.in_detach:
+    if state.changes_files:
         return
     with harmless():
         changed = [os.path.abspath(os.fsdecode(path)) for path in args[: CHANGES.get(event, 0)]]
@@ -72,7 +72,7 @@ def audit(event, args):
             case "open":
                 audit_open(*args)
             case "sqlite3.connect" if isinstance(args[0], str):
-                detach(args[0], truncates=False)
+                make_own_file(args[0], truncates=False)
             case "shutil.rmtree" if stands_for_folder(changed[0]):
                 os.unlink(changed[0])
                 os.mkdir(changed[0])  # an empty folder to remove, as it refuses to remove a link
@@ -83,29 +83,34 @@ def audit(event, args):
 
 
 def audit_open(path, mode, flags):
-    """Detach a file that is opened for writing, and report what the script opens in its folder."""
+    """Protect a file of the user's that is opened for writing, and report what the script opens."""
     if isinstance(path, int):
         return  # a descriptor that is open already
     path, writes = os.fsdecode(path), flags & (os.O_WRONLY | os.O_RDWR)
     if writes:
-        detach(path, truncates=bool(flags & os.O_TRUNC))
+        make_own_file(path, truncates=bool(flags & os.O_TRUNC))
     if mode is None:  # it is opened by os.open(), which libraries call
         return
     real = os.path.realpath(path)
     is_data = real.startswith(TASK.folder) and not real.endswith(CODE)
     if not (is_data and script_line()):
         return
-    if writes and "a" not in mode:
+    if writes and not set("ar") & set(mode):  # "r+" is also how np.memmap reads
         report(Written, path=real)
     elif not writes and is_first("read", real, state.steps):
         report(Read, path=real)
 
 
-def detach(path, truncates=True):
-    """Replace a link by a file before it is written to, so the user's own file stays unchanged."""
+def make_own_file(path, truncates=True):
+    """Replace a link by a file before it is written to, so the user's own file stays unchanged.
+
+    truncates: what opens it writes all of it anew, so nothing has to be copied
+    """
     path = os.path.abspath(path)
     make_own_folders(path)
-    if leads_outside(path):
+    if leads_outside(path) and os.path.isdir(path):  # for a temporary file without a name
+        replace_link(Path(path))
+    elif leads_outside(path):
         with unobserved():
             new = f"{path}.{os.getpid()}"
             if truncates or not os.path.isfile(path):
@@ -151,18 +156,18 @@ def replace_link(link):
         for name in os.listdir(original):
             (own / name).symlink_to(original / name)
         new_link = own.with_suffix(".link")
-        new_link.symlink_to(own.name)  # relative, so the links above are not followed again
+        new_link.symlink_to(own.name)  # relative: it stands beside its link
         new_link.replace(link)  # at once, too
 
 
 @contextlib.contextmanager
 def unobserved():
     """Let the observer itself change files."""
-    state.in_detach = True
+    state.changes_files = True
     try:
         yield
     finally:
-        state.in_detach = False
+        state.changes_files = False
 
 
 sys.addaudithook(audit)
@@ -173,10 +178,10 @@ sys.addaudithook(audit)
 
 @patch("torch.jit.save")
 def save_program(original, m, f, *args, **kwargs):
-    """Detach the file of a program, which PyTorch opens in C++."""
+    """Keep the user's file from a program that is saved: PyTorch opens it in C++."""
     with harmless():
         if isinstance(f, str | os.PathLike):
-            detach(f)
+            make_own_file(f)
     return original(m, f, *args, **kwargs)
 
 
@@ -185,7 +190,7 @@ def save(original, obj, f, *args, **kwargs):
     """Report a file once it is saved."""
     with harmless():
         if isinstance(f, str | os.PathLike):
-            detach(f)  # PyTorch opens it in C++, of which no audit event tells
+            make_own_file(f)  # PyTorch opens it in C++, of which no audit event tells
     steps = state.steps
     result = original(obj, f, *args, **kwargs)
     is_storage = isinstance(obj, torch.TypedStorage | torch.UntypedStorage)  # pickle saves them so
@@ -260,6 +265,7 @@ def watch_sharded_checkpoints():
                 report(ShardedSave, line, steps=steps)
 
         result = original(*args, **kwargs)
+        # It is a future, or has one:
         future = ask(lambda: result.upload_completion, default=result)
         ask(lambda: future.add_done_callback(report_saved))
         return result

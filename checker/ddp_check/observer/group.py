@@ -73,7 +73,7 @@ def init_process_group(original, *args, **kwargs):
     result = original(*call.args, **call.kwargs)
     state.rank = dist.get_rank()
     by_script = bool(script_line(direct=True))
-    if not by_script:  # a framework has called set_device before, unseen as it is no script
+    if not by_script:  # a framework has called set_device, of which no event tells
         state.gpu = int(os.environ.get("LOCAL_RANK", 0))
     report(
         events.Join,
@@ -107,8 +107,10 @@ class Call:
         may_grow = self.sums and not averages and len(self.tensors) == 1
         self.times_grown = times_grown(self.tensors[0]) if may_grow else None
         # These two are fields of `Collective`:
-        in_graph = not depth_of_steps()  # an optimizer may gather the parameters
-        self.requires_gradient = in_graph and any(tensor.requires_grad for tensor in self.tensors)
+        outside_step = not depth_of_steps()  # in which an optimizer may gather the parameters
+        self.requires_gradient = outside_step and any(
+            tensor.requires_grad for tensor in self.tensors
+        )
         self.cuts_gradient = self.requires_gradient and torch.is_grad_enabled()
 
     def announce(self):
@@ -281,7 +283,7 @@ class AfterGather(TorchFunctionMode):
             self.__exit__(None, None, None)
 
     def resume(self):
-        """Enter the mode, unless in one of the script's: leaving that, it would leave this one."""
+        """Enter the mode, unless in one of the script's, whose end takes away the one on top."""
         current = _get_current_function_mode()
         is_free = current is None or type(current).__module__.startswith(HARMLESS_MODES)
         if self.parts is not None and current is not self and is_free:
@@ -318,8 +320,8 @@ class AfterGather(TorchFunctionMode):
 
         Its 2 samples are numbers 0 and 1 among those of all ranks, those of rank 1 are 2 and 3.
         """
-        rank, ends = dist.get_rank(), sum(map(len, self.parts))
-        is_contrastive = outputs.shape == (len(self.parts[rank]), ends)
+        rank, total = dist.get_rank(), sum(map(len, self.parts))
+        is_contrastive = outputs.shape == (len(self.parts[rank]), total)
         if rank and is_contrastive and targets.tolist() == [*range(len(outputs))]:
             report(events.TargetsOfRank0)
 

@@ -1,6 +1,6 @@
 """Observes losses: their values, and what they are divided by before their backward pass."""
 
-from ddp_check.observer.base import ask, harmless, state
+from ddp_check.observer.base import ask, harmless, in_backward, state
 from ddp_check.observer.patches import SCALER, patch
 from ddp_check.observer.values import tensors_in
 
@@ -67,8 +67,9 @@ def saved_number(node, operand):
 def backward(original, tensors, *args, **kwargs):
     """Note the losses of a backward pass, unless they were noted before they were scaled."""
     with harmless():
-        state.since_step.backwards += 1
-        if not state.gradients_scaled:
+        is_inner = in_backward()  # that of reentrant checkpointing
+        state.since_step.backwards += not is_inner
+        if not (state.gradients_scaled or is_inner):
             note_losses(tensors)
     return original(tensors, *args, **kwargs)
 

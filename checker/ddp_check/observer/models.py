@@ -140,6 +140,13 @@ def watch_reduction(model, result):
             tensor.register_hook(note)
 
 
+@patch("torch.optim.Optimizer.zero_grad", "torch.nn.Module.zero_grad")
+def zero_grad(original, self, *args, **kwargs):
+    """Forget the reductions of gradients that are not kept: SAM needs them for its first step."""
+    state.since_step.reductions.clear()
+    return original(self, *args, **kwargs)
+
+
 def note_inputs(_, args, kwargs):
     """Note a checksum of what a model is trained on. A sharded model calls this as a hook."""
     with harmless():
@@ -210,7 +217,7 @@ def is_wrapped(module):
 def report_evaluation(module, args):
     """Report that a batch is evaluated, and, now and then, the model that does it."""
     if isinstance(module, DistributedDataParallel):
-        return  # it calls the wrapped model
+        return  # it calls the wrapped model, and gives it rank 0's buffers before
     if state.batch_is_unevaluated:
         report(events.BatchEvaluated)
     state.batch_is_unevaluated = False
@@ -218,10 +225,11 @@ def report_evaluation(module, args):
     if not is_first("evaluated", id(module), state.passes, state.steps.bit_length()):
         return
     values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    if not values or mesh_dimensions(values.values()):
+    is_around_ddp = any(isinstance(part, DistributedDataParallel) for part in module.modules())
+    if is_around_ddp or not values or mesh_dimensions(values.values()):
         return
     noisy = [*filter(is_noisy, module.modules())]
-    unused_statistics = {id(value) for part in noisy for value in part.buffers()}  # BatchNorm's
+    unused_statistics = {id(value) for part in noisy for value in part.buffers()}  # by BatchNorm
     used = {name: value for name, value in values.items() if id(value) not in unused_statistics}
     report(
         events.Evaluated,

@@ -123,7 +123,8 @@ class OptimizerParameters:
         """How many parameters were frozen after DDP had wrapped them, or have no gradient here."""
         count = sum(not value.requires_grad for value in reduced_by_ddp.values())
         for value in self.by_name.values():
-            own = own_gradients.get(id(value))  # without a projection, DDP alone gave it a gradient
+            own = own_gradients.get(id(value))
+            # No projection: only DDP gave it a gradient, for the other ranks.
             is_unused = value.grad is None or (own is not None and own.projection is None)
             count += value.requires_grad and is_unused
         return count
@@ -182,7 +183,7 @@ def report_step(optimizer, closure):
 
 def wants_weights():
     """Return whether this step reports its weights, which takes time: seldom, if DDP is used."""
-    # Then two in a row, as two optimizers may take turns.
+    # Of 50 steps two in a row, as two optimizers may take turns:
     is_early_or_rare = state.steps <= 5 or state.steps % 50 < 2
     return state.no_step_in_pass or not state.wrapped or is_early_or_rare
 

@@ -119,6 +119,9 @@ class Ignored:
     def __exit__(self, *_):
         return None
 
+    def __call__(self, function):  # as a decorator
+        return function
+
     def __getattr__(self, name):
         return lambda *_, **__: self
 
@@ -227,6 +230,7 @@ def report_replaced(argument, given):
 replace_arguments(f"{DDP}.__init__", device_ids=None, output_device=None)
 replace_arguments("torch.utils.data.DataLoader.__init__", pin_memory=False, pin_memory_device="")
 replace_arguments("torch.load", map_location="cpu")
+replace_arguments("torch.set_default_device", device="cpu")
 replace_arguments("torch.amp.GradScaler.__init__", device="cpu")
 replace_arguments(f"{C10D}.init_process_group", backend="gloo", device_id=None)
 replace_arguments(f"{C10D}.new_group", backend="gloo")

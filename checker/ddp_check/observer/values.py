@@ -30,7 +30,7 @@ def in_double_precision(values):
 
 
 def local_part(tensor):
-    """Return the values that a tensor holds: of a sharded one, this rank's; no indices."""
+    """Return the values that a tensor holds: of a sharded one, those that this rank holds."""
     local = tensor.detach()
     local = local.to_local() if hasattr(local, "to_local") else local
     return local.coalesce().values() if local.is_sparse else local

@@ -7,7 +7,18 @@ from itertools import chain, pairwise
 
 from ddp_check import events
 from ddp_check.ranks import counted, differ, of_lowest_rank
-from ddp_check.rules.base import PASS, UNSEEN, not_applicable, passed, unseen, unsure, worst, wrong
+from ddp_check.rules.base import (
+    PASS,
+    UNSEEN,
+    UNSURE,
+    WRONG,
+    not_applicable,
+    passed,
+    unseen,
+    unsure,
+    worst,
+    wrong,
+)
 
 SEEDS_GPU_BY_RANK = r"cuda\.manual_seed(_all)?\([^)\n]*rank"
 HASHES = r"(?<![\w.])hash\("
@@ -27,6 +38,9 @@ def ranks_share_data(run):
     by_samples = verdict_on_epochs(run.training_passes, bool(run.all(events.Drawn)))
     if by_samples is None or by_samples.status == PASS:  # each rank has samples of its own
         return divided_among_more(run) or other_samples(run) or by_samples
+    if by_samples.status == WRONG and parts_of_batches(run, rows):
+        text = f"{by_samples.text}: does each take its part of each batch?"
+        return replace(by_samples, status=UNSURE, text=text)
     if by_samples.status != UNSEEN:
         return by_samples
     # The samples do not tell. The batches that entered the models may: those of the same step, or,
@@ -36,6 +50,16 @@ def ranks_share_data(run):
     if verdict or run.training_passes:
         return verdict or by_samples
     return same_stream(run) or (not same_batches and same_samples(run)) or by_samples
+
+
+def parts_of_batches(run, rows):
+    """Return whether the ranks load the same batches, and none has trained on what another has."""
+    orders = [
+        [each.values("indices") for each in of_rank.values()] for of_rank in run.training_passes
+    ]
+    same_orders = all(order == of_ranks[0] for of_ranks in orders for order in of_ranks)
+    inputs = [{*chain(*(step.inputs for step in column))} for column in zip(*rows)]
+    return same_orders and bool(rows) and all(inputs) and not set.intersection(*inputs)
 
 
 def verdict_on_same_batches(run, rows):
@@ -92,7 +116,7 @@ def are_the_same(samples):
 def verdict_on_same_indices(epoch, samples, samples_are_random):
     """Return the verdict on an epoch in which several ranks ask for the same indices."""
     if dealt_by_data_set(epoch):
-        if samples_are_random and of_lowest_rank(epoch).values("label_checksums") is None:
+        if samples_are_random:  # these, or new views, crops and masks of the same ones
             return unsure("the ranks ask for the same indices: are the samples new for each rank?")
         return passed("the ranks ask for the same indices, and get other samples")
     if are_the_same(samples):

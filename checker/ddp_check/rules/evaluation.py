@@ -32,7 +32,7 @@ def evaluations(run):
     lines_of_all = [line for line, of_ranks in by_line.items() if len(of_ranks) == run.world_size]
 
     def loop_of(data_pass):
-        """Return what the parts of one evaluation have in common."""
+        """Return its line if all ranks have passes there, else what it reads."""
         line = data_pass.sample_count, data_pass.where
         return line if line in lines_of_all else data_pass.dataset
 

@@ -209,11 +209,12 @@ def sum_or_divided_twice(run):
     factor, ranks = factor_of_mean(run), run.world_size
     by_ddp = run.all(events.Wrap) and not run.all(events.CommHook)
     where = line_of_reduction(run) or run.all(events.Step)[0].where
-    # With DDP, such sums are rather of losses to print.
-    is_right = losses_are_parts(run) or (not by_ddp and has_sum_for_each_step(run))
-    if ranks > 1 and is_factor(factor, ranks) and not is_right:
+    if ranks > 1 and is_factor(factor, ranks) and not losses_are_parts(run):
         text = f"the gradients are the sum over the ranks, {ranks} times their mean: "
         text += "DDP has averaged them before" if by_ddp else f"divide them by {ranks}"
+        if not by_ddp and has_sum_for_each_step(run):  # with DDP, such sums are of losses to print
+            text += ", unless each loss is divided by a number that the ranks have added up"
+            return unsure(text, where, WRONG_RESULTS)
         return wrong(text, where, WRONG_RESULTS)
     # Accumulation may explain the factor.
     accumulates = any(step.backwards > 1 for step in run.all(events.Step))
@@ -421,7 +422,7 @@ def rates_differ(run, first, reason):
 
 
 def differing_metrics(run):
-    """Return the first step of all ranks' plateau schedulers that gets other values, or None."""
+    """Return the first step of plateau schedulers whose metric differs between ranks, or None."""
     for row in run.rows(events.Scheduled):
         metrics = [event.metric for event in row]
         finite = None not in metrics and all(map(math.isfinite, metrics))

@@ -25,7 +25,7 @@ COLOUR = r"\x1b\[[\d;]*m"  # an ANSI code
 SYNCHRONIZES = events.Join | events.Wrap | events.Step | events.Collective
 WRITES = events.Written | events.Save
 # In a script that may wait for a file in a way of its own:
-POLLS = r"\bsleep\(|\.wait\(|(?i:file_?lock)|flock\("
+POLLS = r"\bsleep\(|\brecv\(|\.wait\(|(?i:file_?lock)|flock\("
 
 
 def one_rank_prints(run):
@@ -218,7 +218,7 @@ def printed_loss_is_of_all(run):
     """a printed loss is that of all ranks"""
     if run.is_sharded and not any(step.inputs for step in run.all(events.Step)):
         return not_applicable("ranks that share a model have the same loss")
-    numbers_by_place = {}  # (line, words before) -> [(number, RIGHT, a fault in words, or None)]
+    numbers_by_place = {}  # (line, words before) -> [(number, its `meaning_of`)]
     right, own = [], []  # lines that print a loss of all ranks, and one of which no other rank knew
     for line, windows, knows_own_alone in printed_after_steps(run):
         for number in numbers_in(line.text):
@@ -251,10 +251,10 @@ def printed_loss_is_of_all(run):
 
 
 def printed_after_steps(run):
-    """Yield each line that rank 0 prints after a step, and what its numbers may be.
+    """Yield each line that rank 0 prints after a step, with what tells the meaning of its numbers.
 
     That is, the windows of steps of which a number may be the mean, see `meaning_of`, and whether
-    rank 0 knows its own losses alone.
+    rank 0 knows no losses but its own.
     """
     passes = {each.pass_number: each for each in of_lowest_rank(run.passes_by_rank)}
     rows = run.rows(events.Step)
