@@ -764,6 +764,12 @@ KINDS = {
         f"are the samples new for each rank.+{LOADS}",
         RANDOM_SAMPLES,
     ),
+    "the same batches, augmented": Kind(
+        SHARED,
+        [SAME_ORDER],
+        f"each rank trains on the same 96 samples {LOADS}",
+        [(ITEM, ITEM.replace("self.x[index]", "self.x[index] + torch.rand(4)")), UNEVALUATED],
+    ),
     "a part of each batch": Kind(
         {"ranks_share_data": UNSURE},
         [("model(inputs), targets", "model(inputs[rank::2]), targets[rank::2]"), SAME_ORDER],

@@ -53,13 +53,16 @@ def ranks_share_data(run):
 
 
 def parts_of_batches(run, rows):
-    """Return whether the ranks load the same batches, and none has trained on what another has."""
-    orders = [
-        [each.values("indices") for each in of_rank.values()] for of_rank in run.training_passes
-    ]
-    same_orders = all(order == of_ranks[0] for of_ranks in orders for order in of_ranks)
+    """Return whether the ranks load the same batches, and none has trained on what another has.
+
+    If samples are augmented, those that are loaded differ, too.
+    """
+    for of_rank in run.training_passes:
+        first, *others = (data_pass.values("checksums") for data_pass in of_rank.values())
+        if first is None or any(other != first for other in others):
+            return False
     inputs = [{*chain(*(step.inputs for step in column))} for column in zip(*rows)]
-    return same_orders and bool(rows) and all(inputs) and not set.intersection(*inputs)
+    return bool(inputs) and all(inputs) and not set.intersection(*inputs)
 
 
 def verdict_on_same_batches(run, rows):
