@@ -55,8 +55,10 @@ def ranks_share_data(run):
 def parts_of_batches(run, rows):
     """Return whether the ranks load the same batches, and none has trained on what another has.
 
-    If samples are augmented, those that are loaded differ, too.
+    Not if the samples are augmented: when they are loaded, so these differ, too, or in the loop.
     """
+    if any("script" in step.random for row in rows for step in row):
+        return False
     for of_rank in run.training_passes:
         first, *others = (data_pass.values("checksums") for data_pass in of_rank.values())
         if first is None or any(other != first for other in others):
