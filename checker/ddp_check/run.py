@@ -41,9 +41,8 @@ def ends_rank(error):
         if not re.match(r"\s|╰", line):
             break
         frames.append(line)
-    if next(lines, "").startswith(
-        "Exception ignored in"
-    ):  # the line above that one: it ends nobody
+    above = next(lines, "")  # that line
+    if above.startswith("Exception ignored in"):  # it ends nobody
         return False
     if re.match(r"[\w.]*(Error|Exception)\b", error[1]):
         return bool(frames)
@@ -252,8 +251,8 @@ class Run:
         if any("localsgd" in event.name.lower() for event in self.all(events.CommHook)):
             return True
         calls = [call for call in self.all(events.Collective) if call.elements > FEW]
-        shares_all = any(call.sums or "all_gather" in call.name for call in calls)
-        if self.all(events.Wrap) or not shares_all or not self.first_difference("gradients"):
+        shares_weights = any(call.sums or "all_gather" in call.name for call in calls)
+        if self.all(events.Wrap) or not shares_weights or not self.first_difference("gradients"):
             return False
         first = self.first_difference("weights")
         if not first:  # perhaps they average after each step: then they never differ before one

@@ -137,7 +137,7 @@ class Idle(Ignored):
 
 
 @contextlib.contextmanager
-def device(device):
+def current_gpu(device):
     """Take the place of torch.cuda.device, within which "cuda" means this GPU."""
     before = state.gpu
     set_device(device)
@@ -156,7 +156,7 @@ class Generator(torch.Generator):
         return super().__new__(cls, CPU)
 
 
-torch.Generator, torch.cuda.device = Generator, device
+torch.Generator, torch.cuda.device = Generator, current_gpu
 for name in ("Stream", "Event", "stream", "current_stream", "default_stream"):
     setattr(torch.cuda, name, Idle)
 torch.cuda.nvtx = torch.cuda.profiler = Ignored()

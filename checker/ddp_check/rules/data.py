@@ -251,10 +251,8 @@ def other_samples(run):
     common = [[*chain(*by_rank.values())] for by_rank in checksums.values() if len(by_rank) > 1]
     differing = [values for values in common if len(set(values)) > 1]
     if len(differing) > len(common) / 2:
-        text = (
-            f"{len(differing)} of {counted(len(common), 'sample')} that several ranks have seen, "
-        )
-        text += "in different epochs, are not the same on each: is that intended?"
+        text = f"{len(differing)} of {counted(len(common), 'sample')} that several ranks have seen"
+        text += ", in different epochs, are not the same on each: is that intended?"
         return unsure(text, where, "split_differs_by_rank")
 
 

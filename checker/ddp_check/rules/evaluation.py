@@ -114,10 +114,8 @@ def read_in_blocks(parts):
     gathers = [call for call in sums_and_gathers(parts[0]) if "gather" in call.name]
     read = [event for event in parts[0].events_of(events.Counted) if event.in_blocks]
     if parts[0].distributed and len(gathers) == 1 and read:
-        text = (
-            "what is gathered has one rank's part behind another's, and the samples are dealt in "
-        )
-        return unsure(f"{text}turns: is it put in the order of the data set?")
+        text = "what is gathered has one rank's part behind another's, and the samples are dealt "
+        return unsure(f"{text}in turns: is it put in the order of the data set?")
 
 
 def not_once(parts, evaluated_elsewhere, run):

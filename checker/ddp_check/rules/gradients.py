@@ -244,7 +244,8 @@ def losses_are_parts(run):
     wholes = {run.world_size} if divisions_by_world_size(run) else set()
     for passes in run.training_passes[:1]:  # its first batches are as large as all but the last
         wholes.add(sum(sum(data_pass.sizes[:1]) for data_pass in passes.values()))
-    wholes |= {total for event in run.all(events.Totalled) for total in event.total}
+    totals = {total for event in run.all(events.Totalled) for total in event.total}
+    wholes |= {total for total in totals if total > run.world_size}  # else it may be a sum of ones
     return all(
         any(close(divisor, whole) for divisor in step.divisors for whole in wholes)
         for step in run.all(events.Step)

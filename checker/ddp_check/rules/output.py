@@ -197,11 +197,9 @@ def gathered_parts_are_apart(run):
         text = "all parts go into one tensor, which keeps the last rank's: [tensor] * N is the "
         return wrong(f"{text}same tensor N times", event.where)
     for event in run.all(events.TargetsOfRank0):
-        text = (
-            "each rank's samples are looked for among those of all as if it were rank 0: add the "
-        )
-        page = "recipes/contrastive"
-        return wrong(f"{text}rank times their number to the targets", event.where, page)
+        text = "each rank's samples are looked for among those of all as if it were rank 0: add "
+        text += "the rank times their number to the targets"
+        return wrong(text, event.where, "recipes/contrastive")
 
 
 def loaded_names_fit(run):
