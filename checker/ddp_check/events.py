@@ -227,6 +227,7 @@ class Wrap(Event):
     """A model was wrapped in DistributedDataParallel."""
 
     names: list[str]  # of its parameters
+    frozen: list[str]  # those of them that are not trained
     ranks: int  # over which its gradients are averaged
 
 

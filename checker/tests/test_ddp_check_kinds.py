@@ -466,6 +466,7 @@ TRANSLATED = {
     *("torch.Generator(device)", "a stream or an event"),
 }
 
+IN_DOUBLE = before("    rank, size =", "    torch.set_default_dtype(torch.float64)\n")
 NOISY_POINTS = """
 class Noisy(Points):
     def __getitem__(self, index):
@@ -836,7 +837,7 @@ KINDS = {
         {"random_numbers_differ": UNSURE},
         [SAME_SEED],
         "numbers in the training loop: should they",
-        [*NOISE, ("randn(8, 4)", "randn(1)")],
+        [*NOISE, ("randn(8, 4)", "randint(2, (1,))"), IN_DOUBLE],
     ),
     "samples that are others on each rank": Kind(
         {"ranks_share_data": UNSURE},
@@ -1912,6 +1913,16 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
         [after(BACKWARD, '            rank or print(f"loss of rank 0: {loss.item():.4f}")\n')],
         {"printed_loss_is_of_all": PASS},
     ),
+    "a frozen layer, and parameters without gradients beside the model": (
+        [
+            before(
+                WRAP,
+                "    net[0].requires_grad_(False)\n    more = [*nn.Linear(4, 4).parameters()]\n",
+            ),
+            ("AdamW(model.parameters(),", "AdamW([*net[2].parameters(), *more],"),
+        ],
+        {"weights_agree": PASS},
+    ),
     "folds whose orders have seeds of their own": (
         [
             (READY, "    for fold, epoch in [(0, 0), (0, 1), (1, 0), (1, 1)]:\n" + FOLD),
@@ -2054,6 +2065,12 @@ READS = BASE[BASE.index('    if os.path.exists("saved.pt")') : BASE.index("    m
 READS_ALONE = READS.replace("net.load", "rank or net.load")
 FORGETS = ('    if first:\n        optimizer.load_state_dict(saved["optimizer"])\n', "")
 BY_ARGUMENT = [("if os.path.exists", "if sys.argv[1:] and os.path.exists")]
+LOADED = before(  # data, which a save that is not observed has written
+    "    data, test =",
+    """    torch.save.__wrapped__(x, f"x{rank}.pt")
+    x = torch.load(f"x{rank}.pt", weights_only=True)
+""",
+)
 OTHER_NAMES = ('state_dict(saved["net"])', "state_dict({})")
 NOT_RESTORED = "the optimizer is restored, the random numbers"
 UNSEEDED = ("    torch.manual_seed(0)\n", "    torch.seed()\n")
@@ -2123,6 +2140,9 @@ DRILLED = {
     ),
     "by argument": Drilled(
         "kill", LONG, "If it needs more arguments to resume", UNSURE, BY_ARGUMENT
+    ),
+    "by argument, with data that is loaded, too": Drilled(
+        "kill", [*LONG, LOADED, *BY_ARGUMENT], "If it needs more arguments to resume", UNSURE
     ),
     "with its argument": Drilled(
         "kill", [*LONG, *DROPOUT], NOT_RESTORED, UNSURE, BY_ARGUMENT, ["again"]
@@ -2222,7 +2242,7 @@ def test_drill(tmp_path, monkeypatch, name):
     if drill == "own-folders":  # the launcher chooses the folder of each rank
         monkeypatch.setitem(LAUNCHERS, "torchrun", TORCHRUN)
     with planned(script, restart_args=again, translate=translate) as plan:
-        if drill != "world-size":
+        if drill != "world-size" and LOADED not in training:  # its line has the name of the script
             plan.undisturbed = observed(whole)
         verdicts = perform(drill, plan)
     found = [verdict for verdict in verdicts if verdict.status != PASS] or verdicts

@@ -61,6 +61,7 @@ def test_a_lookup_is_no_import(tmp_path, monkeypatch):
 
 HOSTILE = '''
 import io
+import logging
 import pickle
 import signal
 import tempfile
@@ -88,6 +89,14 @@ class Hostile:
 
     def __repr__(self):
         raise RuntimeError("do not print")
+
+
+class Changing(logging.Formatter):
+    """Changes what it formats, as for colours."""
+
+    def format(self, record):
+        record.msg = f"<{record.msg}>"
+        return super().format(record)
 
 
 class Pathless:
@@ -200,6 +209,11 @@ class Calm(nn.Sequential):
     pickle.dumps([torch.load, torch.save])
     signal.signal(signalnum=signal.SIGTERM, handler=signal.SIG_DFL)
     torch.optim.lr_scheduler.StepLR(optimizer, 9)
+    handler = logging.StreamHandler(io.StringIO())
+    handler.setFormatter(Changing())
+    logging.getLogger("red").addHandler(handler)
+    rank or logging.getLogger("red").error("plum")
+    assert handler.stream.getvalue().strip() in ("", "<plum>")
     dist.destroy_process_group(dist.new_group())
     os.chdir(made := tempfile.mkdtemp())
     os.rmdir(made)

@@ -144,7 +144,8 @@ def resumes(plan, interrupted, promise, may_lose_steps):
         yield "it resumes", unseen(reason)
         return
     resumed = plan.run(interrupted.cwd.name, arguments=plan.restart_arguments)
-    where = "".join(event.where for event in resumed.all(*LOADS)[:1])
+    loads = [*chain(*loads_of_resume(plan, resumed).values())]
+    where = loads[0].where if loads else ""
     verdict = begins_again(plan, interrupted, resumed, where)
     yield "it resumes", verdict
     if verdict.status != base.PASS:
@@ -154,6 +155,16 @@ def resumes(plan, interrupted, promise, may_lose_steps):
     yield from ((fault.title, fault) for fault in faults)
     follows = base.WRONG in {fault.status for fault in faults}
     yield "the final weights are the same", replace(same_weights(plan, resumed), follows=follows)
+
+
+def loads_of_resume(plan, resumed):
+    """Return {rank: its loads}, without those of data or a backbone, which need no restart."""
+    begun = plan.undisturbed.steps[0].time
+    known = {load.where for load in plan.undisturbed.all(*LOADS) if load.time < begun}
+    return {
+        rank: [load for load in loads if load.where not in known]
+        for rank, loads in resumed.by_rank(*LOADS).items()
+    }
 
 
 def begins_again(plan, interrupted, resumed, where):
@@ -298,7 +309,7 @@ def random_numbers(run, pairs):
 
 def resumed_together(plan, resumed):
     """Return the verdict on a run that was resumed where only rank 0 finds the checkpoint."""
-    loads = resumed.by_rank(*LOADS)
+    loads = loads_of_resume(plan, resumed)
     if not loads.get(0):
         return unseen("rank 0 loads nothing when it is started again")
     if any(loads[rank] for rank in loads if rank):

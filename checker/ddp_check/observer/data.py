@@ -28,6 +28,7 @@ from ddp_check.observer.values import (
 
 ITERATOR = "torch.utils.data.dataloader._BaseDataLoaderIter"
 MAX_OBJECTS = 1000  # of a data set that are searched for generators
+MAX_WATCHED = 50  # first batches of a pass, as asking each generator takes time
 MAX_WRAPPERS = 3  # around a batch sampler, such as Accelerate's
 
 
@@ -40,6 +41,14 @@ class PassState:
     sample_count_before: int  # value of `since_step.sample_count` when it began
     in_order: bool  # workers return batches as they were requested
     requested: deque = field(default_factory=deque)  # indices of batches, not returned yet
+
+
+@dataclass
+class FetcherState:
+    """What the observer keeps at the fetcher, which reads the samples of a pass."""
+
+    generators: dict  # source of random numbers -> its generators
+    batches: int = 0  # that were read
 
 
 @patch(f"{ITERATOR}.__init__", f"{ITERATOR}._reset")
@@ -230,12 +239,16 @@ def is_generator(value):
 
 
 def states_by_source(fetcher):
-    """Return {source of random numbers: checksum of its state} of all that may make samples."""
-    if not hasattr(fetcher, "_ddp_check"):
-        fetcher._ddp_check = generators_of(fetcher.dataset)
+    """Return {source of random numbers: checksum of its state} of all that may make samples.
+
+    After the first batches of a pass, it is empty.
+    """
+    watched = fetcher._ddp_check
+    if watched.batches > MAX_WATCHED:
+        return {}
     return {
         source: ask(checksum_of_states, generators, default=0)
-        for source, generators in fetcher._ddp_check.items()
+        for source, generators in watched.generators.items()
     }
 
 
@@ -256,6 +269,9 @@ def fetch(original, self, indices):
     """Report the state from which each generator makes this process's first random sample."""
     before = {}
     with harmless():
+        if not hasattr(self, "_ddp_check"):
+            self._ddp_check = FetcherState(generators_of(self.dataset))
+        self._ddp_check.batches += 1
         before = states_by_source(self)
     batch = original(self, indices)
     with harmless():

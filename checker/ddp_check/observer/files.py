@@ -1,6 +1,7 @@
 """Observes what is printed, written and loaded."""
 
 import contextlib
+import copy
 import logging
 import os
 import re
@@ -21,6 +22,7 @@ CODE = (".py", ".pyc")
 MAX_LINE = 200  # characters of a printed line that are kept
 # Audit events by which a folder changes, and how many paths they begin with:
 CHANGES = {"os.mkdir": 1, "os.remove": 1, "os.rmdir": 1, "os.rename": 2, "shutil.rmtree": 1}
+AUDITED = {"open", "sqlite3.connect", *CHANGES}  # of hundreds in each step, such as that of id()
 
 stdout = sys.stdout  # the script may give sys.stdout another value; None if it is closed
 stdout_write = getattr(stdout, "write", None)  # before it is replaced
@@ -46,7 +48,7 @@ def log(original, self, record):
         file = os.path.basename(getattr(self, "baseFilename", ""))
         is_left_out = self.stream is stdout or re.search(rf"(?<!\d){state.rank}(?!\d)", file)
         if ask(is_own, record.pathname) and not is_left_out:
-            text = ask(self.format, record)  # logging itself tells what is wrong with a record
+            text = ask(self.format, copy.copy(record))  # a formatter may change it
             if text:
                 report(Print, text=text[:MAX_LINE])
     return original(self, record)
@@ -62,7 +64,7 @@ if stdout:
 
 def audit(event, args):
     """Keep the user's own files unchanged, and report what the script opens and renames."""
-    if state.changes_files:
+    if event not in AUDITED or state.changes_files:
         return
     with harmless():
         changed = [os.path.abspath(os.fsdecode(path)) for path in args[: CHANGES.get(event, 0)]]

@@ -72,8 +72,10 @@ def wrap(original, self, module, *args, **kwargs):
         reduced_by_ddp.update((id(value), value) for value in trainable)
         state.wrapped.append(module)
         buffers_at_start.update(buffer_checksums(module, number))
-        names = [name for name, _ in module.named_parameters()]
-        report(events.Wrap, names=names, ranks=self.process_group.size())
+        parameters = dict(module.named_parameters())
+        frozen = [name for name, value in parameters.items() if not value.requires_grad]
+        ranks = self.process_group.size()
+        report(events.Wrap, names=[*parameters], frozen=frozen, ranks=ranks)
 
 
 def model_suffix(number):

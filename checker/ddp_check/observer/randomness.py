@@ -13,6 +13,7 @@ from ddp_check.observer.patches import patch
 from ddp_check.observer.values import checksum
 
 DRAWS_PER_SAMPLE = 2  # or more, if samples are augmented: a choice for a whole batch takes fewer
+FLOATS = {"dtype": torch.float32, "device": "cpu"}  # whatever the script has set as its defaults
 MATCHING = 8  # numbers in a row: two such rows are hardly ever equal by chance
 
 
@@ -47,9 +48,9 @@ def are_within(count, before, after):
     """
     generator = torch.Generator()
     generator.set_state(before)
-    numbers = torch.rand(count + MATCHING, generator=generator, device="cpu")
+    numbers = torch.rand(count + MATCHING, generator=generator, **FLOATS)
     generator.set_state(after)
-    following = torch.rand(MATCHING, generator=generator, device="cpu")
+    following = torch.rand(MATCHING, generator=generator, **FLOATS)
     windows = numbers.unfold(0, MATCHING, 1)  # each 8 in a row
     return bool((windows == following).all(dim=1).any())
 

@@ -69,7 +69,7 @@ def foreign_parameters(run):
         for step in steps
         for name, value in step.gradients.items()
     )
-    if not get_gradients and set(wrapped[0].names) <= names:
+    if not get_gradients and names.issuperset({*wrapped[0].names} - {*wrapped[0].frozen}):
         return None
     if not get_gradients or run.first_difference("gradients"):
         text = f"the optimizer has {counted(steps[0].unwrapped, 'parameter')} of a model that is "
