@@ -5,12 +5,12 @@ import os
 import random
 
 import pytest
-from checking import named, passed, plan_of, told
+from checking import BASE, named, observed, passed, plan_of, told
 from ddp_check.drills import conclude, perform
 from ddp_check.rules import judge
 from ddp_check.rules.base import PASS
 from support.results import same_bits
-from support.scripts import LONG
+from support.scripts import LONG, write
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 UNSHOWN = {"clipping_comes_last", "safe_loads", "random_numbers_differ", "own_gpu"}
@@ -42,9 +42,9 @@ def test_observation_changes_no_bit(tmp_path, trained):
 
 
 @pytest.mark.slow
-def test_whatever_is_missing_each_rule_has_a_verdict(tmp_path):
+def test_whatever_is_missing_each_rule_has_a_verdict(tmp_path, fork_ranks):
     """Ranks that never join, missing kinds of events, and runs cut short anywhere."""
-    run, chance = plan_of("05", tmp_path).undisturbed, random.Random(0)
+    run, chance = observed(write(tmp_path / "train.py", BASE)), random.Random(0)
     kinds = {type(event) for event in run.events_by_rank[0]}
     assert {one.__name__ for one in kinds} >= {"Join", "Wrap", "PassBegun", "Step", "Save", "Exit"}
     less = [

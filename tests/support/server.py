@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -25,6 +26,7 @@ VARIABLE = "DDP_LADDER_SERVER"  # holds its socket; tests that run tests share t
 GRACE = 60  # seconds for the other ranks to end after one has failed
 # A process that has asked CUDA for its GPUs cannot fork others that use them.
 WITHOUT_CUDA = {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+AT_ONCE = "DDP_LADDER_AT_ONCE"  # set: once a script is done, its process frees no imported modules
 SET_CHILD_SUBREAPER = 36  # prctl: adopt orphaned descendants
 
 
@@ -211,6 +213,12 @@ def become(argv):
     else:
         sys.argv, sys.path[0] = argv, os.path.dirname(os.path.abspath(argv[0]))
         runpy.run_path(argv[0], run_name="__main__")
+    if AT_ONCE in os.environ:  # to free them takes 0.6 s, more than most scripts
+        threading._shutdown()  # waits for the script's threads, as Python does
+        atexit._run_exitfuncs()
+        with contextlib.suppress(ValueError):  # the script may have closed it
+            sys.stdout.flush()
+        os._exit(0)
     sys.exit()
 
 
