@@ -34,6 +34,7 @@ SPAWNS = r"(?<![\w.])((torch\.)?\w*(mp|multiprocessing|dist)\.)?(spawn|start_pro
 PROCESS = r"\bProcess\(\s*target"
 SETS = r"""environ\[["'](\w+)["']\]\s*=[^=]"""
 ASKS = r"""(?:environ(?:\.get)?|getenv)[\[(]["']((?:LOCAL_)?RANK)["'][\],)]"""
+MAY_BE_SET = r"""["']RANK["'] (?:not )?in os.environ"""  # by torchrun, if not by the script
 SET_BY_TORCHRUN = r"\b(MASTER_ADDR|(LOCAL_)?RANK|WORLD_SIZE)\b"
 USES_GPUS = r"nccl|cuda|device_ids|torch\.accelerator|\.to\(\w*rank\)"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=NPROC"]
@@ -261,6 +262,7 @@ def launcher_of(text):
     text = ast.unparse(parsed(text))  # without comments
     # It reads RANK, and sets it nowhere, so a launcher has to.
     needs_torchrun = set(re.findall(ASKS, text)) - set(re.findall(SETS, text))
+    needs_torchrun |= set(re.findall(MAY_BE_SET, text))
     if re.search(SPAWNS, text) or (re.search(PROCESS, text) and not needs_torchrun):
         return "python"
     return "srun" if "SLURM_PROCID" in text and not needs_torchrun else "torchrun"

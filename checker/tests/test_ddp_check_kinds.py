@@ -183,6 +183,7 @@ JOIN = [
     (LOADER, "    loader = DataLoader(data, 8, sampler=range(rank, 96 - 40 * rank, 2))\n"),
     (EPOCH, ""),
     (LOOP, f"        with model.join():\n  {LOOP}"),
+    before(SUM, "        with torch.no_grad():\n            net(x)\n"),
     UNEVALUATED,
 ]
 BY_HAND = [

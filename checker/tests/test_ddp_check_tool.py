@@ -86,6 +86,7 @@ ASKS = "rank = int(os.environ['RANK'])\n"
 STARTED_BY = {  # part of a script: the launcher that it is for
     ASKS + "torch.multiprocessing.spawn(main)": "python",  # as pytorch/examples/imagenet
     "from torch.multiprocessing import spawn\nspawn(main)": "python",
+    "'RANK' in os.environ or os.environ['SLURM_PROCID']": "torchrun",
     "multiprocessing.Process(target=main)": "python",
     ASKS + "multiprocessing.Process(target=watch)": "torchrun",
     ASKS + "# instead of mp.spawn(main, nprocs=2)": "torchrun",
