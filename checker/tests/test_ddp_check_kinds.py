@@ -834,6 +834,12 @@ KINDS = {
         LENGTHS,
     ),
     "the same noise": Kind(RANDOM, [SAME_SEED], "in the training loop, several for each", NOISE),
+    "a loader that each step begins anew": Kind(
+        {"order_changes": WRONG},
+        [(LOOP, "        for _ in loader:\n            inputs, targets = next(iter(loader))\n")],
+        r"have the same order, each left after 1 step; set_epoch gets 2 last",
+        [("DataLoader(data, 8", "DataLoader(data, 16")],
+    ),
     "the same choice for each batch": Kind(
         {"random_numbers_differ": UNSURE},
         [SAME_SEED],
@@ -1391,6 +1397,12 @@ KINDS = {
         [WAITS],
         r"ranks 0, 1 write turns.txt at the same time \(open",
         IN_TURN,
+    ),
+    "a temporary file of all ranks": Kind(
+        {"one_rank_writes": WRONG},
+        [("rank or open", "open")],
+        r"ranks 0, 1 write guesses at the same time \(open",
+        [after(LEAVE, '    rank or open(os.environ["TMPDIR"] + "/guesses", "w")\n')],
     ),
     "a part of a sharded model": Kind(
         {"one_rank_writes": WRONG},

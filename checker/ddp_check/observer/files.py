@@ -19,6 +19,7 @@ from ddp_check.observer.patches import intercept, patch
 from ddp_check.protocol import is_own
 
 CODE = (".py", ".pyc")
+TEMPORARY = f"{os.path.realpath(os.environ['TMPDIR'])}{os.sep}"
 MAX_LINE = 200  # characters of a printed line that are kept
 # Audit events by which a folder changes, and how many paths they begin with:
 CHANGES = {"os.mkdir": 1, "os.remove": 1, "os.rmdir": 1, "os.rename": 2, "shutil.rmtree": 1}
@@ -94,8 +95,9 @@ def audit_open(path, mode, flags):
     if mode is None:  # it is opened by os.open(), which libraries call
         return
     real = os.path.realpath(path)
-    is_data = real.startswith(TASK.folder) and not real.endswith(CODE)
-    if not (is_data and script_line()):
+    is_temporary = real.startswith(TEMPORARY)  # libraries keep theirs there, such as compiled code
+    is_data = real.startswith((TASK.folder, TEMPORARY)) and not real.endswith(CODE)
+    if not (is_data and script_line(direct=is_temporary)):
         return
     if writes and not set("ar") & set(mode):  # "r+" is also how np.memmap reads
         report(Written, path=real)

@@ -341,13 +341,15 @@ def same_order(run, passes):
     same = [number for number, (old, new) in enumerate(pairwise(orders), 1) if old == new]
     if not same:
         return begins_again(passes, orders)
+    before, after = passes[same[0] - 1 : same[0] + 1]
     text = f"epochs {same[0]} and {same[0] + 1} have the same order"
+    if not before.is_whole:
+        text += f", each left after {counted(len(before.steps), 'step')}"
     if first.iterable:
         if first.persistent and len({each.dataset_checksum for each in passes}) > 1:
             text += ": the persistent workers do not see what changes in the data set"
             return wrong(text, where, "persistent_workers")
         return unsure(f"{text}: is that intended?", where)
-    before, after = passes[same[0] - 1 : same[0] + 1]
     # A data set that keeps what it has loaded is another one, and has the same samples.
     if before.dataset != after.dataset and before.values("checksums") != after.values("checksums"):
         return unsure(f"{text}, of data that has changed: is it all new?", where)
