@@ -23,10 +23,11 @@ from ddp_check.protocol import HERE, VARIABLE
 def kept_folder():
     """Yield a temporary folder; at the end, kill what reports to it, and remove it."""
     folder = Path(tempfile.mkdtemp(prefix="ddp_check-")).resolve()
+    paths = filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])  # psutil may be there
     keeper = subprocess.Popen(
         [sys.executable, "-m", "ddp_check.keeper", folder],
         stdin=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(HERE.parent)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         start_new_session=True,  # Ctrl-C and a scheduler's signals must not reach it
     )
     try:

@@ -181,8 +181,8 @@ class Plan:
         if any(re.fullmatch(r"(.*=)?cpu", str(word)) for word in self.arguments):
             return False
         joins_on_gpus_only = not run.joins and "init_process_group" in self.text
-        early = run.returncode is not None and (joins_on_gpus_only or not run.all(events.Step))
-        return run.lacks_gpus or bool(early and re.search(USES_GPUS, self.text))
+        untrained = run.returncode is not None and (joins_on_gpus_only or not run.all(events.Step))
+        return run.lacks_gpus or bool(untrained and re.search(USES_GPUS, self.text))
 
     def folder_of(self, name):
         """Return the folder of a name, with the script's files in it."""

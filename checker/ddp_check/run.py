@@ -45,8 +45,8 @@ def ends_rank(error):
     if above.startswith("Exception ignored in"):  # it ends nobody
         return False
     if re.match(r"[\w.]*(Error|Exception)\b", error[1]):
-        return bool(frames)
-    return any(map(FRAME.match, frames))  # such as StopIteration
+        return bool(frames)  # or a box of "rich"
+    return any(map(FRAME.match, frames))  # other names, such as StopIteration, need a frame
 
 
 def lines_before(error):
@@ -245,8 +245,8 @@ class Run:
 
         A hook for local SGD says so, or it is inferred. With an average after every 4th step, say,
         gradients differ in step 1, and weights, as they are before a step, in step 2, but not in 5.
-        Nor would they if rank 0's were broadcast, so parts of the model have to be added up or
-        gathered.
+        Broadcasting rank 0's looks the same, so parts of the model have to be added up or gathered,
+        too.
         """
         if any("localsgd" in event.name.lower() for event in self.all(events.CommHook)):
             return True

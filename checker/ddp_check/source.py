@@ -33,7 +33,7 @@ def divisions_in_file(path, text):
     for scope in [tree, *functions.values()]:
         for call in backward_calls(scope):
             names = names_in(call) - {"self"}
-            before = [
+            before = [  # up to the call, what changes a name that it uses
                 statement
                 for statement in own_parts(scope)
                 if isinstance(statement, SIMPLE)

@@ -441,6 +441,7 @@ GPUS = [
         torch.randn(4, device=rank, generator=seeded)
     ended.record()
     torch.cuda.synchronize()
+    assert torch.cuda.memory_stats()["active_bytes.all.peak"] == 0
     assert isinstance(seeded, torch.Generator) and begun.elapsed_time(ended) >= 0
     assert torch.histc(torch.arange(4, device="cuda"), bins=4).tolist() == [1, 1, 1, 1]
     current = torch.cuda.current_device()
@@ -1430,7 +1431,10 @@ KINDS = {
         {"one_rank_writes": UNSURE},
         [("rank or open", "open")],
         r"write args.json at the same time: do they write the same\? \(open",
-        [before(READY, '    rank or open("args.json", "w").write("{}")\n')],
+        [
+            before(READY, '    rank or open("args.json", "w").write("{}")\n'),
+            before(LEAVE, '    if rank == 0:\n        open("args.json", "w").write("{}")\n'),
+        ],
     ),
     "by one rank after the other": Kind(
         {"one_rank_writes": UNSURE},
@@ -1925,6 +1929,23 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
     "a loss that is said to be of one rank": (
         [after(BACKWARD, '            rank or print(f"loss of rank 0: {loss.item():.4f}")\n')],
         {"printed_loss_is_of_all": PASS},
+    ),
+    "a count that grows, and is reduced to one rank": (
+        [
+            before(READY, "    count = torch.zeros(1)\n"),
+            before(SUM, "        dist.reduce(count.fill_(epoch + 1), 0)\n"),
+        ],
+        {"sums_begin_anew": PASS},
+    ),
+    "too few samples to share any": (
+        [
+            (DATA, ""),
+            ("8, sampler=sampler", "2, shuffle=True"),
+            (EPOCH, ""),
+            (LOOP, "        for inputs, targets in islice(loader, 1):\n"),
+            ("import itertools", "from itertools import islice"),
+        ],
+        {"ranks_share_data": UNSEEN},
     ),
     "a frozen layer, and parameters without gradients beside the model": (
         [

@@ -237,6 +237,7 @@ raise Exception("bad")""": (WRONG, "^Exception: bad$", "train.py:7"),
     "import urllib.request as r\nr.urlopen('http://localhost:1')": (
         *(UNSURE, f"URLError.+ {NETWORK}", "train.py:2"),
     ),
+    "open('../data/train.csv')": (UNSURE, "NotFound.+ use absolute paths", "train.py:1"),
     "open('https://example.org/data.csv')": (UNSURE, f"NotFound.+ {NETWORK}", "train.py:1"),
     "raise OSError('cannot reach https://huggingface.co')": (
         *(UNSURE, f"OSError.+ {NETWORK}", "train.py:1"),

@@ -294,8 +294,9 @@ def not_restored(plan, resumed, text):
 def random_numbers(run, pairs):
     """Return in words which random numbers make a resumed run another one, or "".
 
-    The pairs are the same steps of the undisturbed run and of the resumed one. If PyTorch's numbers
-    do not differ in them, those of other generators do; without any, PyTorch's may still differ.
+    The pairs are the same steps of the undisturbed run and of the resumed one. If these show no
+    difference in PyTorch's numbers, it names the other generators that make samples. If there are
+    none, it is PyTorch's again: the order of a loader does not show in steps.
     """
     sources = {event.source for event in run.all(events.Drawn)}
     others = sorted(sources - {"torch"})

@@ -154,7 +154,8 @@ def make_loader(original, self, dataset, batch_size=1, *args, **kwargs):
 @patch(f"{ITERATOR}._next_index")
 def next_index(original, self):
     """Remember the indices of a batch until it is returned."""
-    index = original(self)
+    with ignoring_draws():  # workers are given the first batches before `next_batch`
+        index = original(self)
     with harmless():
         self._ddp_check.requested.append(index if isinstance(index, list | tuple) else [index])
     return index

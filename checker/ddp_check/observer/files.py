@@ -112,7 +112,7 @@ def make_own_file(path, truncates=True):
     """
     path = os.path.abspath(path)
     make_own_folders(path)
-    if leads_outside(path) and os.path.isdir(path):  # for a temporary file without a name
+    if leads_outside(path) and os.path.isdir(path):  # as os.open(folder, O_TMPFILE | …) does
         replace_link(Path(path))
     elif leads_outside(path):
         with unobserved():

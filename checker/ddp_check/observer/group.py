@@ -52,7 +52,7 @@ def meet_here(address):
     """Return `tcp://HOST:PORT` or `HOST` with `localhost` for the host of another machine."""
     is_url = "//" in address
     url = urlsplit(address if is_url else f"//{address}")
-    host = url.hostname or ""
+    host = url.hostname or address  # which then is no host's
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with contextlib.suppress(OSError), socket.create_server((host, 0), family=family):
         return address  # a server can be created there, so it is this machine
@@ -104,7 +104,8 @@ class Call:
         self.sums = self.name in REDUCTIONS and all(each in SUMS for each in operations)
         self.own_numbers = few_numbers(self.tensors) if self.sums else []  # what this rank adds
         averages = dist.ReduceOp.AVG in operations  # to do that again changes nothing
-        may_grow = self.sums and not averages and len(self.tensors) == 1
+        # dist.reduce() leaves a sum on one rank only.
+        may_grow = self.name == "all_reduce" and self.sums and not averages
         self.times_grown = times_grown(self.tensors[0]) if may_grow else None
         # These two are fields of `Collective`:
         outside_step = not depth_of_steps()  # in which an optimizer may gather the parameters

@@ -121,7 +121,7 @@ class OptimizerParameters:
 
     @property
     def unused(self):
-        """How many parameters were frozen after DDP had wrapped them, or have no gradient here."""
+        """How many got no gradient here, or, in any wrapped model, were frozen after DDP had it."""
         count = sum(not value.requires_grad for value in reduced_by_ddp.values())
         for value in self.by_name.values():
             own = own_gradients.get(id(value))

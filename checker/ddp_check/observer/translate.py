@@ -5,6 +5,7 @@ import inspect
 import os
 import re
 import threading
+from collections import defaultdict
 from types import SimpleNamespace
 
 import torch
@@ -61,7 +62,7 @@ def report_gpu(device, by_set_device=False):
 
 def set_device(device, *_):
     """Take the place of torch.cuda.set_device, which ignores a negative number."""
-    device = 0 if device is None else device
+    device = state.gpu if device is None else device
     report_gpu(device, by_set_device=True)
     if gpu_index(device) >= 0:
         state.gpu = gpu_index(device)
@@ -174,7 +175,7 @@ ANSWERS = {  # every other function answers 0
     "is_bf16_supported": True,
     "current_accelerator": torch.device("cuda"),
     "mem_get_info": (1 << 30, 1 << 30),
-    "memory_stats": {},
+    "memory_stats": defaultdict(int),
 }
 ANSWERS |= dict.fromkeys(("current_device", "current_device_index"), lambda: state.gpu)
 ANSWERS |= {
@@ -187,7 +188,7 @@ QUIET = "set_device|init$|synchronize|empty_cache|ipc_collect|manual_seed"
 
 
 def answer(original, *args, **kwargs):
-    """Answer what the script asks about GPUs by `ANSWERS`; let a library's calls in `QUIET` be."""
+    """Answer what the script asks about GPUs by `ANSWERS`, and libraries by `QUIET`."""
     name = original.__name__
     if script_line(direct=True):  # the script asks
         report_translated(f"{original.__module__}.{name}()")

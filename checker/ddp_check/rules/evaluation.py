@@ -121,10 +121,10 @@ def read_in_blocks(parts):
 def not_once(parts, evaluated_elsewhere, run):
     """Return the verdict on an evaluation that leaves out samples, or sees some twice.
 
-    - Some come twice: see `padded`; but if each rank leaves a loop in an order of its own, unseen.
+    - Some come twice: see `padded`; unseen if each rank has read a few in an order of its own.
     - Some are left out: wrong if it is the parts of other ranks, which add nothing up; else unsure.
-    - If neither is so because the size is divisible by the number of ranks, it is unseen: with
-      another size, DistributedSampler would pad.
+    - Neither, but the size is divisible by the number of ranks: unseen, as DistributedSampler pads
+      another size.
 
     evaluated_elsewhere: indices that all ranks evaluate in another pass, see `remainder`
     """
@@ -181,6 +181,7 @@ def padded(parts, twice):
         in_blocks = parts[0].distributed and any(cut.in_blocks for cut in cuts)
         # With a single gather, labels are not gathered: they are in another order than the blocks.
         with_labels = gathers == 1 and any(event.equal is not None for event in used)
+        # A single extra sample is the last of the last rank: the end of the blocks, too.
         if not in_blocks or (twice == 1 and not with_labels):
             return None
         text = "what is gathered is in blocks, one rank's part behind another's, when its end is "

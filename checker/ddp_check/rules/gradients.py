@@ -115,7 +115,7 @@ def gradients_differ(run):
         return None
     step, name, wrapped = first.row[0], first.name, run.all(events.Wrap)
     in_no_model = name.startswith(events.PARAMETER)
-    line_by_hand = line_of_reduction(run) if step.reduced else ""
+    reduction_line = line_of_reduction(run) if step.reduced else ""  # the script's own
     text = f"step {first.number}: the gradients differ from rank to rank, first that of {name}"
     if step.bypassed:
         text += f"; the model is called without its wrapper at {short(step.bypassed[0])}"
@@ -135,11 +135,11 @@ def gradients_differ(run):
             text += "; were they changed after DDP had averaged them?"
         else:
             text += "; no backward() has given them: torch.autograd.grad() goes past DDP"
-    if not wrapped and line_by_hand and step.reduced_all:
+    if not wrapped and reduction_line and step.reduced_all:
         text += "; the optimizer does not take what is added up: is it written back to .grad?"
-    # If this parameter is in no wrapped model, or nothing is wrapped, another rule tells the cause.
-    follows = bool((step.unwrapped and in_no_model) or not (wrapped or line_by_hand))
-    return wrong(text, line_by_hand or step.where, follows=follows)
+    # Another rule tells of parameters in no wrapped model, and if nothing is wrapped or reduced.
+    told_elsewhere = (step.unwrapped and in_no_model) or not (wrapped or reduction_line)
+    return wrong(text, reduction_line or step.where, follows=bool(told_elsewhere))
 
 
 def line_of_reduction(run):
@@ -231,7 +231,8 @@ def has_sum_for_each_step(run):
     is right, not their mean: dist.all_reduce(tokens); (losses / tokens).sum().backward()
     """
     sums = [call for call in run.all(events.Collective) if call.sums and not call.of_small_gradient]
-    return sum(call.elements <= run.world_size for call in sums) >= len(run.all(events.Step))
+    small = [call for call in sums if call.elements <= run.world_size]  # one number, or one a rank
+    return len(small) >= len(run.all(events.Step))  # both of all ranks
 
 
 def losses_are_parts(run):
@@ -242,8 +243,9 @@ def losses_are_parts(run):
     """
     # A loss of two ranks may also be halved for another reason.
     wholes = {run.world_size} if divisions_by_world_size(run) else set()
-    for passes in run.training_passes[:1]:  # its first batches are as large as all but the last
-        wholes.add(sum(sum(data_pass.sizes[:1]) for data_pass in passes.values()))
+    if run.training_passes:  # the first batch of each rank is as large as all but its last
+        first_pass = run.training_passes[0].values()
+        wholes.add(sum(sum(data_pass.sizes[:1]) for data_pass in first_pass))
     totals = {total for event in run.all(events.Totalled) for total in event.total}
     wholes |= {total for total in totals if total > run.world_size}  # else it may be a sum of ones
     return all(

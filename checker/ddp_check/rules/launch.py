@@ -15,10 +15,12 @@ NETWORK = (
     r"URLError|gaierror|ConnectionError|MaxRetryError|name resolution|OfflineMode|HTTPError"
     r"|(FileNotFoundError|OSError): .*https?://|Error downloading"
 )
+BESIDE = r"(FileNotFoundError|NotFound|No such file).*\.\./"  # what is missing is there: ../data
 OF_A_LIBRARY = r"ModuleNotFoundError|ImportError: .+/site-packages/"  # missing, or another version
 DROP_THE_MODEL = "drop every reference to the DDP model (del model) before destroy_process_group"
 BUFFERS = "Buffers wait for all ranks to call the DDP model: evaluate model.module"
 UNTRANSLATED = rf"{LACKS_GPUS}|Tensor-likes|not implemented for '|getFuture not implemented"
+UNTRANSLATED += "|must have the same dtype|bias type"  # autocast is left out
 # In a script that knows the option of PyTorch's former launcher alone:
 ASKS_LOCAL_RANK = r"(?s)^(?!.*LOCAL_RANK).*--local[_-]rank"
 DEFAULTS = (  # a port is only a default in `port: int = 29500`, `environ.get("PORT", 29500)`
@@ -101,7 +103,10 @@ def with_cause(run, text, where, page="", details=()):
 
 
 def more_batches(run):
-    """Return the verdict if a rank calls a collective while another is in a backward pass."""
+    """Return the verdict if a rank calls a collective while another is in a backward pass.
+
+    That the other one is in a further step is seen in its traceback.
+    """
     steps, calls = run.by_rank(events.Step), run.by_rank(events.Collective)
     if "_engine_run_backward(" not in run.output:  # in no rank's traceback
         return None
@@ -129,8 +134,8 @@ def why_more_batches(run, rank):
 def fewer_epochs(run, syncing_buffers):
     """Return in words what a rank does that begins fewer epochs than another, or "".
 
-    It has left the loop over the epochs, or waits inside of it, in a collective of its own; not in
-    _sync_buffers, as a rank that evaluates the DDP model.
+    Either it has left the loop over the epochs, or it waits inside of it for a collective that it
+    alone calls. If it waits in _sync_buffers, it evaluates the DDP model: "".
     """
     passes = list(chain(*run.passes_by_rank.values()))
     training_lines = {data_pass.where for data_pass in passes if data_pass.steps}
@@ -171,6 +176,8 @@ def cure_of_this_machine(run):
         return "it needs the network: download the data first"
     if re.match(OF_A_LIBRARY, run.ending) or run.fails_in_an_import:
         return "run the checker in the environment of the script"
+    if re.search(BESIDE, run.ending):
+        return "it is run in a copy of its folder, which has no such neighbour: use absolute paths"
     if run.translate and is_about_gpus(run):
         return "the checker cannot translate this for the CPU"
     return ""
@@ -207,9 +214,9 @@ def one_group(run):
 
 def port_is_free(run):
     """the script does not fix the port at which the ranks meet"""
+    source_without_defaults = re.sub(DEFAULTS, "", run.source)
     for join in run.joins.values():
-        text = re.sub(DEFAULTS, "", run.source)
-        if join.port and re.search(rf"\b{join.port}\b", text):
+        if join.port and re.search(rf"\b{join.port}\b", source_without_defaults):
             reason = f"the port is always {join.port}: two jobs on one node would collide"
             return fragile(reason, join.where, "fixed_port")
 
@@ -267,22 +274,22 @@ def own_gpu(run):
         rank: [event for event in named if not event.by_set_device] or named
         for rank, named in run.by_rank(events.Gpu).items()
     }
-    of_each_rank = min(len({event.index for event in of_rank}) for of_rank in used.values())
-    count = run.nproc * max(1, of_each_rank)  # GPUs of the node: several for each rank, or one
+    gpus_per_rank = min(len({event.index for event in of_rank}) for of_rank in used.values())
+    gpus_of_node = run.nproc * max(1, gpus_per_rank)
     for rank, events_of_rank in used.items():
         for event in events_of_rank:
-            visible, limit = [*map(str, range(count))], f"a node has {count}"
+            visible, reason = [*map(str, range(gpus_of_node))], f"a node has {gpus_of_node}"
             if event.visible:
                 visible = event.visible.split(",")
-                limit = f"the script sets CUDA_VISIBLE_DEVICES={event.visible}"
+                reason = f"the script sets CUDA_VISIBLE_DEVICES={event.visible}"
             if not 0 <= event.index < len(visible):
                 page = "" if event.visible else "global_rank_as_device"
-                return wrong(f"rank {rank} uses GPU {event.index}, but {limit}", event.where, page)
+                return wrong(f"rank {rank} uses GPU {event.index}, but {reason}", event.where, page)
             gpu = visible[event.index]
             other = first_rank.setdefault(gpu, rank)
             if other != rank:
                 text = f"ranks {other} and {rank} both use GPU {gpu}"
-                return wrong(f"{text}: {limit}" if event.visible else text, event.where)
+                return wrong(f"{text}: {reason}" if event.visible else text, event.where)
     return passed(counted(len(first_rank), "GPU"), run.all(events.Gpu)[0].where)
 
 

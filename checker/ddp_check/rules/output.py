@@ -80,7 +80,7 @@ def written_in_place(run):
         if save.path and not renamed & {save.path, *map(str, Path(save.path).parents)}
     ]
     paths = [save.path for save in in_place]
-    for save in in_place:
+    for save in in_place:  # more than once, or before the last step: the script may resume from it
         if paths.count(save.path) > 1 or save.steps < len(run.steps):
             text = f"{Path(save.path).name} is written in place: a crash then leaves half a file"
             return fragile(text, save.where, "written_in_place")
@@ -136,10 +136,11 @@ def written_by_several(run, writes_by_path):
         text = f"ranks {', '.join(map(str, steps_by_rank))} write {Path(path).name}"
         # The line is that of the highest rank, which should leave the file to the lowest.
         where = next(write.where for write in writes if write.rank == max(steps_by_rank))
-        if any(len(ranks) > 1 for ranks in ranks_by_wait.values()):  # nothing makes one wait
+        at_once = [write for write in writes if len(ranks_by_wait[write.waits]) > 1]
+        if at_once:  # nothing makes one rank wait for another
             text += " at the same time"
             verdict = wrong
-            if not any(write.steps for write in writes):
+            if not any(write.steps for write in at_once):
                 text, verdict = f"{text}: do they write the same?", unsure
         elif run.returncode == 0 and differing_ranks(steps_by_rank):
             text += " after other steps: is that intended?"  # each after steps of its own
@@ -222,7 +223,7 @@ def printed_loss_is_of_all(run):
         for number in numbers_in(line.text):
             meaning = meaning_of(number, windows)
             if meaning != RIGHT and re.search(SAYS_RANK, number.words):
-                meaning = None  # no fault: it is meant to be that of one rank
+                meaning = None  # as if it were unknown: it is meant to be that of one rank
             elif re.search(LOSS, number.words) and knows_own_alone:
                 own.append(line.where)
             if meaning == RIGHT:
@@ -280,7 +281,8 @@ def printed_after_steps(run):
                 # it has itself evaluated all samples.
                 reduced = steps_at_reduction >= steps - 1
                 all_seen = latest_pass and sum(latest_pass.sizes) == latest_pass.sample_count
-                yield event, windows, not (reduced or all_seen or equal_losses)
+                knows_own_alone = not (reduced or all_seen or equal_losses)
+                yield event, windows, knows_own_alone
 
 
 def meaning_of(number, windows):
@@ -355,11 +357,14 @@ def sum_is_printed(run, words, right=()):
     words: LOSS or SHARE
     right: lines that print a mean over all ranks
     """
-    for row in run.rows(events.Totalled) if run.world_size > 1 else ():
+    rows = run.rows(events.Totalled) if run.world_size > 1 else ()
+    for row in rows:
         lines = run.following(row[0], events.Print, events.Totalled)
         numbers = [(number, line.where) for line in lines for number in numbers_in(line.text)]
         for own, total in zip(zip(*(event.own for event in row)), row[0].total):
-            for number, where in numbers if is_sum_of_fractions(own, total) else ():
+            if not is_sum_of_fractions(own, total):
+                continue
+            for number, where in numbers:
                 if verdict := verdict_on_sum(number, own, total, words, where in right):
                     return replace(verdict, where=where)
 
@@ -371,15 +376,16 @@ def verdict_on_sum(number, own, total, words, is_known):
     """
     factor = 100 if number.percent else 1
     parts = " and ".join(f"{factor * value:.4g}" for value in own[:2])
+    of_shares = words == SHARE
     is_mean = number.digits > 2 and number.is_printed_for(total / len(own))
-    if words == SHARE and is_mean and re.search(OF_A_WHOLE_SET, number.words):
+    if of_shares and is_mean and re.search(OF_A_WHOLE_SET, number.words):
         text = f"{number.shown} is the mean of {parts}, each of one rank's samples: of all, it is "
         return unsure(f"{text}another", "", "mean_of_means")
     is_meant = re.search(words, number.words) and not re.search(NAMED_SUM, number.words)
     if not is_meant or is_known or not number.is_printed_for(total):
         return None
     text = f"{number.shown} is {THE_SUM}, of {parts}"
-    if words == SHARE and all(0 <= value <= 1 for value in own) and total > 1:
+    if of_shares and all(0 <= value <= 1 for value in own) and total > 1:
         return wrong(f"{text}: divide it by {len(own)}", "", "rank_0_loss")
     return unsure(f"{text}: is each already divided by what all ranks have?", "", "rank_0_loss")
 

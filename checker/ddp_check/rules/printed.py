@@ -33,8 +33,8 @@ class Number(NamedTuple):
         return 100 if self.percent or self.value > 1 else 1  # 98.07 is meant in percent
 
     def is_only_share_of(self, total):
-        """Return whether it is such a share, and so exact that hardly any other number is one."""
-        # To within half a sample, every number would be one.
+        """Return whether it is such a share, and shown so exactly that this is no chance."""
+        # Rounded by up to half a sample, every number is a share.
         return self.is_share_of(total) and self.rounding / self.whole * total < 0.25
 
     def is_share_of(self, total):

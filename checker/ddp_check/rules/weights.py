@@ -69,6 +69,7 @@ def foreign_parameters(run):
         for step in steps
         for name, value in step.gradients.items()
     )
+    # What has no gradient stays as it is; and all of the wrapped model is trained:
     if not get_gradients and names.issuperset({*wrapped[0].names} - {*wrapped[0].frozen}):
         return None
     if not get_gradients or run.first_difference("gradients"):
@@ -93,10 +94,10 @@ def weights_differ(run):
         return with_earlier_cause(run, len(run.step_rows) + 1, unsure, text)
 
 
-def with_earlier_cause(run, number, verdict, text, where=""):
+def with_earlier_cause(run, number, say, text, where=""):
     """Return the verdict on weights that differ before the step of this number.
 
-    The first of these that is seen is the cause. From 2 on, the verdict is the given one:
+    The first of these that is seen is the cause. From 2 on, it is `say`, wrong or unsure:
     1. rates, gradients or buffers that differed in an earlier step: wrong
     2. a state that not all ranks load
     3. a state that they may load at other times
@@ -110,17 +111,17 @@ def with_earlier_cause(run, number, verdict, text, where=""):
             text += f"; it follows from the {words} in step {earlier.number}"
             return wrong(text, where, follows=True)
     if line := line_of_uneven_loads(run, lambda load: load.wraps > 0):  # 2
-        return verdict(f"{text}: not all ranks load a state here", line, "edit_on_one_rank")
+        return say(f"{text}: not all ranks load a state here", line, "edit_on_one_rank")
     rows, loads = run.step_rows, [load for load in run.all(events.StateLoaded) if load.wraps]
     if number <= len(rows):
         loads = [load for load in loads if load.time < rows[number - 1][0].time]
     if loads:  # 3
         text += ": does each rank load the same state here, and only when it is written?"
-        return verdict(text, loads[-1].where, "missing_barrier")
+        return say(text, loads[-1].where, "missing_barrier")
     if number == 1 and not run.all(events.Wrap):  # 4
         text += "; broadcast them at the start, or seed all ranks alike"
-        return verdict(text, where, "recipes/in_buckets")
-    return verdict(f"{text}; were they edited?", where, "edit_on_one_rank")  # 5
+        return say(text, where, "recipes/in_buckets")
+    return say(f"{text}; were they edited?", where, "edit_on_one_rank")  # 5
 
 
 def evaluated_models_agree(run):
@@ -169,7 +170,7 @@ def agree_on(name, events_by_rank):
 
 
 def differ_in_turn(name, events_by_rank):
-    """Return whether the ranks evaluate as many models, of which one has another value on each.
+    """Return whether all evaluate equally many models, one of which differs from rank to rank.
 
     Such as the model that is trained, which is equal, and a moving average that one rank updates.
     """
