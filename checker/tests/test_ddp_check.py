@@ -5,7 +5,8 @@ import os
 import random
 
 import pytest
-from checking import BASE, named, observed, passed, plan_of, told
+from checking import BASE, before, named, observed, passed, plan_of, told
+from ddp_check import events
 from ddp_check.drills import conclude, perform
 from ddp_check.rules import judge
 from ddp_check.rules.base import PASS
@@ -19,6 +20,10 @@ UNSHOWN |= {"schedule_is_finished"}
 # Where rank 0 evaluates; and 02 and 03 have no gloo on GPUs.
 OF_ONE_RANK = {"each_sample_is_evaluated_once", "evaluated_models_agree", "no_thread_left"}
 OF_ONE_RANK |= {"result_is_of_all", "gathered_parts_are_apart"}
+HANDLES = before(
+    "    torch.manual_seed(rank)\n",
+    "    import signal\n    signal.signal(signal.SIGTERM, lambda *_: None)\n",
+)
 WEEKLY = pytest.mark.weekly("step 5 has all the lines that the steps share")
 
 
@@ -44,9 +49,10 @@ def test_observation_changes_no_bit(tmp_path, trained):
 @pytest.mark.slow
 def test_whatever_is_missing_each_rule_has_a_verdict(tmp_path, fork_ranks):
     """Ranks that never join, missing kinds of events, and runs cut short anywhere."""
-    run, chance = observed(write(tmp_path / "train.py", BASE)), random.Random(0)
+    run, chance = observed(write(tmp_path / "train.py", BASE, [HANDLES])), random.Random(0)
     kinds = {type(event) for event in run.events_by_rank[0]}
     assert {one.__name__ for one in kinds} >= {"Join", "Wrap", "PassBegun", "Step", "Save", "Exit"}
+    assert events.SigtermHandler in kinds
     less = [
         {},
         {0: run.events_by_rank[0]},

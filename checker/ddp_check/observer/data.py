@@ -28,7 +28,7 @@ from ddp_check.observer.values import (
 
 ITERATOR = "torch.utils.data.dataloader._BaseDataLoaderIter"
 MAX_OBJECTS = 1000  # of a data set that are searched for generators
-MAX_WATCHED = 10  # first batches of a pass: to ask NumPy for its state takes 0.1 ms
+MAX_WATCHED = 10  # first batches of a pass: to ask NumPy for its state takes 0.2 ms
 MAX_WRAPPERS = 3  # around a batch sampler, such as Accelerate's
 
 

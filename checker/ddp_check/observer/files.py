@@ -23,7 +23,7 @@ TEMPORARY = f"{os.path.realpath(os.environ['TMPDIR'])}{os.sep}"
 MAX_LINE = 200  # characters of a printed line that are kept
 # Audit events by which a folder changes, and how many paths they begin with:
 CHANGES = {"os.mkdir": 1, "os.remove": 1, "os.rmdir": 1, "os.rename": 2, "shutil.rmtree": 1}
-AUDITED = {"open", "sqlite3.connect", *CHANGES}  # of hundreds in each step, such as that of id()
+AUDITED = {"open", "sqlite3.connect", *CHANGES}  # of many: even id() is an event
 
 stdout = sys.stdout  # the script may give sys.stdout another value; None if it is closed
 stdout_write = getattr(stdout, "write", None)  # before it is replaced

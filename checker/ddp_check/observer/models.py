@@ -144,7 +144,7 @@ def watch_reduction(model, result):
 
 @patch("torch.optim.Optimizer.zero_grad", "torch.nn.Module.zero_grad")
 def zero_grad(original, self, *args, **kwargs):
-    """Forget the reductions of gradients that are dropped: SAM steps once with such, and anew."""
+    """Forget the reductions of gradients that are dropped, as SAM drops those of its first step."""
     state.since_step.reductions.clear()
     return original(self, *args, **kwargs)
 
@@ -231,7 +231,8 @@ def report_evaluation(module, args):
     if is_around_ddp or not values or mesh_dimensions(values.values()):
         return
     noisy = [*filter(is_noisy, module.modules())]
-    unused_statistics = {id(value) for part in noisy for value in part.buffers()}  # if it trains
+    # In training mode, BatchNorm takes the statistics of the batch.
+    unused_statistics = {id(value) for part in noisy for value in part.buffers()}
     used = {name: value for name, value in values.items() if id(value) not in unused_statistics}
     report(
         events.Evaluated,

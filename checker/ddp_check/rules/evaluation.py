@@ -123,8 +123,8 @@ def not_once(parts, evaluated_elsewhere, run):
 
     - Some come twice: see `padded`; unseen if each rank has read a few in an order of its own.
     - Some are left out: wrong if it is the parts of other ranks, which add nothing up; else unsure.
-    - Neither, but the size is divisible by the number of ranks: unseen, as DistributedSampler pads
-      another size.
+    - Neither, but the size is divisible by the number of ranks: unseen, as DistributedSampler would
+      pad another size.
 
     evaluated_elsewhere: indices that all ranks evaluate in another pass, see `remainder`
     """
