@@ -221,7 +221,7 @@ def run_tasks(command, seconds):
     """Start the tasks; return the reports of those that report in time, and judge their clocks."""
     reports = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as srun:
-        timer = threading.Timer(seconds, srun.kill)  # it may wait for a node that is gone
+        timer = threading.Timer(2.5 * seconds, srun.kill)  # it may wait for a node that is gone
         timer.start()
         for line in srun.stdout:
             if line.startswith('{"node": '):
@@ -245,7 +245,7 @@ def judge(launch, seconds):
     }
     own = at_once(first, seconds)
     plan = json.dumps([nodes, port, own["network"][1][0], folder, seconds])
-    rows = node_rows(run_tasks([*launch, "check", plan], 2 * seconds), nodes, tasks, COLUMNS)
+    rows = node_rows(run_tasks([*launch, "check", plan], seconds), nodes, tasks, COLUMNS)
     rows[nodes[0]].update((name, cell) for name, cell in own.items() if not cell[0])
     at_once({"folder": lambda: shutil.rmtree(folder, ignore_errors=True)}, 5)
     table = [("node", *COLUMNS)]
@@ -257,7 +257,7 @@ def judge(launch, seconds):
     if bad := node_faults(rows, nodes[0]):
         return bad
     del own  # with its store, which listens at the port that the ranks need
-    reports = run_tasks([*launch, "measure", plan], 2 * seconds)
+    reports = run_tasks([*launch, "measure", plan], seconds)
     rows = node_rows(reports, nodes, tasks, ("tasks", "all_reduce"))
     if bad := node_faults(rows, nodes[0]):  # a node that is lost is why it failed on the others
         return {node: why for node, why in bad.items() if not rows[node]["tasks"][0]} or bad
@@ -281,7 +281,7 @@ def main():
     if args.launch[0] in ("check", "measure"):
         what, plan = args.launch[0], json.loads(args.launch[1])
         todo = checks(*plan) if what == "check" else {"all_reduce": lambda: measure(*plan)}
-        cells = at_once(todo, 1.5 * plan[-1])
+        cells = at_once(todo, 1.5 * plan[-1])  # run_tasks waits longer: imports take time, too
         report = {"node": os.environ["SLURMD_NODENAME"], "cells": cells, "time": time.time()}
         os.write(1, f"{json.dumps(report)}\n".encode())  # in one piece
     else:

@@ -127,8 +127,7 @@ class Job:
 
 
 def shown(job, code):
-    words = " ".join(job.command)
-    return f"{words}\nexit {code}\n{job.stdout}\n---- stderr\n{job.stderr}"
+    return f"{' '.join(job.command)}\nexit {code}\n{job.stdout}\n---- stderr\n{job.stderr}"
 
 
 def printed(path):
@@ -140,8 +139,7 @@ def printed(path):
 def environment(**changes):
     """Return this process's environment, with what would make a difference set or removed."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", **gpus.environment(), **changes}
-    same = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    for name in (*same, *RESTARTS):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *RESTARTS):
         env[name] = changes.get(name)
     return {name: value for name, value in env.items() if value is not None}
 

@@ -40,9 +40,8 @@ def forked(step, *args, nprocs=2, restarts=0):
     """
     path = SCRIPT.get(step, step)
     assert not path.name.startswith("02"), "use without_spawn"
-    return server.command(
-        path, *args, nprocs=0 if path.name.startswith("01") else nprocs, restarts=restarts
-    )
+    nprocs = 0 if path.name.startswith("01") else nprocs
+    return server.command(path, *args, nprocs=nprocs, restarts=restarts)
 
 
 # ---------------------------------------------------------------- copies

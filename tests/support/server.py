@@ -8,6 +8,7 @@ tests: a run is killed when its client or the tests end, for whatever reason.
 
 import atexit
 import contextlib
+import faulthandler
 import functools
 import json
 import os
@@ -87,9 +88,11 @@ def ask(nprocs, restarts, *argv):
 
 def serve(address, tests):
     """Fork a process for each request, as long as the process of the tests lives."""
+    faulthandler.enable()  # a rank that crashes says in which line
     atexit.register(write_threads)  # before PyTorch's functions, so called after them
     import gc
 
+    sys.modules["pandas"] = sys.modules["pyarrow"] = None  # if installed, they start threads
     import sklearn.datasets
     import sklearn.metrics
     import sklearn.model_selection  # noqa: F401
@@ -97,6 +100,7 @@ def serve(address, tests):
     import torch.distributed.nn  # noqa: F401  # before there is a process group, as in the scripts
     from support import jobs  # noqa: F401
 
+    del sys.modules["pandas"], sys.modules["pyarrow"]
     gc.freeze()  # so forked processes share the memory of the imports
     tests = os.pidfd_open(int(tests))  # readable once the process has ended
     with socket.socket(socket.AF_UNIX) as listener:
@@ -227,8 +231,7 @@ def write_threads():
     if folder := os.environ.get("DDP_LADDER_EXITS"):
         time.sleep(1)  # Linux lists a thread for a moment after it has ended
         names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-        with open(f"{folder}/{os.getpid()}", "w") as file:
-            json.dump(names, file)
+        Path(folder, str(os.getpid())).write_text(json.dumps(names))
 
 
 if __name__ == "__main__":
