@@ -184,7 +184,7 @@ def test_nobody_reaches_the_first_node(cluster, fly):
 @SLOW
 def test_cable_pulled(cluster, fly):
     """While the ranks measure, so that the first node's cannot go on either."""
-    flight = fly(seconds=20)  # as long as a node may import PyTorch: a busy machine is slow
+    flight = fly(seconds=20)  # a busy machine may take that long to import PyTorch
     measures = "pgrep -f '[p]reflight.py measure' || true"
     flight.wait_for(lambda: cluster.run("bash", "-c", measures, node=2))
     with broken(cluster, None, "ip link set cable2 down", "ip link set cable2 up"):

@@ -92,7 +92,7 @@ def serve(address, tests):
     atexit.register(write_threads)  # before PyTorch's functions, so called after them
     import gc
 
-    sys.modules["pandas"] = sys.modules["pyarrow"] = None  # if installed, they start threads
+    sys.modules["pandas"] = sys.modules["pyarrow"] = None  # if installed, they start a thread
     import sklearn.datasets
     import sklearn.metrics
     import sklearn.model_selection  # noqa: F401

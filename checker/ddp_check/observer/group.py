@@ -52,7 +52,7 @@ def meet_here(address):
     """Return `tcp://HOST:PORT` or `HOST` with `localhost` for the host of another machine."""
     is_url = "//" in address
     url = urlsplit(address if is_url else f"//{address}")
-    host = url.hostname or address  # an error message, perhaps: no server can be created there
+    host = url.hostname or address  # not a host: the error of a command, perhaps
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with contextlib.suppress(OSError), socket.create_server((host, 0), family=family):
         return address  # a server can be created there, so it is this machine
