@@ -13,8 +13,9 @@ fi
 # ranks must not go on and write the same checkpoint, but nobody else ends them.
 end_ranks() {
     pgrep --parent $$ --exact srun > /dev/null && return
-    grep -slzx "SLURM_JOB_ID=$SLURM_JOB_ID" /proc/[0-9]*/environ | while IFS=/ read -r _ _ process _; do
-        grep -sqz '^SLURM_STEP_ID=' "/proc/$process/environ" && kill -KILL "$process"
+    for process in /proc/[0-9]*; do
+        grep -sqzx "SLURM_JOB_ID=$SLURM_JOB_ID" "$process/environ" &&
+            grep -sqz '^SLURM_STEP_ID=' "$process/environ" && kill -KILL "${process#/proc/}"
     done
 }
 trap end_ranks EXIT

@@ -12,7 +12,7 @@ from support.results import epochs, same_bits
 from support.scripts import LONG, ROOT, SCRIPT, SMALL, Pickled, edit, edited
 
 SLOW = pytest.mark.slow
-pytestmark = pytest.mark.xdist_group("machines")
+PYTORCH = pytest.mark.weekly("what PyTorch does, on its newest version")
 
 
 @pytest.mark.weekly("one more way to start two nodes, as slurm/tests/test_nodes.py does often")
@@ -58,22 +58,7 @@ def test_the_wrong_interface(machines, command, tmp_path):
     assert re.search(rf"^{error} Connect timeout", one.stderr, re.M), one
 
 
-@SLOW
-def test_no_names_for_the_addresses(machines, tmp_path):
-    machines.names({})
-    store = f"dist.TCPStore('{LIVE}.1', 29400, 2, is_master=$SLURM_NODEID == 0)"
-    command = f'python -c "import torch.distributed as dist; {store}"'
-    for job in machines.on_both(command, tmp_path):
-        assert "The hostname of the client socket cannot be retrieved. err=-3" in job.stderr
-
-
-def test_no_such_interface(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    with pytest.raises(RuntimeError, match=r"Unable to find address for: ib0"):
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert not dist.is_initialized()
-
-
+@PYTORCH
 def test_a_store_listens_everywhere_and_asks_for_no_password():
     store = dist.TCPStore("localhost", 0, is_master=True)
     store.set("key", "value")
@@ -83,6 +68,7 @@ def test_a_store_listens_everywhere_and_asks_for_no_password():
     assert listening in ("::", "0.0.0.0")  # without IPv6
 
 
+@PYTORCH
 def test_gather_object_runs_what_it_receives(process_group, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     dist.gather_object(Pickled(), [None])

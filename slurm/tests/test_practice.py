@@ -35,7 +35,6 @@ UNTIL_TOLD = "while not stop_signals:\n    time.sleep(0.01)"
 LATE = "node2 boots when Slurm has marked it down, within a minute ...\n"
 
 SLOW = pytest.mark.slow
-pytestmark = pytest.mark.xdist_group("practice")  # its tests mostly wait
 
 
 class Terminal(pexpect.spawn):
@@ -154,15 +153,6 @@ def test_the_shell_belongs_to_the_user_of_sudo(clone, start):
     for words in ("power-off", "power-on node3", "pull-cable node1 node2"):
         assert terminal.run(words) == f"usage: {words.split()[0]} NODE, one of node1, node2\n"
     terminal.end(terminal.sendeof)  # Ctrl-D
-
-
-@ON_A_CLUSTER
-@pytest.mark.weekly("two more ways to end it; exit and Ctrl-D are shown above")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_it_is_ended_from_outside(start, number):
-    terminal = start()
-    terminal.sendline("sleep 60")
-    terminal.end(lambda: os.kill(terminal.pid, number))
 
 
 @SLOW

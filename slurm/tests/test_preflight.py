@@ -20,7 +20,6 @@ from support.results import shape
 from support.scripts import edit
 
 SLOW = pytest.mark.slow
-pytestmark = pytest.mark.xdist_group("preflight")  # its tests mostly wait
 
 
 # ---------------------------------------------------------------- on a cluster
@@ -84,13 +83,6 @@ def test_healthy(fly):
     seconds, bandwidth = map(float, re.search(speed, flight.stdout, re.MULTILINE).groups())
     assert bandwidth == pytest.approx(1.5 * 2**24 / seconds / 1e9, rel=0.01)
     assert shape(flight.stdout) == shape(in_the_guide(r"^```\n(node (?s:.*?))```$"))
-
-
-@pytest.mark.weekly("three more sizes of an allocation; the tests above have two")
-@pytest.mark.parametrize(("nodes", "gpus", "ranks"), [(1, 0, "one"), (1, 3, 3), (5, 0, 5)])
-def test_other_allocations(fly, nodes, gpus, ranks):
-    flight = fly(f"--nodes={nodes}", f"--gpus-per-node={gpus}", seconds=60).becomes("COMPLETED")
-    assert f"all_reduce, 16 MiB, {ranks} rank" in flight.stdout
 
 
 def bound(source, target):
