@@ -12,6 +12,7 @@ from clusters import (
     ON_NODE_1,
     SIMPLE,
     TWO_BY_TWO,
+    Submitted,
     found,
     in_the_guide,
     second_launcher,
@@ -322,6 +323,21 @@ def test_where_sbatch_exports_nothing(simple):
 def test_a_newer_slurm(tmp_path, clone, newer):
     """Slurm 24.11: the CPUs of a task, and the requeue of one task of an array."""
     check_cpus(newer, tmp_path / "cpus", clone)
+    (clone / "04_multinode.py").write_text(SIMPLE, encoding="utf-8")
+    (tmp_path / "array").mkdir()
+    with newer(tmp_path / "array", environment=environment()) as cluster:
+        words = *ON_NODE_1, "--array=1-2", "--job-name=sweep", "--export=NONE", BATCH["04"]
+        job = Submitted(cluster, clone, *words)
+        job.wait_for(lambda: len(list(clone.glob("sweep_*.out"))) == 2)
+        job.number = f"{job.number}_2"
+        job.wait_for(
+            lambda: "finds" in clone.joinpath(f"sweep_{job.show('JobId')}.out").read_text()
+        )
+        job.cancel("--signal=TERM")
+        job.wait_for(lambda: job.show("Restarts") == "1")
+        (clone / "go").touch()
+        job.becomes("COMPLETED")
+    assert (clone / "sweep_2.pt").exists()
 
 
 # ---------------------------------------------------------------- the end
