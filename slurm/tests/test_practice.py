@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from clusters import ON_A_CLUSTER, clone_into, in_the_guide
-from support.jobs import environment, run
+from support.jobs import environment
 from support.positions import ON_RANK_1, at
 from support.results import same_bits, shape
 from support.scripts import ROOT, SMALL, edit
@@ -163,20 +162,6 @@ def test_the_shell_belongs_to_the_user_of_sudo(clone, start):
     for words in ("power-off", "power-on node3", "pull-cable node1 node2"):
         assert terminal.run(words) == f"usage: {words.split()[0]} NODE, one of node1, node2\n"
     terminal.end(terminal.sendeof)  # Ctrl-D
-
-
-@SLOW
-@ON_A_CLUSTER
-def test_what_is_missing(tmp_path):
-    """Without any program on PATH, and in a namespace where root is nobody."""
-    command = [sys.executable, ROOT / "slurm" / "practice"]
-    for start, path, reason in (
-        ([], "", "sbatch is not installed: apt-get install slurmctld slurmd "),
-        (["unshare", "--user"], os.environ["PATH"], "needs root"),
-    ):
-        job = run([*start, *command], tmp_path, {"PATH": path})
-        assert (job.returncode, job.stdout, job.stderr.count("\n")) == (1, "", 1), job
-        assert reason in job.stderr
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="apt-get install shellcheck")
