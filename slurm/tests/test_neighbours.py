@@ -289,8 +289,8 @@ def check_cpus(kind, folder, clone):
 
 @SLOW
 @pytest.mark.skipif(os.cpu_count() != 2, reason="needs two CPUs")
-def test_a_task_may_use_all_cpus_of_its_node(tmp_path, clone):
-    check_cpus(Cluster, tmp_path / "own", clone)
+def test_a_task_has_all_cpus(tmp_path, clone):
+    check_cpus(Cluster, tmp_path / "c", clone)
 
 
 # ---------------------------------------------------------------- said once for a site
@@ -322,10 +322,10 @@ def test_where_sbatch_exports_nothing(simple):
 @pytest.mark.skipif(os.cpu_count() != 2, reason="needs two CPUs")
 def test_a_newer_slurm(tmp_path, clone, newer):
     """Slurm 24.11: the CPUs of a task, and the requeue of one task of an array."""
-    check_cpus(newer, tmp_path / "cpus", clone)
+    check_cpus(newer, tmp_path / "c", clone)
     (clone / "04_multinode.py").write_text(SIMPLE, encoding="utf-8")
-    (tmp_path / "array").mkdir()
-    with newer(tmp_path / "array", environment=environment()) as cluster:
+    (tmp_path / "a").mkdir()
+    with newer(tmp_path / "a", environment=environment()) as cluster:
         words = *ON_NODE_1, "--array=1-2", "--job-name=sweep", "--export=NONE", BATCH["04"]
         job = Submitted(cluster, clone, *words)
         job.wait_for(lambda: len(list(clone.glob("sweep_*.out"))) == 2)
