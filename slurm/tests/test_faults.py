@@ -165,18 +165,6 @@ def test_a_full_disk(trained, tmp_path):
     assert same_bits(job, trained("04", "3", *WIDE))
 
 
-@SLOW
-def test_a_save_longer_than_the_timeout(tmp_path):
-    """The others wait for rank 0 in their next collective, which has a timeout."""
-    short = ("timedelta(minutes=5)", "timedelta(seconds=10)")
-    slow = (REPLACE, f"        time.sleep(15)\n{REPLACE}")
-    job = run(forked(edited(tmp_path, "04", short, slow), *LONG), tmp_path)
-    assert job.returncode == 1
-    assert "Timed out waiting 10000ms" in job.stderr
-    assert epochs(job) == [1]
-    assert weights(job)  # the save was completed
-
-
 # In the second epoch, the last rank waits for a sample for ever.
 STUCK = bad_data(
     """\

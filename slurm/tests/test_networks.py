@@ -9,7 +9,7 @@ import torch.distributed as dist
 from clusters import in_the_guide
 from machines import DEAD, LIVE
 from support.results import epochs, same_bits
-from support.scripts import LONG, ROOT, SCRIPT, SMALL, Pickled, edit, edited
+from support.scripts import LONG, ROOT, SCRIPT, SMALL, Pickled, edited
 
 SLOW = pytest.mark.slow
 PYTORCH = pytest.mark.weekly("what PyTorch does, on its newest version")
@@ -45,17 +45,6 @@ def command(machines, tmp_path):
 def test_names_of_another_network(machines, command, tmp_path):
     one, _ = machines.on_both(command, tmp_path)
     assert epochs(one) == [1]
-
-
-@pytest.mark.weekly("waits for gloo's timeouts; the preflight's tests find the interface")
-def test_the_wrong_interface(machines, command, tmp_path):
-    edit(tmp_path / "04_multinode.py", "minutes=5", "seconds=3")
-    command = command.replace("GLOO_SOCKET_IFNAME=eth0", "GLOO_SOCKET_IFNAME=eth1")
-    command = command.replace("--rdzv-conf=", "--rdzv-conf=read_timeout=3,")
-    one, two = machines.on_both(command, tmp_path, code=1)
-    error = "RuntimeError: Gloo connectFullMesh failed with .+"
-    assert re.search(rf"^{error}No route to host, remote=\[{DEAD}.1\]", two.stderr, re.M), two
-    assert re.search(rf"^{error} Connect timeout", one.stderr, re.M), one
 
 
 @PYTORCH
