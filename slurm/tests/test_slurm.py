@@ -86,6 +86,7 @@ def test_submitted_as_it_is(submit, trained, step):
         port = 20000 + job.number % 10000
         assert f"world size {size} on node[1-2], meet at node1:{port}\n" in job.stdout
     assert epochs(job) == [1]
+    assert not re.search(r"^\[W\d+ ", job.stdout, re.MULTILINE)  # a warning of PyTorch's C++ code
     assert same_bits(job.checkpoint, trained("03", *ONE, nprocs=size))
 
 
