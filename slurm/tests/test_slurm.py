@@ -174,7 +174,7 @@ def test_a_job_outlives_all_of_this(cluster, clone, submit, trained):
     cluster.switch_on(1)
 
     assert job.becomes("COMPLETED").show("Restarts") == "3"
-    assert job.stdout.count(f"resuming from {job.checkpoint.name} after epoch 0") == 3
+    assert job.stdout.count(f"resuming from ./{job.checkpoint.name} after epoch 0") == 3
     assert epochs(job) == [1, 2], job.stdout
     assert same_bits(job.checkpoint, trained("03", *TWO))
 
