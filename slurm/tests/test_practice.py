@@ -169,5 +169,5 @@ def test_the_shell_belongs_to_the_user_of_sudo(clone, start):
 def test_shellcheck():
     practice = ROOT / "slurm" / "practice"
     programs = [ROOT / ".ci" / "run", practice / "shell.rc", *practice.glob("*.sh")]
-    batch = ROOT.glob("*/*.sbatch")
+    batch = [ROOT / "slurm" / "checks.sh", *ROOT.glob("*/*.sbatch")]
     subprocess.run(["shellcheck", "--exclude=SC1091", *programs, *batch], check=True)
