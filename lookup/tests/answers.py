@@ -112,7 +112,7 @@ def skip(code):
 
 
 def tokens(code):
-    """Two batches of different numbers of tokens on each rank: the gradient of the mean over all."""
+    """Ranks with different numbers of tokens, in two batches: the gradient of the whole mean."""
     mine = slice(0, 3) if rank == 0 else slice(3, 10)
     x, one, two = torch.arange(10.0)[:, None], nn.Linear(1, 1), nn.Linear(1, 1)
     model = DDP(one)
@@ -192,23 +192,6 @@ def shortest(code):
 
     run(code[0], loader=list(torch.rand(4 + rank, 2, 4)), train=train)
     assert len(seen) == 4
-
-
-def branch(code):
-    """Rank 1 skips a branch; the next step of DDP works."""
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.trunk, self.branch = nn.Linear(2, 2), nn.Linear(2, 2)
-
-        def forward(self, x, whole):
-            y = self.trunk(x)
-            return self.branch(y) if whole else run(code[0], self=self, y=y)["y"]
-
-    model = DDP(Net())
-    for _ in range(2):
-        model(torch.ones(1, 2), rank == 0).sum().backward()
 
 
 def resume(code):
@@ -346,13 +329,8 @@ def given(code):
     names |= {"batch": torch.rand(4, 4), "shard": fully_shard, "build_model": lambda *_: Net()}
     nothing = dict.fromkeys(("train", "train_one_epoch", "evaluate", "save"), lambda *_: None)
     whole = partial(FSDP, device_id=device) if "FSDP(" in code else FSDP
-    return {
-        **names,
-        **nothing,
-        "state": Net().state_dict(),
-        "self": SimpleNamespace(),
-        "FSDP": whole,
-    }
+    more = {"state": Net().state_dict(), "self": SimpleNamespace(), "FSDP": whole}
+    return {**names, **nothing, **more}
 
 
 def others(codes):
