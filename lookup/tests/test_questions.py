@@ -65,16 +65,22 @@ QUICK = {  # function of answers.py: entry
     "stop": "My job was stopped at its time limit",
 }
 LLAMA = {"adapters": "How do I train LoRA", "sharded": "How do I shard a Hugging Face model"}
-OTHERS = {"mp.spawn": "`mp.spawn`:", "infer": "How do I run inference"}
+ALONE = (  # each has a test of its own
+    "`mp.spawn`:",
+    "How do I run inference",
+    "How do I make a script for one GPU train",
+    "Is it my script, or the machine?",
+    "How do I debug one rank",
+)
 LIBRARY = re.compile(  # blocks with these names are run by test_frameworks.py, or by no test
-    r"\b(Accelerator|accelerator|Trainer|training_args|deepspeed|wandb|h5py|tqdm|AutoModel\w*|"
+    r"\b(Accelerator|accelerator|[Tt]rainer|training_args|deepspeed|wandb|h5py|tqdm|AutoModel\w*|"
     r"load_dataset)\b"
 )
 
 
 def rest():
     """Return (title, code) of each block of Python that no other test tries."""
-    starts = tuple({**QUICK, **LLAMA, **OTHERS}.values())
+    starts = (*QUICK.values(), *LLAMA.values(), *ALONE)
     found = [block for block in tried() if block.language == "python"]
     found = [block for block in found if not block.title.startswith(starts)]
     return [block[1::2] for block in found if not LIBRARY.search(block.code)]
@@ -91,6 +97,36 @@ def test_on_two_ranks(name):
     job = once(code, lambda cwd: finished(forked(ANSWERS, json.dumps(code)), cwd))
     for rank in (0, 1):
         assert f"{name}: works" in said(job, rank), job
+
+
+def test_the_lines_of_ddp(tmp_path):
+    (code,) = blocks("How do I make a script for one GPU train")
+    lines = ["import os", "import torch", "from torch import nn"]
+    lines += ["from torch.utils.data import DataLoader, TensorDataset"]
+    lines += ["data, epochs = TensorDataset(torch.rand(128, 4)), 2"]
+    lines += ["build_model = lambda: nn.Linear(4, 1)"]
+    lines += ["def train_one_epoch(model, loader):", "    for (x,) in loader:"]
+    lines += [
+        "        model(x).sum().backward()",
+        "        print(f'rank {dist.get_rank()}: {len(x)}')",
+    ]
+    (tmp_path / "program.py").write_text("\n".join([*lines, code]), encoding="utf-8")
+    job = finished(forked(tmp_path / "program.py"), tmp_path)
+    assert said(job, 0) == said(job, 1) == ["32"] * 4
+    assert set(torch.load(tmp_path / "model.pt")) == {"weight", "bias"}
+
+
+@SLOW
+def test_breakpoint(tmp_path):
+    """The other rank waits, and both go on."""
+    (line,) = blocks("How do I debug one rank")
+    text = TRAIN.replace("dist.all_reduce", f"{line}dist.all_reduce")
+    (tmp_path / "train.py").write_text(text, encoding="utf-8")
+    start = "torchrun --standalone --nproc-per-node=2 train.py"
+    printed = "\n".join(typed(f"{start} <<< $'up\\np loss * 100\\nc'", tmp_path))
+    for part in ("tensor(100.)", *RANKS):
+        assert part in printed
+    assert "tensor(200.)" not in printed
 
 
 def test_processes_that_are_spawned(tmp_path):
@@ -123,7 +159,7 @@ def test_inference_in_the_order_of_the_data_set(tmp_path, monkeypatch):
 
 # ---------------------------------------------------------------- commands
 
-MAY_FIND_NOTHING = re.compile(r"\b(grep|pgrep|getent|find)\b")
+MAY_FIND_NOTHING = re.compile(r"\b(grep|pgrep|getent|find|timeout)\b")
 TWO_MACHINES = re.compile(r"torchrun --nnodes=2 .*--rdzv-endpoint=HOST:\d+.*")
 
 
