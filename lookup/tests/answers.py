@@ -1,48 +1,75 @@
-"""Tries printed answers on two ranks; each rank says which of them work, or why not."""
+"""Tries the printed code of lookup/ on two ranks; each rank says which of it works, or why not.
+
+`CODE` has the blocks of an entry under the name of a function below, which tries them; the
+blocks under the name `others` are run one by one, with the names of `given`.
+"""
 # ruff: noqa: F401, the printed code uses what is imported
 
+import argparse
 import copy
+import itertools
 import json
+import logging
 import math
 import os
+import re
 import signal
+import socket
 import sys
+import tempfile
 import textwrap
+import time
 import traceback
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.distributed.nn  # early: see pitfalls/late_import.md
 from sklearn.metrics import f1_score, roc_auc_score
+from torch import multiprocessing as mp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import OneCycleLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-CODE = json.loads(sys.argv[1])  # {function below: [block of code]}
+CODE = json.loads(sys.argv[1])
 if "adapters" in CODE:
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoModelForCausalLM, LlamaConfig
 device = torch.device("cpu")
 GIVEN = dict(globals())  # to the printed code
 
-dist.init_process_group("gloo", timeout=timedelta(minutes=1))
+dist.init_process_group("gloo", timeout=timedelta(seconds=30))
 rank = dist.get_rank()
 
 
 def run(code, **names):
     """Run printed code; return its names."""
-    names = {**GIVEN, **names}
+    names = {**GIVEN, "__name__": "printed", **names}
     exec(compile(code, "printed", "exec"), names)
     return names
 
@@ -85,26 +112,43 @@ def skip(code):
 
 
 def tokens(code):
-    """Ranks with different numbers of samples: the gradient of the mean over all of them."""
+    """Ranks with different numbers of tokens, in two batches: the gradient of the whole mean."""
     mine = slice(0, 3) if rank == 0 else slice(3, 10)
     x, one, two = torch.arange(10.0)[:, None], nn.Linear(1, 1), nn.Linear(1, 1)
     model = DDP(one)
     two.load_state_dict(one.state_dict())
-    losses = model(x[mine]).squeeze() ** 2
-    run(code[1], token_losses=losses, mask=torch.ones(10)[mine])["loss"].backward()
+
+    def micro_batches(masks):
+        for batch, mask in zip(x[mine].chunk(2), masks):
+            yield model(batch).squeeze(1) ** 2, mask
+
+    run(code[1], masks=torch.ones(10)[mine].chunk(2), micro_batches=micro_batches)
     (two(x) ** 2).mean().backward()
     assert torch.allclose(one.weight.grad, two.weight.grad)
-    norm = nn.utils.clip_grad_norm_(two.parameters(), 1.0)
-    *fsdp2, fsdp1 = code[2].splitlines()
-    for wrap, lines in (DDP, fsdp2[:1]), (fully_shard, fsdp2), (FSDP, [fsdp1]):
-        sharded = wrap(copy.deepcopy(one), **({"device_id": device} if wrap is FSDP else {}))
+
+
+def clipped(code):
+    """The norm is that of the whole gradient, also of a model that is sharded."""
+    torch.manual_seed(0)
+    start, x = nn.Linear(1, 1), torch.arange(10.0)[:, None]
+    alone = copy.deepcopy(start)
+    alone(x).square().mean().backward()
+    norm = nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
+    for wrap, lines in (DDP, code[:1]), (fully_shard, code[:2]), (FSDP, code[2:]):
+        sharded = wrap(copy.deepcopy(start), **({"device_id": device} if wrap is FSDP else {}))
         sharded(x[5 * rank :][:5]).square().mean().backward()
-        assert torch.allclose(run("\n".join(lines), model=sharded)["norm"], norm), wrap
+        names = run("".join(lines), model=sharded)
+        assert torch.allclose(torch.tensor(float(names.get("whole", names["norm"]))), norm), wrap
 
 
 def evaluation(code):
-    names = run(code[0], loss_sum=2.0 + rank, correct=2 * rank, seen=4 + rank)
-    assert (names["loss"], names["accuracy"]) == (pytest.approx(5 / 9), pytest.approx(2 / 9))
+    def evaluate(model, loader):
+        samples = torch.cat([sample for (sample,) in loader])
+        return samples.sum().item(), (samples > 4).sum().item(), len(samples)
+
+    given = {"model": DDP(nn.Linear(1, 1)), "batch_size": 2, "evaluate": evaluate}
+    names = run(code[0], test_set=TensorDataset(torch.arange(9.0)), **given)
+    assert (names["loss"], names["accuracy"]) == (4, pytest.approx(4 / 9))
     mine = slice(0, 3) if rank == 0 else slice(3, 10)
     scores, labels = np.arange(10) * 7 % 10, np.arange(10) % 2
     guesses = torch.tensor(scores % 3 % 2)
@@ -130,12 +174,24 @@ def steps(code):
 
 
 def longest(code):
-    """Rank 1 has three batches more than rank 0, and each keeps the outputs of its own."""
+    """Rank 1 has three batches, and rank 0 has none; each keeps the outputs of its own."""
     for wrap in fully_shard, lambda module: FSDP(module, device_id=device):
-        model, seen, loader = wrap(nn.Linear(4, 1)), [], list(torch.rand(2 + 3 * rank, 2, 4))
+        model, seen, loader = wrap(nn.Linear(4, 1)), [], list(torch.rand(3 * rank, 2, 4))
         with torch.no_grad():
-            run(code[0], model=model, loader=loader, seen=seen)
+            run(code[0], model=model, loader=loader, seen=seen, any_batch=torch.rand(2, 4))
         assert len(seen) == len(loader)
+
+
+def shortest(code):
+    """Rank 1 has one batch more, in which DDP would wait for ever."""
+    model, seen = DDP(nn.Linear(4, 1)), []
+
+    def train(batch):
+        model(batch).sum().backward()
+        seen.append(batch)
+
+    run(code[0], loader=list(torch.rand(4 + rank, 2, 4)), train=train)
+    assert len(seen) == 4
 
 
 def resume(code):
@@ -168,32 +224,17 @@ def resume(code):
     assert torch.equal(whole, resumed)
 
 
-def export(code):
-    example, batch = torch.rand(2, 4), torch.rand(5, 4)
-    model = DDP(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout()))
-    run(code[0])["export"](model, example, "model.pt2")
-    assert model.training
-    assert model.module.training
-    loaded = torch.export.load("model.pt2").module()
-    assert torch.equal(loaded(batch), model.module.eval()(batch))
-    for refused, *arguments in (
-        (torch.export.export, model, (example,)),
-        (torch.jit.trace, model, example),
-        (torch.jit.script, model),
-    ):
-        with pytest.raises(Exception):  # noqa: B017
-            refused(*arguments)
-
-
 def stop(code):
-    """Only rank 1 gets the signal, in its fourth step: both save before the eleventh."""
+    """Only rank 1 gets the signal, in its fourth step: both save before the eleventh, and exit."""
     saved = []
 
     def train(batch):
         if batch == 3 and rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    run(code[0], loader=range(30), epochs=3, train=train, save=lambda *at: saved.append(at))
+    names = run(code[0], loader=range(30), train=train, save=lambda *at: saved.append(at))
+    with pytest.raises(SystemExit):
+        names["run_epoch"](0)
     assert saved == [(0, 10)]
 
 
@@ -202,7 +243,7 @@ def stop(code):
 TOKENS = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(0))
 
 
-def build_model():
+def build_llama():
     torch.manual_seed(0)
     size = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     return AutoModelForCausalLM.from_config(LlamaConfig(num_attention_heads=4, **size))
@@ -214,7 +255,7 @@ def weights(model):
 
 def adapters(code):
     """Only the adapters are trained, alike on both ranks, saved alone, and loaded again."""
-    names = run(code[0], build_model=build_model)
+    names = run(code[0], build_model=build_llama)
     model, optimizer = names["model"], names["optimizer"]
     assert all("lora_" in name for name, part in model.named_parameters() if part.requires_grad)
     before, mine = weights(model), TOKENS[rank:][:1]
@@ -226,18 +267,17 @@ def adapters(code):
     assert same_on_both(weights(model))
     run(code[1], model=model)
     assert os.path.getsize("adapter/adapter_model.safetensors") < 20_000
-    again = PeftModel.from_pretrained(build_model(), "adapter")
+    again = PeftModel.from_pretrained(build_llama(), "adapter")
     assert torch.equal(again(input_ids=mine).logits, model(input_ids=mine).logits)
-    assert torch.equal(weights(build_model()), weights(again.unload()))
 
 
 def sharded(code):
     """In bfloat16, a step of two ranks ends near to that of one in float32."""
     if rank == 0:
-        build_model().save_pretrained("start")
+        build_llama().save_pretrained("start")
     dist.barrier()
     names = run("\n".join(code))
-    model, plain = names["sharded"]("start"), build_model()
+    model, plain = names["sharded"]("start"), build_llama()
     start = weights(plain)
     assert 2 * sum(part.to_local().numel() for part in model.parameters()) == start.numel()
     for each, batch in (model, TOKENS[rank:][:1]), (plain, TOKENS):
@@ -250,22 +290,84 @@ def sharded(code):
     assert missed.norm() < moved.norm() / 50
 
 
-def generated(code):
-    """Rank 0 has the texts that one process generates, in their order."""
-    prompts = list(torch.randint(64, (5, 1, 3), generator=torch.Generator().manual_seed(1)))
-    tokenizer = SimpleNamespace(decode=lambda tokens: " ".join(map(str, tokens.tolist())))
-    names = run(code[0], prompts=prompts, tokenizer=tokenizer, model=DDP(build_model()))
-    options = {"max_new_tokens": 8, "do_sample": False}
-    alone = (build_model().generate(each, **options)[0] for each in prompts)
-    assert rank == 1 or names["hypotheses"] == list(map(tokenizer.decode, alone))
+# ---------------------------------------------------------------- all others: they run
 
 
-for name, code in CODE.items():
-    try:
-        globals()[name](code)
-        said = "works"
-    except Exception:
-        said = traceback.format_exc().replace("\n", " | ")
-    print(f"rank {rank}: {name}: {said}\n", end="", flush=True)
-dist.barrier()
-dist.destroy_process_group()
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.fc = nn.Linear(4, 1)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return self.fc(x)
+
+
+def given(code):
+    """Return the names that pages use for what a reader has, new for each block."""
+    torch.manual_seed(0)
+    model, data = Net(), TensorDataset(torch.rand(16, 4), torch.rand(16, 1))
+    code = re.sub("#.*", "", code)
+    if "model.module" in code:
+        model = DDP(model)
+    if re.search(r"model\.forward|to_local", code) and "fully_shard(" not in code:
+        fully_shard(model)
+    if "summon_full_params" in code:
+        model = FSDP(model, device_id=device)
+    sampler = DistributedSampler(data)
+    names = {"data": data, "dataset": data, "train_set": data, "sampler": sampler, "model": model}
+    names |= {"loader": DataLoader(data, 4, sampler=sampler), "batch_size": 4, "epochs": 2}
+    names |= {"optimizer": torch.optim.AdamW(model.parameters()), "criterion": nn.MSELoss()}
+    names["scheduler"] = lr_scheduler.ExponentialLR(names["optimizer"], 0.9)
+    names |= {"images": torch.rand(4, 4), "labels": torch.rand(4, 1), "x": torch.rand(4, 4)}
+    names |= {"output": torch.rand(4, 1), "target": torch.rand(4, 1), "path": "state.pt"}
+    names |= {"real": torch.rand(2, 4), "fake": torch.rand(2, 4), "tensor": torch.rand(2 + rank)}
+    names |= {"teacher": Net(), "layer": nn.Linear(4, 4), "local_rank": 0, "loss_value": 1.0}
+    names |= {"loss": torch.tensor(1.0), "total": 8, "steps": 2, "seconds": 1.0, "epoch": 0}
+    names |= {"step": 0, "seed": 0, "correct": 1, "seen": 2, "batches": 2, "paths": ["a", "b"]}
+    names |= {"batch": torch.rand(4, 4), "shard": fully_shard, "build_model": lambda *_: Net()}
+    nothing = dict.fromkeys(("train", "train_one_epoch", "evaluate", "save"), lambda *_: None)
+    whole = partial(FSDP, device_id=device) if "FSDP(" in code else FSDP
+    parts = {name: names[name].state_dict() for name in ("model", "optimizer", "scheduler")}
+    names |= {"checkpoint": parts} if 'checkpoint["' in code else {}
+    names |= {"parser": argparse.ArgumentParser(), "parts": {**parts, "epochs": 1}}
+    more = {"state": Net().state_dict(), "self": SimpleNamespace(), "FSDP": whole}
+    return {**names, **nothing, **more}
+
+
+def others(codes):
+    """Run each block; what concerns GPUs alone is left out, or is of CPUs."""
+    torch.save((torch.rand(4, 4), torch.rand(4, 1)), f"data-{rank}.pt")
+    os.replace(f"data-{rank}.pt", "data.pt")
+    failed = []
+    for title, code in codes:
+        if rank == 0:
+            torch.save(Net().state_dict(), "model.pt")
+            torch.save(given("")["parts"], "checkpoint.pt")
+        dist.barrier()
+        text = re.sub(r"^( *)torch\.cuda\.set_device.*", r"\1pass", code, flags=re.MULTILINE)
+        text = re.sub(r"^.*torch\.cuda\.memory.*", "", text, flags=re.MULTILINE)
+        text = re.sub(r"torch\.cuda\.current_device\(\)", "0", text)
+        text = re.sub(r'torch\.device\("cuda"[^)\]]*\]?\)*', "device", text)
+        text = text.replace('"cuda"', '"cpu"').replace('"nccl"', '"gloo"')
+        text = re.sub(r"(, |\()device_ids=\[\w+\]", "", text)
+        text = re.sub(r"dist\.(init|destroy)_process_group\(.*\)", "pass", text)
+        try:
+            run(text, **given(text))
+        except Exception:
+            failed.append(f"{title}: {traceback.format_exc()}")
+    assert not failed, "\n".join(failed)
+
+
+if __name__ == "__main__":
+    for name, code in CODE.items():
+        try:
+            globals()[name](code)
+            said = "works"
+        except Exception:
+            said = traceback.format_exc().replace("\n", " | ")
+        print(f"rank {rank}: {name}: {said}\n", end="", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
