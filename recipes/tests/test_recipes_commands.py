@@ -12,12 +12,8 @@ from support.results import epochs
 from support.scripts import ON_PATH, ROOT, SCRIPTS
 
 pytestmark = [pytest.mark.weekly("each printed command at full size"), NEEDS_PATCH]
-NOT_ON_CPUS = {"gpt2_size"}
-PAGES = sorted(
-    {path.stem for path in ROOT.glob("recipes/*.md")} - {*patches.NOT_PATCHES} - NOT_ON_CPUS
-)
+PAGES = sorted({path.stem for path in ROOT.glob("recipes/*.md")} - {*patches.NOT_PATCHES})
 LEAST = {  # of 100 digits, 98 are read, but:
-    "sweep": 95,  # with a learning rate that Optuna has drawn
     "gan": 93,  # the digit reader also learns to tell real digits from generated ones
     "bf16": 90,  # of a smaller model: see SMALLER
     "fp16_scaler": 90,

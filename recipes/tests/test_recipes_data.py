@@ -7,11 +7,11 @@ from textwrap import indent
 import pytest
 from changes import IMPATIENT, LENGTH, RESTARTS
 from patching import page
-from running import ONE, TWO
+from running import TWO
 from support import gpus
 from support.jobs import finished
 from support.positions import BATCH
-from support.results import said, same_bits
+from support.results import said
 from support.scripts import forked, load
 
 pytestmark = pytest.mark.slow
@@ -45,15 +45,6 @@ def same_batches(jobs):
 def dealt(job, *ranks, epoch):
     """Return the indices of the samples that these ranks have seen in an epoch."""
     return [index for rank in ranks for batch, _ in seen(job, rank, epoch) for index in batch]
-
-
-@pytest.mark.gpu
-def test_data_in_memory(recipe, trained):
-    """The batches are those of step 5, also after a resume inside an epoch."""
-    _, fused = recipe.with_and_without_a_stop(LENGTH)
-    unfused = recipe.at("unfused").ran((", fused=True", ""))
-    assert same_bits(unfused, trained("05", *ONE))
-    assert not same_bits(unfused, fused)
 
 
 @pytest.mark.gpu

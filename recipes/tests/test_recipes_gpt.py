@@ -7,11 +7,9 @@ import pytest
 import torch
 from changes import EVENTS
 from gpt import held, held_out, on_page, small, trained
-from patching import text_of
 from running import same, saved, writes_nothing_again
-from support.jobs import finished
 from support.results import losses, said
-from support.scripts import digest, forked, on_each_rank, write
+from support.scripts import digest, on_each_rank
 
 # All in one process, which shares their fixture.
 pytestmark = [pytest.mark.slow, pytest.mark.gpu, pytest.mark.xdist_group("gpt")]
@@ -104,49 +102,6 @@ def test_fsdp2_gpt_in_bf16(tmp_path):
     job = trained(tmp_path, "fsdp2_gpt", everywhere, (call, profiled), nprocs=2, double=False)
     wanted = [("c10d::_allgather_base_", "c10::BFloat16"), ("c10d::_reduce_scatter_base_", "float")]
     assert f"rank 1: {wanted}" in job.stdout
-
-
-def test_gpt2_size(tmp_path):
-    """A step in two passes is that in one, in float32, and the model learns."""
-    size = {"width": (768, 32), "layers": (12, 1), "heads": (12, 2), "context": (1024, 32)}
-    size |= {"vocabulary": ("50_304", 2000), "batch_size": (512, 16)}
-    changes = [(f"\n{name} = {old}", f"\n{name} = {new}") for name, (old, new) in size.items()]
-    changes += [('rglob("*.py")', 'rglob("abc*.py")'), (", 300)", ", 5)")]
-    changes += [("torch.bfloat16):", "enabled=False):")]
-    changes += [(", dynamic=False)", ', dynamic=False, backend="eager")')]
-    jobs = []
-    for passes in 1, 2:
-        (folder := tmp_path / str(passes)).mkdir()
-        parts = ("passes = 8", f"passes = {passes}")
-        path = write(folder / "gpt2_size.py", text_of("recipes/gpt2_size"), [*changes, parts])
-        jobs.append(finished(forked(path, "2"), folder))
-    assert losses(jobs[0]) == losses(jobs[1])
-    assert float(losses(jobs[0])[1]) < float(losses(jobs[0])[0]) < 8
-
-
-def test_local_sgd(tmp_path):
-    """Ranks send their weights every few steps, and nothing else; they resume with all states."""
-    exchange = "                synchronize()\n"
-    profiled = f"""\
-                with torch.profiler.profile(record_shapes=True) as exchanged:
-                    synchronize()
-                events = [e for e in exchanged.events() if e.name[:5] in ("gloo:", "nccl:")]
-                calls = [(e.name[5:], e.input_shapes) for e in events if e.input_shapes]
-                sizes = [t.numel() for t in (common, common.grad, *outer.state[common].values())]
-                {on_each_rank("calls, sizes")}"""
-    call = "interrupted = train("
-    state = on_each_rank(digest("[t for s in outer.state.values() for t in s.values()]"))
-    ends = [(call, state + call), (END, state + on_each_rank(SHARDS) + END)]
-    job = trained(tmp_path, "local_sgd", ("period = 10", "period = 3"), (exchange, profiled), *ends)
-    first, *others = [said(job, rank) for rank in range(4)]
-    assert others == [first] * 3  # the weights, too
-    counts, final, _ = (text for text in first[1:] if "held" not in text)
-    assert counts == f"([('all_reduce', [[{PARAMETERS}]])], {[PARAMETERS] * 3})"
-    again = trained(tmp_path, "local_sgd", (call, state + call), epochs=2, nprocs=2)
-    assert said(again, 1)[0] == final  # what it loads
-    assert held_out(again) < held_out(job)
-    assert held(job) == [[PARAMETERS, PARAMETERS, 2 * PARAMETERS]] * 4
-    on_page("local_sgd", 3 * PARAMETERS)
 
 
 def test_pipeline(tmp_path):

@@ -6,10 +6,7 @@ import shutil
 import pytest
 import torch
 from changes import AT_ONCE, IMPATIENT, PROFILED, SENT, said_at_the_end, told
-from patching import page
 from running import FEW, ONE, Patched, same, same_but_for_rounding, saved, writes_nothing_again
-from support import server
-from support.jobs import finished
 from support.results import accuracy, epochs, losses, resumed, said, same_bits, weights
 from support.scripts import DOUBLE, LONG, digest
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -144,15 +141,3 @@ def test_compressed_gradients(recipe, trained):
     assert said(job, 0)[0].startswith("({'c10::Half'}, ")
     step_5 = trained("05", *FEW)
     assert float(losses(job)[0]) == pytest.approx(float(losses(step_5)[0]), abs=0.02)
-
-
-@pytest.mark.gpu
-def test_export(recipe):
-    """The page's code reads the file without a process group, and gets the same accuracy."""
-    job = recipe.ran()
-    shutil.move(recipe.folder / "05_gather_eval.py", recipe.folder / "export.py")
-    [code] = re.findall("^```python\n(.*?)^```$", page("recipes/export"), re.M | re.S)
-    (recipe.folder / "read.py").write_text(code, encoding="utf-8")
-    reader = finished(server.command("read.py"), recipe.folder)
-    _, correct, total = accuracy(job)
-    assert reader.stdout == f"{correct} of {total}\n"

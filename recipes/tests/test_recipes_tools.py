@@ -2,19 +2,15 @@
 
 import json
 import re
-import shlex
-import sqlite3
 
-import optuna
 import pytest
-from changes import LENGTH, TRAINED, said_at_the_end, told
-from optuna.storages import journal
+from changes import told
 from patching import text_of
 from pretended import SHIM
-from running import ONE, TWO, same, same_but_for_rounding, saved
+from running import ONE, TWO, same, saved
 from support.jobs import finished
-from support.results import accuracy, epochs, said, same_bits, weights
-from support.scripts import DOUBLE, SMALL, forked, on_each_rank, write
+from support.results import accuracy, epochs, same_bits, weights
+from support.scripts import SMALL, forked, write
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = pytest.mark.slow
@@ -77,28 +73,6 @@ def test_log_wandb(recipe):
     assert [sorted(set(steps)) for steps in found] == [[b"1"], [b"2", b"3"]]
 
 
-def test_log_mlflow(recipe):
-    """Rank 0 alone logs, in one run, and no epoch twice."""
-    pytest.importorskip("mlflow", reason="pip install -r recipes/requirements.txt")
-    logged(recipe, MLFLOW_TRACKING_URI=f"sqlite:///{recipe.folder}/mlflow.db")
-    with sqlite3.connect(recipe.folder / "mlflow.db") as database:
-        assert database.execute("SELECT status FROM runs").fetchall() == [("FINISHED",)]
-        steps = database.execute("SELECT step FROM metrics WHERE key = 'loss' ORDER BY step")
-        assert steps.fetchall() == [(1,), (2,), (3,)]
-
-
-@pytest.mark.gpu
-def test_progress(recipe):
-    """No bar in a file; in a terminal, one bar, which starts where the run was stopped."""
-    assert "%|" not in recipe.stopped(told(0)).stderr
-    words = shlex.join(str(word) for word in forked(recipe.script(), *ONE))
-    terminal = ["script", "-qefc", f"stty cols 100 rows 50; {words}", "screen"]
-    shown = finished(terminal, recipe.folder).stdout
-    bars = re.findall(r"epoch (\d): +\d+%\|[^|]*\| (\d+/\d+) \[00:00<\?", shown)
-    assert bars == [("1", "30/102")]
-    assert len(re.findall("epoch 1  loss", shown)) == 1
-
-
 @pytest.mark.gpu
 def test_profiler(recipe):
     """Of three ranks, two are profiled: each writes a trace of three steps with an all-reduce."""
@@ -120,22 +94,6 @@ def test_eval_torchmetrics(recipe, trained):
     """The same number as in step 5, from 180 samples on rank 0 and 179 on rank 1."""
     job = recipe.ran()
     assert accuracy(job) == accuracy(trained("05", *ONE))
-
-
-def test_sweep(recipe):
-    """A run that is stopped continues its trial; both ranks train with its learning rate."""
-    recipe.stopped(told(0))
-    backend = journal.JournalFileBackend(f"{recipe.folder}/sweep.journal")
-    study = optuna.load_study(storage=journal.JournalStorage(backend), study_name="digits")
-    (before,) = study.trials
-    job = recipe.ran(said_at_the_end("args.lr", TRAINED))
-    assert "resuming from " in job.stdout
-    (trial,) = study.trials
-    assert (before.state.name, trial.state.name) == ("RUNNING", "COMPLETE")
-    assert said(job, 0) == said(job, 1) == [str(trial.params["lr"])]
-    _, correct, total = accuracy(job)
-    assert total == 180  # the half that may choose
-    assert trial.value == pytest.approx(1 - correct / total)
 
 
 # What torch.accelerator would say on a machine with the shim's GPUs. The optimizers of PyTorch ask
@@ -162,18 +120,3 @@ def test_any_accelerator(trained, tmp_path):
         assert second[:2] == ["init_process_group", "cpu:gloo,cuda:nccl"]
         assert ["DDP", "cuda"] in others
         assert ["pin_memory", f"cuda:{rank}"] in others
-
-
-@pytest.mark.gpu
-def test_unequal_gpus(recipe, trained_with):
-    """Of each 128 samples, rank 0 gets 96 and rank 1 gets 32: step 5's steps, with 64 each.
-
-    So that no batch is incomplete, and none is padded, there are 1280 samples.
-    """
-    line = "    return TensorDataset(shifted, labels[train].repeat(9)), "
-    few = (line, "    return TensorDataset(shifted[:1280], labels[train][:1280]), ")
-    line = "            total[1] += len(targets)\n"
-    counted = (line, f"{line}            {on_each_rank('len(targets)')}")
-    job = recipe.ran(few, counted, LENGTH, *DOUBLE, args=TWO)
-    assert [said(job, rank) for rank in (0, 1)] == [["96"] * 20, ["32"] * 20]
-    same_but_for_rounding(job, trained_with("05", (few, *DOUBLE), TWO))

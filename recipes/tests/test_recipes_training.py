@@ -53,7 +53,7 @@ def test_bf16(recipe):
     """All ranks clip to the same norm, and end with the same weights."""
     norm = "nn.utils.get_total_norm([p.grad for p in self.model.parameters()]).item()"
     show = f"        if self.samples_run == 0:\n            {on_each_rank(f'logits.dtype, {norm}')}"
-    smaller = ("MAX_NORM = 1.0", "MAX_NORM = 0.1")
+    smaller = ("max_norm=1.0", "max_norm=0.1")
     job = recipe.ran(smaller, (STEP, show + STEP), said_at_the_end(WEIGHTS))
     assert said(job, 0) == said(job, 1)
     dtype, norm = said(job, 0)[0].strip("()").split(", ")
@@ -83,25 +83,6 @@ def test_fp16_scaler(recipe):
         assert state["_growth_tracker"] == STEPS - 11  # steps since the scale was halved
 
 
-NOISY = """class Noisy(TensorDataset):
-    def __getitem__(self, index):
-        scan, label = super().__getitem__(index)
-        return scan + 0.1 * torch.randn_like(scan), label
-
-
-def load_datasets():
-"""
-# At the first step of an epoch or after a resume, each rank prints its generator's state.
-SHOW_STATE = on_each_rank(digest("[torch.get_rng_state()]"))
-RANDOM = (
-    ("def load_datasets():\n", NOISY),
-    ("return TensorDataset(shifted", "return Noisy(shifted"),
-    ("nn.Flatten(),\n", "nn.Flatten(),\n        nn.Dropout(0.2),\n"),
-    (BATCH, f"            if step == 0:\n                {SHOW_STATE}{BATCH}"),
-)
-
-
-@pytest.mark.gpu
 def test_bitwise_resume(recipe, trained, tmp_path):
     """Four ranks, started again after an epoch; without the recipe the bits differ."""
     args = ("--batch-size=256", "--width=4")
@@ -112,15 +93,6 @@ def test_bitwise_resume(recipe, trained, tmp_path):
         assert resumed(step_5) == resumed(again) == [1] * (epochs == "2")
     assert same_bits(again, recipe.at("undisturbed").ran(args=("2", *args), nprocs=4))
     assert not same_bits(step_5, trained("05", "2", *args, nprocs=4))
-
-
-@pytest.mark.gpu
-def test_randomness(recipe):
-    """With dropout, and with augmentation in the training process."""
-    stopped, undisturbed = recipe.with_and_without_a_stop(*RANDOM)
-    assert said(undisturbed, 0) != said(undisturbed, 1)
-    assert said(stopped, 0)[:1] == said(undisturbed, 0)
-    assert len({*said(stopped, 0), *said(stopped, 1)}) == 4
 
 
 @pytest.mark.gpu
