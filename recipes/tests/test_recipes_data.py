@@ -21,6 +21,7 @@ INDEXED = (
     TRAINING_SET,
     f"    shifted[:, 0, 0, 0] = torch.arange(len(shifted)) / len(shifted)\n{TRAINING_SET}",
 )
+WORKERS = "num_workers=args.num_workers"
 SEEN = """\
             with open(f"seen{dist.get_rank()}", "a") as file:
                 indices = (source[:, 0, 0, 0] * 12942).round().int().tolist()
@@ -52,7 +53,10 @@ def test_loader_workers(recipe):
     """Forked workers, spawned ones after a stop mid-epoch, or no workers: the noise is the same."""
     spawned = f'multiprocessing_context=["fork", "spawn"][{RESTARTS}]'
     count = f"num_workers=2 - {RESTARTS}, persistent_workers=True, {spawned}"
-    others = [("num_workers=args.num_workers", count), LENGTH], [("num_workers=args.num_workers", "num_workers=0")]
+    others = (
+        [("num_workers=args.num_workers", count), LENGTH],
+        [("num_workers=args.num_workers", "num_workers=0")],
+    )
     recipe.with_and_without_a_stop(others=others)
 
 
@@ -64,7 +68,10 @@ def test_streaming(recipe):
     """
     line = "    stream = Stream(data, "
     odd = (line, f"    data = torch.utils.data.Subset(data, range(12_941))\n{line}")
-    counts = [[("num_workers=args.num_workers", f"num_workers={count}")] for count in (f"2 + {RESTARTS}", 1)]
+    counts = [
+        [("num_workers=args.num_workers", f"num_workers={count}")]
+        for count in (f"2 + {RESTARTS}", 1)
+    ]
     changes = INDEXED, odd, (BATCH, SEEN + BATCH)
     jobs = recipe.with_and_without_a_stop(*changes, args=TWO, others=counts)
     same_batches(jobs)
