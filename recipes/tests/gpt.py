@@ -18,10 +18,6 @@ SMALL = [
     ("batch_size = 32", "batch_size = 4"),
 ]
 DOUBLE = "torch.set_default_dtype(torch.float64)\ntorch.manual_seed(0)\n"
-BY_HEAD = [  # the rows of qkv in the order of a tensor-parallel model
-    ("view(n, length, 3, heads, width // heads)", "view(n, length, heads, 3, width // heads)"),
-    ("permute(2, 0, 3, 1, 4)", "permute(3, 0, 2, 1, 4)"),
-]
 # In the fourth step, when DDP has rearranged its buckets: how many numbers each rank holds.
 STEPPED = "            scheduler.step()\n"
 COUNTED = (
@@ -45,8 +41,6 @@ def small(folder, name, *changes, double=True):
     solution = ROOT / "exercise" / "solution.py"
     text = solution.read_text("utf-8") if name == "solution" else text_of(f"recipes/{name}")
     text = re.sub(r"(write\(\w+), \d+\)", r"\1, 5)", text)  # the text at the end
-    for old, new in BY_HEAD:
-        text = text.replace(old, new)
     if double:
         text = text.replace("torch.float32", "torch.float64")
         text = text.replace('torch.bfloat16 if device.type == "cuda" else None', "None")

@@ -4,7 +4,6 @@ import shutil
 from functools import cache
 
 import pytest
-import torch
 from changes import EVENTS
 from gpt import held, held_out, on_page, small, trained
 from running import same, saved, writes_nothing_again
@@ -13,15 +12,13 @@ from support.scripts import digest, on_each_rank
 
 # All in one process, which shares their fixture.
 pytestmark = [pytest.mark.slow, pytest.mark.gpu, pytest.mark.xdist_group("gpt")]
-PARAMETERS, DEEP_PARAMETERS = 117_479, 217_447  # of the GPT, with two layers and with four
+PARAMETERS = 117_479  # of the GPT
 END = "model.eval()\n"
 SHARDS = digest("[getattr(p, '_local_tensor', p) for p in model.parameters()]")
 COPIES = {  # of the parameters and of the optimizer's state, on all four ranks together
     "zero_optimizer": (4, 1),
     "fsdp2_gpt": (1, 1),
     "hybrid_sharding": (2, 2),
-    "tensor_parallel": (1, 1),
-    "two_dimensional": (1, 1),
 }
 
 
@@ -59,12 +56,6 @@ def test_trains_like_ddp(runs, name):
     on_page(name, 2 * max(parameters), max(states))
 
 
-@pytest.mark.parametrize("name", ["hybrid_sharding", "two_dimensional"])
-def test_a_rank_too_many_is_refused(tmp_path, name):
-    with pytest.raises(AssertionError, match="ValueError: the ranks "):
-        trained(tmp_path, name, nprocs=1)
-
-
 def test_zero_optimizer(runs):
     """The same checkpoint as DDP, of which each rank holds all of the optimizer's state."""
     (job, _), (ddp, _) = runs("zero_optimizer"), runs("solution")
@@ -72,11 +63,13 @@ def test_zero_optimizer(runs):
     assert held(ddp) == [[PARAMETERS, PARAMETERS, 2 * PARAMETERS]] * 4
 
 
-def test_hybrid_sharding(runs):
-    """Two nodes hold the same shards."""
+def test_hybrid_sharding(runs, tmp_path):
+    """Two nodes hold the same shards; ranks that do not fill a node are refused."""
     shards = [said(runs("hybrid_sharding")[0], rank)[-2] for rank in range(4)]
     assert shards[:2] == shards[2:]
     assert shards[0] != shards[1]
+    with pytest.raises(AssertionError, match="ValueError: the ranks do not fill nodes"):
+        trained(tmp_path, "hybrid_sharding", nprocs=1)
 
 
 def test_fsdp2_gpt(runs, tmp_path):
@@ -102,24 +95,3 @@ def test_fsdp2_gpt_in_bf16(tmp_path):
     job = trained(tmp_path, "fsdp2_gpt", everywhere, (call, profiled), nprocs=2, double=False)
     wanted = [("c10d::_allgather_base_", "c10::BFloat16"), ("c10d::_reduce_scatter_base_", "float")]
     assert f"rank 1: {wanted}" in job.stdout
-
-
-def test_pipeline(tmp_path):
-    """The weights of DDP, on four ranks and on two; two resume after four."""
-    deep = ("layers = 2", "layers = 4")
-    whole = ("ResumableSampler(train_set))", "ResumableSampler(train_set), drop_last=True)")
-    solution = trained(tmp_path / "ddp", "solution", deep, whole)
-    job = trained(tmp_path / "four", "pipeline")
-    gpipe = ("Schedule1F1B(stage", "dist.pipelining.ScheduleGPipe(stage")
-    larger = ("batch_size = 4", "batch_size = 8")
-    for other in job, trained(tmp_path / "two", "pipeline", gpipe, larger, nprocs=2):
-        assert numbers(other) == numbers(solution)
-        ours, theirs = saved(other, "pipeline.pt")["model"], saved(solution, "gpt.pt")["model"]
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-    sizes = [parameters for parameters, _, _ in held(job)]
-    assert sum(sizes) == DEEP_PARAMETERS
-    assert held(job) == [[size, size, 2 * size] for size in sizes]
-    on_page("pipeline", 2 * DEEP_PARAMETERS, 2 * min(sizes), 2 * max(sizes))
-    again = trained(tmp_path / "four", "pipeline", epochs=2, nprocs=2)
-    assert "resuming from pipeline.pt after epoch 1\nepoch 2  loss " in again.stdout
-    assert held_out(again) < held_out(job)
