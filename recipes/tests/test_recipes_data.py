@@ -62,10 +62,7 @@ def test_loader_workers(recipe):
 
 @pytest.mark.gpu
 def test_streaming(recipe):
-    """Of 12 941 samples, each rank gets 6470 per epoch, in 102 batches; one is dropped.
-
-    The undisturbed run has one DataLoader worker; the other stops with two and resumes with three.
-    """
+    """One run has one worker; the other stops with two and resumes with three: the same batches."""
     line = "    stream = Stream(data, "
     odd = (line, f"    data = torch.utils.data.Subset(data, range(12_941))\n{line}")
     counts = [
@@ -98,15 +95,11 @@ def test_weighted_sampler(recipe):
     assert first != second
     digits = load("05").load_datasets()[0].tensors[1][first + second].tolist()
     assert 0.09 < digits.count(0) / len(digits) < 0.11
-    both = set(first) & set(dealt(jobs[0], 1, epoch=0))
-    assert len(both) < 0.9 * len(set(first))
+    assert len({*first} & {*dealt(jobs[0], 1, epoch=0)}) < 0.9 * len({*first})
 
 
 def test_prepare_once(recipe):
-    """Two ranks on nodes of their own; rank 0 prepares data beyond the timeout.
-
-    In a folder that they share, it alone does; each can do it on a disk of its own.
-    """
+    """Each rank plays a node. The wait for a shared folder, or for disks, exceeds the timeout."""
     save, main = "        torch.save((scans, labels)", "@record"
     wait = '        print("prepares", flush=True)\n        time.sleep(8 * (1 - dist.get_rank()))\n'
     node = 'os.environ["LOCAL_RANK"] = "0"\n'
@@ -122,10 +115,7 @@ def test_prepare_once(recipe):
 
 @pytest.mark.gpu
 def test_uneven_inputs(recipe):
-    """Of 12 929 samples, rank 0 gets 102 batches, the last with one sample; rank 1 gets 101.
-
-    In the steps that both take, their weights are the same, also in the second epoch.
-    """
+    """Rank 0 gets an extra batch with one sample; in the other steps, the weights are the same."""
     line = "    sampler = UnevenSampler("
     odd = "    data.tensors = [part[:12_929] for part in data.tensors]\n"
     changes = INDEXED, (line, odd + line), (f"    {BATCH}", indent(SEEN + BATCH, "    "))

@@ -1,56 +1,18 @@
 """What the recipes' pages say about PyTorch, shown without a run of theirs."""
 
 import copy
-import os
-import random
 import re
-import subprocess
-import sys
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from patching import on_screen, text_of
-from support.jobs import run
 from support.scripts import load
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
-    bf16_compress_hook,
-)
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint_sequential
-from torch.utils.data import DataLoader
-
-
-def test_workers_are_seeded_alike():
-    """This holds for two ranks with the same seed, and so for a rank that is resumed."""
-    draw = lambda index: (index, torch.rand(()).item(), np.random.rand(), random.random())  # noqa: E731
-    drawn = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        data = DataLoader(range(4), batch_size=None, num_workers=2, collate_fn=draw)
-        drawn.append(sorted(data))
-    assert drawn[0] == drawn[1]
-    assert [len(set(numbers)) for numbers in zip(*drawn[0])] == [4, 4, 4, 4]
-
-
-ALONE = ["unshare", "--mount", "sh", "-c"]
-MOUNT = "mount -t tmpfs -o size=128k tmpfs /dev/shm"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    os.geteuid() != 0 or subprocess.call([*ALONE, MOUNT]) != 0, reason="mounts a small /dev/shm"
-)
-def test_shared_memory_is_full(tmp_path):
-    """It has 128 kB, and a sample takes 400. A forked process would not see the small one."""
-    code = "import torch; from torch.utils.data import DataLoader\n"
-    code += "next(iter(DataLoader(list(torch.zeros(2, 100_000)), num_workers=1)))"
-    job = run([*ALONE, f'{MOUNT} && exec "$@"', "sh", sys.executable, "-c", code], tmp_path)
-    assert job.returncode == 1
-    assert on_screen("recipes/loader_workers")[0] in job.stderr, job
 
 
 class Reentrant(nn.Sequential):

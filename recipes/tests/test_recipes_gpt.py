@@ -1,14 +1,17 @@
 """Recipes that split the exercise's GPT: who holds what, and the numbers of DDP."""
 
+import json
+import re
 import shutil
 from functools import cache
 
 import pytest
 from changes import EVENTS
-from gpt import held, held_out, on_page, small, trained
+from patching import page, text_of
 from running import same, saved, writes_nothing_again
+from support.jobs import finished
 from support.results import losses, said
-from support.scripts import digest, on_each_rank
+from support.scripts import ROOT, digest, forked, on_each_rank, write
 
 # All in one process, which shares their fixture.
 pytestmark = [pytest.mark.slow, pytest.mark.gpu, pytest.mark.xdist_group("gpt")]
@@ -20,6 +23,58 @@ COPIES = {  # of the parameters and of the optimizer's state, on all four ranks 
     "fsdp2_gpt": (1, 1),
     "hybrid_sharding": (2, 2),
 }
+# The whole model trains for seconds: on five batches, of which the last is smaller.
+SMALL = [
+    (
+        "windows(numbers[:split]), windows(numbers[split:])",
+        "windows(numbers[:4_900]), windows(numbers[split:][:330])",
+    ),
+    ("for character in text])", "for character in text[:20_000]])"),
+    ("sorted(set(text))", "sorted(set(text))[:103]"),  # later versions of Python have more
+    ("batch_size = 32", "batch_size = 4"),
+]
+DOUBLE = "torch.set_default_dtype(torch.float64)\ntorch.manual_seed(0)\n"
+# In the fourth step, when DDP has rearranged its buckets: how many numbers each rank holds.
+COUNTED = (
+    "            scheduler.step()\n",
+    f"""            scheduler.step()
+            if (epoch, step) == (0, 3):
+                own = lambda t: t.to_local() if hasattr(t, "to_local") else t
+                size = lambda tensors: sum(own(t).numel() for t in tensors if t is not None)
+                states = getattr(optimizer, "optim", optimizer).state.values()  # of ZeRO: its part
+                held = [
+                    size(model.parameters()),
+                    size(p.grad for p in model.parameters()),
+                    size(t for s in states for t in s.values() if t.numel() > 1),
+                ]
+                {on_each_rank('f"held {held}"')}""",
+)
+
+
+def small(folder, name, *changes, double=True):
+    """Write a small version of a recipe, or of the exercise's solution, that says what it holds."""
+    ddp = (ROOT / "exercise" / "solution.py").read_text("utf-8")
+    text = ddp if name == "solution" else text_of(f"recipes/{name}")
+    text = re.sub(r"(write\(\w+), \d+\)", r"\1, 5)", text)  # the text at the end
+    if double:
+        text = text.replace("torch.float32", "torch.float64")
+        text = text.replace('torch.bfloat16 if device.type == "cuda" else None', "None")
+        text = text.replace("torch.manual_seed(0)\n", DOUBLE)
+    # Where every rank writes the text, since that is a collective, each prints what it got.
+    text = text.replace("log(write(model, 5))", on_each_rank("repr(write(model, 5))").rstrip())
+    return write(folder / f"{name}.py", text, [*SMALL, *changes, COUNTED])
+
+
+def trained(folder, name, *changes, epochs=1, nprocs=4, **options):
+    """Train a small version in a folder; return the Result."""
+    path = small(folder, name, *changes, **options)
+    return finished(forked(path, str(epochs), nprocs=nprocs), folder)
+
+
+def held(job):
+    """Return how many parameters, gradients and numbers of optimizer state each rank holds."""
+    found = re.findall(r"rank (\d): held (.+)$", job.stdout, re.MULTILINE)
+    return [json.loads(numbers) for _, numbers in sorted(found)]
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +92,8 @@ def runs(tmp_path_factory):
 
 
 def numbers(job):
-    """Return the losses that a job printed."""
-    return losses(job), held_out(job)
+    """Return the losses that a job printed, in training and on the held-out windows."""
+    return losses(job), re.search(r"^held-out loss (.+)$", job.stdout, re.MULTILINE)[1]
 
 
 @pytest.mark.parametrize("name", COPIES)
@@ -53,7 +108,8 @@ def test_trains_like_ddp(runs, name):
     ours, theirs = (PARAMETERS * copies for copies in COPIES[name])
     assert ours <= sum(parameters) < 1.05 * ours  # with copies of the norms
     assert theirs <= sum(states) / 2 < 1.05 * theirs
-    on_page(name, 2 * max(parameters), max(states))
+    for number in 2 * max(parameters), max(states):
+        assert f"{4 * number:,} " in page(f"recipes/{name}")  # in bytes
 
 
 def test_zero_optimizer(runs):
