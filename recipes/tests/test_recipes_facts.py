@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.checkpoint import checkpoint_sequential
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 
 class Reentrant(nn.Sequential):
@@ -25,19 +25,37 @@ def two_steps(model):
         model(torch.ones(2, 1, 8, 8)).sum().backward()
 
 
+def scaled_step(parameter):
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    scaler.step(torch.optim.SGD([parameter]))
+
+
 def refusals(model):
     """Yield a page, the number of a message in its table, and what raises it."""
     ddp = DDP(model)
     ddp.module[:5].requires_grad_(False)
     last = copy.deepcopy(model).to(memory_format=torch.channels_last)
     yield "activation_checkpointing", 1, lambda: two_steps(DDP(Reentrant(*model)))
+    recompute = partial(checkpoint, use_reentrant=False)
+    x, lengths, branches = torch.ones(1, requires_grad=True), iter([2, 1]), iter([True, False])
+    longer = lambda x: torch.cat([x] * next(lengths)).sin()  # noqa: E731
+    branch = lambda x: x.sin().cos() if next(branches) else x.sin()  # noqa: E731
+    yield "activation_checkpointing", 2, lambda: recompute(longer, x).sum().backward()
+    yield "activation_checkpointing", 3, lambda: recompute(branch, x).sum().backward()
     yield "compile", 0, lambda: model.load_state_dict(torch.compile(model).state_dict())
     if torch.version.cuda is None:
         yield "compressed_gradients", 0, lambda: ddp.register_comm_hook(None, bf16_compress_hook)
     yield "frozen_layers", 0, lambda: two_steps(ddp)
+    yield "frozen_layers", 1, lambda: DDP(nn.Linear(1, 1).requires_grad_(False))
+    half = nn.Parameter(torch.ones(1, dtype=torch.float16))
+    half.grad = torch.ones_like(half)
+    yield "fp16_scaler", 0, lambda: scaled_step(half)
+    yield "fp16_scaler", 1, lambda: scaled_step(nn.Parameter(torch.ones(1)))
     yield "fsdp2", 0, lambda: fully_shard(last)
     yield "sync_batchnorm", 0, lambda: DDP(nn.SyncBatchNorm(1))
     yield "sync_batchnorm", 1, lambda: nn.SyncBatchNorm(1)(torch.ones(2, 1))
+    yield "sync_batchnorm", 2, lambda: nn.BatchNorm1d(64)(torch.ones(1, 64))
 
 
 def test_messages(process_group):
@@ -50,7 +68,7 @@ def test_messages(process_group):
 
 
 def fails(name, number, refused):
-    with pytest.raises((RuntimeError, TypeError, ValueError)) as raised:
+    with pytest.raises((AssertionError, RuntimeError, TypeError, ValueError)) as raised:
         refused()
     assert on_screen(f"recipes/{name}")[number] in f"{raised.typename}: {raised.value}"
 

@@ -42,11 +42,8 @@ COUNTED = (
                 own = lambda t: t.to_local() if hasattr(t, "to_local") else t
                 size = lambda tensors: sum(own(t).numel() for t in tensors if t is not None)
                 states = getattr(optimizer, "optim", optimizer).state.values()  # of ZeRO: its part
-                held = [
-                    size(model.parameters()),
-                    size(p.grad for p in model.parameters()),
-                    size(t for s in states for t in s.values() if t.numel() > 1),
-                ]
+                held = [size(model.parameters()), size(p.grad for p in model.parameters())]
+                held.append(size(t for s in states for t in s.values() if t.numel() > 1))
                 {on_each_rank('f"held {held}"')}""",
 )
 
