@@ -99,7 +99,7 @@ def test_weighted_sampler(recipe):
 
 
 def test_prepare_once(recipe):
-    """Each rank plays a node. The wait for a shared folder, or for disks, exceeds the timeout."""
+    """Each rank plays a node: rank 0 fills a shared folder beyond the timeout, or each its disk."""
     save, main = "        torch.save((scans, labels)", "@record"
     wait = '        print("prepares", flush=True)\n        time.sleep(8 * (1 - dist.get_rank()))\n'
     node = 'os.environ["LOCAL_RANK"] = "0"\n'
@@ -108,7 +108,7 @@ def test_prepare_once(recipe):
     assert recipe.ran(*changes, (main, f"{node}\n\n{main}")).stdout.count("prepares") == 1
     (own,) = re.findall(r"ask for\s`(.*)` instead", page("recipes/prepare_once"))
     per_node = ("dist.get_rank() == 0 and not os.path", f"{own} and not os.path")
-    recipe.at("disks").ran(*changes, per_node, (main, f"{node}{disk}\n\n{main}"))
+    recipe.at("disks").ran(per_node, (main, f"{node}{disk}\n\n{main}"))
     assert len(list(recipe.folder.glob("disks/[01]/digits.pt"))) == 2
     recipe.at("impatient").refused(*changes, ("dist.barrier(patient)", "dist.barrier()"))
 
