@@ -1,23 +1,29 @@
-"""Which way of splitting a GPT fits: the memory of a rank, and what it sends in a step.
+"""Which way of splitting a GPT fits: the memory that DDP, ZeRO-1, FSDP2 and hybrid sharding take.
 
     python lookup/which.py 3e9 --nodes 2 --gpus 4 --memory 40
 
-These are the formulae of which.md, which says where they come from and what they leave out. The
-calculator on diffs/index.html computes the same. collectives.py counts what PyTorch really sends.
+The calculator on diffs/index.html computes the same. The numbers of large_models.md are from here.
 """
 
 import argparse
 from dataclasses import dataclass
 
 VOCABULARY = 50_000
-SHARDED = ("fsdp2_gpt", "hybrid_sharding", "two_dimensional")  # cast to bf16 by FSDP2's policy
-ROOM = 0.9  # of a GPU's memory: the rest is CUDA's, NCCL's, and lost to fragmentation
-HEADING = ("method", "states", "in use", "activations", "together", "a rank sends", "a node sends")
+WAYS = {
+    "ddp": "DDP",
+    "zero_optimizer": "ZeRO-1",
+    "fsdp2_gpt": "FSDP2",
+    "hybrid_sharding": "hybrid",
+}
+SIMPLEST = ("ddp", "zero_optimizer", "hybrid_sharding", "fsdp2_gpt")
+SHARDED = ("fsdp2_gpt", "hybrid_sharding")  # cast to bf16 by FSDP2's policy
+ROOM = 0.9  # share of a GPU's memory: the rest is CUDA's, NCCL's, and lost to fragmentation
+HEADING = ("method", "states", "in use", "activations", "together")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training step of a GPT on nodes of equal GPUs; each way takes it with the same batch."""
+    """A training step of a GPT on nodes of equal GPUs."""
 
     parameters: float
     layers: float
@@ -29,17 +35,9 @@ class Job:
     checkpointed: bool = False
 
     @property
-    def ranks(self):
-        return self.nodes * self.gpus
-
-    @property
     def value(self):
         """The bytes of an activation, and of a parameter while it is used."""
         return 2 if self.mixed else 4
-
-    def stream(self, way):
-        """Return the bytes of a value that passes a block by: autocast leaves it in float32."""
-        return self.value if way in SHARDED else 4
 
 
 def shape(parameters):
@@ -51,30 +49,12 @@ def shape(parameters):
     return layers, 100 * layers
 
 
-WAYS = {
-    "ddp": "DDP",
-    "zero_optimizer": "ZeRO-1",
-    "fsdp2_gpt": "FSDP2",
-    "hybrid_sharding": "hybrid",
-    "tensor_parallel": "tensor parallel",
-    "two_dimensional": "2-D",
-    "pipeline": "pipeline",
-}
-SIMPLEST = ("ddp", "zero_optimizer", "hybrid_sharding", "fsdp2_gpt", "two_dimensional", "pipeline")
-
-
-def split(way, job):
-    """Return into how many parts the parameters and the gradients are split, and the optimizer."""
-    if way in ("ddp", "zero_optimizer"):
-        return 1, 1 if way == "ddp" else job.ranks
-    parts = job.gpus if way in ("hybrid_sharding", "tensor_parallel") else job.ranks
-    return parts, parts
-
-
 def memory(way, job):
     """Return the bytes of a rank: (states, in use, activations)."""
-    parameters, optimizer = split(way, job)
-    states = job.parameters * ((4 + 4) / parameters + 8 / optimizer)
+    ranks = job.nodes * job.gpus
+    parts = {"hybrid_sharding": job.gpus, "fsdp2_gpt": ranks}.get(way, 1)
+    optimizer = ranks if way == "zero_optimizer" else parts
+    states = job.parameters * ((4 + 4) / parts + 8 / optimizer)
     return states, in_use(way, job), activations(way, job)
 
 
@@ -86,61 +66,26 @@ def in_use(way, job):
     backward has used it.
     """
     if way in SHARDED:
-        block = job.parameters / job.layers / (job.gpus if way == "two_dimensional" else 1)
-        return (3 * job.value + 4) * block
-    return 2 * job.parameters / split(way, job)[0] if job.mixed else 0
+        return (3 * job.value + 4) * job.parameters / job.layers
+    return 2 * job.parameters if job.mixed else 0
 
 
 def activations(way, job):
     """Return the bytes of what forward keeps for backward, at the most.
 
     A block keeps 16 times its width for each token, two of them from the stream that passes it by,
-    and with tensor parallelism the inputs of attention and of the MLP for the tokens of all its
-    ranks. Under checkpointing, it keeps its input, and one block at a time keeps the rest. In a
-    pipeline, a rank has fewer blocks, and as many more microbatches in flight. At the end of
-    forward, there are the log-probabilities and two gradients of their size, in float32.
+    which autocast leaves in float32. Under checkpointing, it keeps its input, and one block at a
+    time keeps the rest. At the end of forward, there are the log-probabilities and two gradients of
+    their size, in float32.
     """
-    together = job.gpus if way in ("tensor_parallel", "two_dimensional") else 1
-    stream = job.stream(way)
-    saved = (12 + 2 * together) * job.value + 2 * stream
+    stream = job.value if way in SHARDED else 4
+    saved = 14 * job.value + 2 * stream
     kept = job.layers * stream + saved if job.checkpointed else job.layers * saved
     return job.tokens * (kept * job.width + 12 * VOCABULARY)
 
 
-def ring(ranks):
-    """Return the share of a tensor that a rank sends when it is gathered, or summed and scattered.
-
-    An all-reduce does both (nccl-tests, doc/PERFORMANCE.md).
-    """
-    return (ranks - 1) / ranks
-
-
-def sent(way, job):
-    """Return the bytes that a rank sends in a step, on average: (inside its node, between nodes).
-
-    In a ring over the ranks of several nodes, one rank of each node sends to the next node.
-    """
-    size, group = job.parameters, job.parameters / job.gpus
-    gathered = 2 * job.value + 4  # twice for forward and backward; the gradients in float32
-    stream = job.stream(way)
-    activation = job.width * job.tokens * job.gpus  # of the ranks of a node
-    around = {"ddp": 8, "zero_optimizer": 12, "fsdp2_gpt": gathered}
-    if way in around:
-        total = around[way] * size * ring(job.ranks)
-        between = total / job.gpus if job.nodes > 1 else 0
-        return total - between, between
-    if way == "pipeline":
-        total = 2 * activation * stream * job.nodes * ring(job.ranks)
-        between = 2 * activation * stream * job.nodes * ring(job.nodes) / job.gpus
-        return total - between, between
-    each = 4 * (stream + job.value) * activation  # of a block: half of it from the stream
-    inside = gathered * size if way == "hybrid_sharding" else job.layers * each
-    across = gathered if way == "two_dimensional" else 8
-    return inside * ring(job.gpus), across * group * ring(job.nodes)
-
-
 def fits(way, job, limit):
-    return sum(memory(way, job)) <= ROOM * limit and (way != "pipeline" or job.ranks <= job.layers)
+    return sum(memory(way, job)) <= ROOM * limit
 
 
 def recommended(job, limit):
@@ -150,20 +95,11 @@ def recommended(job, limit):
 
 
 def rows(job, limit):
-    """Yield a row for each way, under HEADING."""
+    """Yield a row of text for each way, under HEADING."""
     for way, name in WAYS.items():
-        each = memory(way, job)
-        inside, between = sent(way, job)
-        together = f"{sum(each) / 1e9:,.1f} GB"
-        together += "" if fits(way, job, limit) else ": no"
-        sizes = (f"{size / 1e9:,.1f} GB" for size in (inside + between, between * job.gpus))
-        yield (name, *(f"{size / 1e9:,.1f} GB" for size in each), together, *sizes)
-
-
-def table(heading, *rows):
-    """Return a Markdown table."""
-    lines = [" | ".join(map(str, row)) for row in (heading, ["---"] * len(heading), *rows)]
-    return "\n".join(f"| {line} |" for line in lines)
+        sizes = memory(way, job)
+        *texts, together = (f"{size / 1e9:,.1f} GB" for size in (*sizes, sum(sizes)))
+        yield name, *texts, together + ("" if fits(way, job, limit) else ": no")
 
 
 def parse_args():
@@ -185,9 +121,10 @@ def main():
     args = parse_args()
     size = args.parameters, *shape(args.parameters), args.nodes, args.gpus, args.tokens
     job, limit = Job(*size, checkpointed=args.checkpointed), args.memory * 1e9
-    print(table(HEADING, *rows(job, limit)))
+    for row in (HEADING, *rows(job, limit)):
+        print("{:8} {:>13} {:>10} {:>12} {:>15}".format(*row))
     way = recommended(job, limit)
-    print(f"\nThe simplest that fits: {WAYS[way]}" if way else "\nNothing fits.")
+    print(f"The simplest that fits: {WAYS[way]}" if way else "Nothing fits.")
 
 
 if __name__ == "__main__":

@@ -118,5 +118,5 @@ def test_its_batch_file_is_that_of_step_4():
     files = ROOT / "slurm" / "04_multinode.sbatch", FOLDER / "solution.sbatch"
     lines = ndiff(*(path.read_text(encoding="utf-8").splitlines() for path in files))
     changed = [line for line in lines if line[0] in "-+"]
-    assert len(changed) == 9
-    assert all(re.search("04_multinode|JOB_NAME|solution|gpt|script", line) for line in changed)
+    assert len(changed) == 11
+    assert all(re.search("04_multinode|solution|gpt|checkpoint", line) for line in changed)

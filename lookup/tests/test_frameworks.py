@@ -1,11 +1,11 @@
-"""The programs beside lookup/frameworks.md, and what the page says about the frameworks."""
+"""The programs beside lookup/frameworks.md, and what lookup/ says about the frameworks."""
 
 import importlib.util
 import re
 
 import pytest
 import torch
-from patching import patched
+from patching import page, patched
 from safetensors.torch import load_file
 from support.jobs import finished
 from support.results import said, same_bits
@@ -39,6 +39,12 @@ def program(folder, name, line, more, *changes):
     edited(folder, "05")
     text = (ROOT / "lookup" / f"with_{name}.py").read_text(encoding="utf-8")
     return write(folder / "program.py", SAY + text, [(line, more + line), *changes])
+
+
+def block_of(name, title, number=0):
+    """Return a block of code in the entry of a page whose title starts like this."""
+    text = page(f"lookup/{name}").partition(f"### {title}")[2].partition("\n### ")[0]
+    return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[number]
 
 
 def run(path, *args, env=None):
@@ -91,12 +97,17 @@ set_seed(0)
 say("same", torch.rand(()).item())
 set_seed(0, device_specific=True)
 say("own", torch.rand(()).item())
+from types import SimpleNamespace
+tokenizer = SimpleNamespace(pad_token_id=9)
+out = torch.full((1, 2 + accelerator.process_index), accelerator.process_index)
 """
 
 
 @pytest.mark.gpu
 def test_accelerate(tmp_path, trained):
-    path = program(tmp_path, "accelerate", "model, optimizer = accelerator.free", ACCELERATE)
+    gather = block_of("crashing", "How do I gather tensors of different sizes?", 1)
+    more = f"{ACCELERATE}{gather}say('padded', out.tolist())\n"
+    path = program(tmp_path, "accelerate", "model, optimizer = accelerator.free", more)
     job, one, two = run(path, *ONE)
     assert one[:3] == two[:3] == ["ranks 2 DistributedDataParallel", "gathered 384", "kept 359"]
     assert one[3:5] == ["dealt [[0, 1], [4, 5]] [[4, 5]]", "dealt again [[0, 2], [8, 10]]"]
@@ -104,6 +115,7 @@ def test_accelerate(tmp_path, trained):
     assert one[5:8] == two[5:8] == ["sum 3", "new order True", "scheduler 6"]
     assert one[8] == two[8]
     assert one[9] != two[9]
+    assert one[10] == two[10] == "padded [[0, 0, 9], [1, 1, 1]]"
     state = tmp_path / "checkpoint.pt.state1"
     files = ["model.safetensors", "optimizer.bin", "random_states_0.pkl", "random_states_1.pkl"]
     assert sorted(path.name for path in state.iterdir()) == files  # and no epoch
@@ -160,22 +172,44 @@ say("all ranks", logged["loss"])
 again = Trainer(Digits(), arguments, data_collator=collate, train_dataset=train_set)
 again.train(resume_from_checkpoint=f"{arguments.output_dir}/checkpoint-51")  # mid-epoch
 pairs = zip(trainer.model.state_dict().values(), again.model.state_dict().values())
+TURNS
 say("summary", summary["train_loss"])
 say("resumed", all(torch.equal(a, b) for a, b in pairs), again.state.global_step)
 del again
 """
 
 
+TURNS = """
+import time
+from types import SimpleNamespace
+
+def prepare(_):
+    start = time.time()
+    time.sleep(0.5)
+    return start, time.time()
+
+training_args, tokenize, data = arguments, None, SimpleNamespace(map=prepare)
+PRINTED
+spans = [None, None]
+dist.all_gather_object(spans, data)
+say("one after the other", spans[0][1] <= spans[1][0])
+"""
+
+
 @pytest.mark.gpu
 def test_trainer(tmp_path):
     half = ('save_strategy="epoch"', 'save_strategy="steps", save_steps=51, logging_steps=60')
-    path = program(tmp_path, "trainer", BARRIER, TRAINER, half)
+    turns = TURNS.replace("PRINTED", block_of("slow", "Every rank tokenizes"))
+    turns += block_of("frameworks", "The Hugging Face Trainer on several GPUs")
+    path = program(tmp_path, "trainer", BARRIER, TRAINER.replace("TURNS", turns), half)
     job, one, two = run(path, *ONE)
     assert one[-2] != two[-2]  # the summary has each rank's own loss since the last log
     assert [line for line in one if line != one[-2]] == [line for line in two if line != two[-2]]
     assert one[:2] == ["wrapped DistributedDataParallel Digits", "defaults 1.0 linear 1800"]
     assert "find_unused_parameters=True was specified in DDP constructor" in job.stderr
     assert one[-1] == "resumed True 102"
+    assert one[-3] == "one after the other True"
+    assert job.stdout.count("ParallelMode.DISTRIBUTED 2") == 2
     saved = tmp_path / "checkpoint.pt.trainer" / "checkpoint-102"
     names = {path.name for path in saved.iterdir()}
     assert {"model.safetensors", "optimizer.pt", "scheduler.pt"} < names

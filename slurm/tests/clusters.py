@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,8 +13,6 @@ from support.jobs import environment
 from support.scripts import ROOT, SCRIPTS
 
 ON_A_CLUSTER = pytest.mark.skipif(bool(missing()), reason=str(missing()))
-# These tests mostly wait: one worker of pytest-xdist has the cluster, while others compute.
-ONE_CLUSTER = pytest.mark.xdist_group("slurm")
 GUIDE = (ROOT / "slurm" / "README.md").read_text(encoding="utf-8")
 BATCH = {path.name[:2]: f"slurm/{path.stem}.sbatch" for path in SCRIPTS}
 ON_NODE_1 = ("--nodes=1", "--nodelist=node1", "--gpus-per-node=1")
@@ -33,7 +32,7 @@ while not told and not os.path.exists("go"):
     time.sleep(0.05)
 if told:
     os.write(1, b"told\\n")
-    checkpoint = sys.argv[1].partition("=")[2]
+    checkpoint = sys.argv[-1].partition("=")[2]
     for name in (checkpoint, f"{checkpoint}.interrupted"):
         open(name, "w").close()
     sys.exit(1)
@@ -48,6 +47,7 @@ def in_the_guide(pattern):
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory):
+    """Return a cluster, one for each worker of pytest-xdist."""
     with Cluster(tmp_path_factory.mktemp("cluster"), environment=environment()) as cluster:
         yield cluster
 
@@ -145,11 +145,13 @@ def submit(cluster, clone):
 def simple(clone, submit):
     """Submit a step in a clone whose step 4 is SIMPLE; it goes on at once unless `go` is false."""
 
-    def submit_simple(step, *options, go=True, change=("", ""), name="04_multinode.py"):
+    def submit_simple(
+        step, *options, go=True, change=("", ""), name="04_multinode.py", arguments=()
+    ):
         (clone / name).write_text(SIMPLE.replace(*change), encoding="utf-8")
         if go:
             (clone / "go").touch()
-        job = submit(step, options=options)
+        job = submit(step, *arguments, options=options)
         job.wait_for(lambda: go or found(job))
         return job
 
@@ -161,11 +163,65 @@ def found(job):
     return sorted(re.findall(r"^finds (.*)$", job.stdout, re.MULTILINE))
 
 
+def second_launcher(text):
+    """Return the text of step 4's batch file with the guide's lines for one task per GPU."""
+    lines = in_the_guide(r'^(export MASTER_ADDR(?s:.*?)"\$checkpoint"\n)```')
+    return text.replace(re.search(r"^srun .*\\\n(?: .*\n)+", text, re.MULTILINE)[0], lines)
+
+
 @pytest.fixture
 def alone(clone):
-    """A copy of step 4's batch file with the guide's second launcher."""
-    launch = in_the_guide(r'^(srun --kill(?s:.*?)"\$@"\n)```')
-    text = (clone / BATCH["04"]).read_text(encoding="utf-8")
-    old = re.search(r"^srun .*\\\n(?: .*\n)+", text, re.MULTILINE)[0]
-    (clone / "alone.sbatch").write_text(text.replace(old, launch), encoding="utf-8")
+    """A copy of step 4's batch file that starts one task per GPU."""
+    text = second_launcher((clone / BATCH["04"]).read_text(encoding="utf-8"))
+    text = text.replace("train.py", "04_multinode.py").replace('--output="', '--checkpoint-path="')
+    (clone / "alone.sbatch").write_text(text, encoding="utf-8")
     return "alone.sbatch"
+
+
+# ---------------------------------------------------------------- Slurm 24.11
+
+TRIXIE = Path("/var/tmp/ladder-slurm-24.11")  # Debian 13, which is built once
+PACKAGES = "slurmctld,slurmd,slurm-client,slurm-wlm-basic-plugins,munge,iproute2,libffi8"
+
+# Process 1 of the outer namespaces moves to Debian 13 before it starts the controller; what the
+# jobs need of this machine is mounted there at the same places.
+MOVE = """\
+set -e
+mount --make-rprivate /
+mount --bind {root} {root}
+for folder in /dev /sys /tmp {shared}; do
+    mkdir -p {root}$folder
+    mount --rbind $folder {root}$folder
+done
+mount -t proc proc {root}/proc
+cd {root}
+mkdir -p old
+pivot_root . old
+umount -l /old
+cd /
+exec bash {script} "$@"
+"""
+
+
+class NewerCluster(Cluster):
+    """A cluster with the Slurm of Debian 13."""
+
+    def _write_files(self):
+        super()._write_files()
+        script = self.folder / "controller.sh"
+        shared = f"{sys.prefix} {sys.base_prefix}"
+        text = MOVE.format(root=TRIXIE, shared=shared, script=script.rename(f"{script}.moved"))
+        script.write_text(text, encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def newer():
+    """Build Debian 13 unless it is there, and return the class of a cluster that runs on it."""
+    if not shutil.which("debootstrap"):
+        pytest.skip("apt-get install debootstrap")
+    if not (TRIXIE / "done").exists():
+        command = ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", "trixie", TRIXIE]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        (TRIXIE / "etc" / "hosts").touch()
+        (TRIXIE / "done").touch()
+    return NewerCluster

@@ -10,25 +10,49 @@ from clusters import (
     BATCH,
     ON_A_CLUSTER,
     ON_NODE_1,
-    ONE_CLUSTER,
+    SIMPLE,
     TWO_BY_TWO,
+    Submitted,
     found,
     in_the_guide,
+    second_launcher,
 )
 from practice.cluster import Cluster
 from support.jobs import environment
 from support.scripts import ROOT, edit
 
 SLOW = pytest.mark.slow
-pytestmark = [ON_A_CLUSTER, ONE_CLUSTER]
+pytestmark = ON_A_CLUSTER
 
-# ---------------------------------------------------------------- requeued, or not
+# ---------------------------------------------------------------- a script of a stranger's
 
 LEAVES_IT = """\
 if "SLURM_RESTART_COUNT" in os.environ:
-    open(f"{sys.argv[1].partition('=')[2]}.interrupted", "x").close()
+    open(f"{sys.argv[-1].partition('=')[2]}.interrupted", "w").close()
 if told:
 """
+
+
+@pytest.fixture
+def stranger(clone, submit):
+    """Submit a batch file for a script `train.py` from a folder that holds nothing else."""
+    folder = clone / "elsewhere"
+    (folder / ".venv").mkdir(parents=True)
+    (folder / ".venv" / "bin").symlink_to(clone / ".venv" / "bin")
+
+    def submit_train(launch, script, *options):
+        text = (ROOT / BATCH["04"]).read_text(encoding="utf-8")
+        *gone, old, new = in_the_guide(r"^```diff\n-(.*\n)-(.*\n)-(.*\n)\+(.*\n)```")
+        for line in (*gone, old):
+            assert text.count(line) == 1
+            text = text.replace(line, new if line == old else "")
+        if launch == "srun":
+            text = second_launcher(text)
+        (folder / "job.sbatch").write_text(text, encoding="utf-8")
+        (folder / "train.py").write_text(script, encoding="utf-8")
+        return submit("job.sbatch", options=("--job-name=own", *options), folder=folder)
+
+    return submit_train
 
 
 def is_requeued(job):
@@ -40,48 +64,79 @@ def is_requeued(job):
 
 
 @SLOW
-def test_a_train_py_of_your_own(clone, simple):
-    """It is requeued when it has failed and left the file, and not when it has succeeded."""
-    edit(clone / BATCH["04"], *in_the_guide(r"^```diff\n-(.*\n)\+(.*\n)```"))
-    options = (*ON_NODE_1, "--job-name=own")
-    job = simple("04", *options, go=False, change=("if told:\n", LEAVES_IT), name="train.py")
+@pytest.mark.parametrize(("launch", "rank"), [("torchrun", "RANK"), ("srun", "SLURM_PROCID")])
+def test_a_train_py_of_your_own(stranger, launch, rank):
+    """The file is whole without this repository; what failed and left the file is requeued."""
+    script = SIMPLE.replace("WORLD_SIZE", rank).replace("if told:\n", LEAVES_IT)
+    job = stranger(launch, script, *TWO_BY_TWO)
+    ranks = [f"{number} 1 0,1" for number in range(4)]
+    job.wait_for(lambda: found(job) == ranks)
     is_requeued(job)
-    assert (clone / "own.pt.interrupted").exists()
+    assert found(job) == sorted(ranks * 2)
 
 
 @SLOW
-def test_srun_alone(alone, simple):
-    """It finds what torchrun would set, saves and requeues itself in the same way."""
-    job = simple(alone, *TWO_BY_TWO, go=False)
-    job.wait_for(lambda: found(job) == ["4 1 0,1"] * 4)
-    is_requeued(job)
-    assert found(job) == ["4 1 0,1"] * 8
-    assert not job.interrupted
+def test_a_script_for_the_other_launcher_is_an_error(stranger):
+    """Otherwise it would take the number of its node for its rank, and wait for ever."""
+    job = stranger("torchrun", "import os; print(os.environ['SLURM_PROCID'])", *TWO_BY_TWO)
+    assert "KeyError: 'SLURM_PROCID'" in job.becomes("FAILED").stdout
+    assert "not requeued: no ./own.pt.interrupted" in job.stdout
+
+
+# ---------------------------------------------------------------- requeued, or not
 
 
 @SLOW
-def test_a_chain_and_a_cancelled_job(cluster, simple):
-    """Told to stop, the first ends and the second goes on; the third is not needed."""
-    job = simple("04", *ON_NODE_1, "--array=1-3%1", "--output=x_%A_%a.out", go=False)
+@pytest.mark.parametrize("words", ["--checkpoint-path=far/x.pt", "--checkpoint-path far/x.pt", ""])
+def test_a_checkpoint_elsewhere(clone, simple, words):
+    """Its path follows the file name, in either way of typing it, or the batch file names it."""
+    (clone / "far").mkdir()
+    if not words:
+        edit(clone / BATCH["04"], "checkpoint_dir=.", "checkpoint_dir=far")
+    job = simple("04", *ON_NODE_1, "--job-name=x", go=False, arguments=words.split())
+    is_requeued(job)
+    assert [path.parent.name for path in clone.glob("**/*.pt")] == ["far"]
+
+
+@SLOW
+def test_an_array_is_a_sweep(simple):
+    """Its tasks run at once, save to files of their own, and are requeued one by one."""
+    array = in_the_guide(r"^sbatch (--array=\S+ --job-name=\S+) ").split()
+    job = simple("04", *ON_NODE_1, *array, go=False)
     number = job.number
-    job.number = f"{number}_1"
-    with contextlib.suppress(subprocess.CalledProcessError):
-        job.cancel("--signal=TERM")  # Slurm 22.05 delivers it, then asks to try again later
-    job.becomes("FAILED")
-    job.number = f"{number}_2"
-    job.wait_for(lambda: found(job))
-    assert not job.interrupted
-    end = in_the_guide(r"^(scancel --state=PENDING) 24$")
-    cluster.run(*end.split(), number)
-    job.number = f"{number}_3"
-    job.becomes("CANCELLED")
-    job.number = f"{number}_2"
-    assert job.show("JobState") == "RUNNING"
-    job.cancel()
-    job.becomes("CANCELLED")
+    outputs = lambda: "".join(path.read_text("utf-8") for path in job.folder.glob("sweep_*.out"))  # noqa: E731
+    job.wait_for(lambda: outputs().count("finds") == 3)
+    for task in ("1", "3"):  # the number of the last task is that of the array
+        job.number = f"{number}_{task}"
+        with contextlib.suppress(subprocess.CalledProcessError):
+            job.cancel("--signal=TERM")  # Slurm 22.05 delivers it, then asks to try again later
+        job.wait_for(lambda: job.show("Restarts") == "1")
+        assert (job.folder / f"sweep_{task}.pt").exists()
+    (job.folder / "go").touch()
+    for task, restarts in (("1", "1"), ("2", "0"), ("3", "1")):
+        job.number = f"{number}_{task}"
+        assert job.becomes("COMPLETED").show("Restarts") == restarts
+    assert not (job.folder / "sweep.pt").exists()
+
+
+@SLOW
+def test_a_chain_and_a_cancelled_job(cluster, clone, simple, submit):
+    """Told to stop, the first ends and the second goes on; the third is not needed."""
+    edit(clone / BATCH["04"], "max_requeues=20", "max_requeues=0")
+    assert in_the_guide(r"^for i in 1 2 3; do sbatch (\S+) 50; done$") == BATCH["04"]
+    jobs = [simple("04", *ON_NODE_1, go=False), *(submit("04", options=ON_NODE_1) for _ in "23")]
+    jobs[0].cancel("--signal=TERM")
+    assert "or 0 restarts" in jobs[0].becomes("FAILED").stdout
+    jobs[1].wait_for(lambda: found(jobs[1]))
+    cluster.run("bash", "-c", in_the_guide(r"^(scancel --me .*)$"))
+    jobs[2].becomes("CANCELLED")
+    assert jobs[1].show("JobState") == "RUNNING"
+    assert not jobs[1].interrupted
+    jobs[1].cancel()
+    jobs[1].becomes("CANCELLED")
     cluster.wait_until_idle()  # by then, the batch file has ended
-    assert job.interrupted
-    assert job.becomes("CANCELLED").show("Restarts") == "0"
+    assert jobs[1].interrupted
+    assert jobs[1].show("Restarts") == "0"
 
 
 @SLOW
@@ -96,37 +151,6 @@ def test_the_answer_that_can_be_copied(clone, simple):
     is_requeued(simple("answer.sbatch", "--time=30", go=False, name="train.py"))
 
 
-CRASHES = """\
-import os, signal, sys, time, torch
-path = sys.argv[1].partition("=")[2]
-
-def stop(number, frame):
-    torch.save({"epoch": 3, "weights": torch.rand(9)}, path)
-    open(f"{path}.interrupted", "w").close()
-    sys.exit(1)
-
-if os.environ["RANK"] == "1":
-    while not os.path.exists("ready"):
-        time.sleep(0.05)
-    os.remove("ready")
-    sys.exit("rank 1 has crashed")
-signal.signal(signal.SIGTERM, stop)
-open("ready", "w").close()
-time.sleep(600)
-"""
-
-
-@SLOW
-def test_a_rank_that_crashes_does_not_requeue_for_ever(clone, submit):
-    """The other rank saves and leaves the file, each time at the same epoch."""
-    (clone / "04_multinode.py").write_text(CRASHES, encoding="utf-8")
-    job = submit("04", options=(*ON_NODE_1, "--gpus-per-node=2"))
-    assert job.becomes("FAILED").show("Restarts") == "1"
-    said = "not requeued: 04_multinode.pt is no further than when this start began"
-    assert job.stdout.count(said) == 1
-    assert job.interrupted
-
-
 @SLOW
 def test_the_number_of_requeues_has_a_limit(clone, simple):
     edit(clone / BATCH["04"], "max_requeues=20", "max_requeues=1")
@@ -134,7 +158,25 @@ def test_the_number_of_requeues_has_a_limit(clone, simple):
     job.cancel("--signal=TERM")
     job.wait_for(lambda: len(found(job)) == 2)
     job.cancel("--signal=TERM")
-    assert "not requeued: the job was restarted 1 times" in job.becomes("FAILED").stdout
+    assert "not requeued: no ./04_multinode.pt.interrupted, or 1 re" in job.becomes("FAILED").stdout
+
+
+@SLOW
+def test_slurms_daemon_dies_on_the_only_node(cluster, simple):
+    """Slurm starts the job on the other node, and the old ranks end before it does."""
+    job = simple("04", "--nodes=1", "--gpus-per-node=2", go=False)
+    node = int(job.show("BatchHost")[-1])
+    cluster.run("pkill", "-KILL", "-x", "slurmd", node=node)
+    try:
+        job.wait_for(lambda: len(found(job)) == 4)
+        assert job.show("BatchHost") == f"node{3 - node}"
+        assert not cluster.run("bash", "-c", "pgrep -f '[0]4_multinode.py' || true", node=node)
+        (job.folder / "go").touch()
+        assert job.becomes("COMPLETED").show("Restarts") == "1"
+    finally:
+        cluster.cut_the_power(node)
+        cluster.switch_on(node)
+        cluster.wait_until_idle()
 
 
 @SLOW
@@ -205,30 +247,50 @@ def test_cpus_follow_gpus(simple):
     assert job.becomes("COMPLETED").show("NumCPUs") == "36"
 
 
-class WithAffinity(Cluster):
-    """A cluster that binds tasks to CPUs, of which its nodes have as many as this machine."""
+def with_affinity(kind):
+    """Return a kind of cluster that binds tasks to CPUs; a node has as many as this machine."""
 
-    def _write_files(self):
-        super()._write_files()
-        for change in (
-            ("TaskPlugin=task/none", "TaskPlugin=task/affinity"),
-            ("CPUs=256 RealMemory=100000", f"CPUs={os.cpu_count()} RealMemory=1000"),
-            ("SlurmdParameters=config_overrides", ""),
-        ):
-            edit(self.folder / "slurm.conf", *change)
+    class WithAffinity(kind):
+        def _write_files(self):
+            super()._write_files()
+            for change in (
+                ("TaskPlugin=task/none", "TaskPlugin=task/affinity"),
+                ("CPUs=256 RealMemory=100000", f"CPUs={os.cpu_count()} RealMemory=1000"),
+                ("SlurmdParameters=config_overrides", ""),
+            ):
+                edit(self.folder / "slurm.conf", *change)
+
+    return WithAffinity
+
+
+ASKS = {  # how a job asks for CPUs, besides two GPUs: the options, and the line in the file
+    "": "--cpus-per-gpu=1",
+    "--exclusive": "--cpus-per-gpu=1",
+    "--exclusive ": "",
+    "--cpus-per-task=2": "",
+    "--exclusive --cpus-per-task=1": "",
+}
+
+
+def check_cpus(kind, folder, clone):
+    """Check that a task may use both CPUs of its node, however the job asks for them."""
+    folder.mkdir()
+    shows = "import os; print(len(os.sched_getaffinity(0)), os.environ['CUDA_VISIBLE_DEVICES'])"
+    (clone / "01_single_gpu.py").write_text(shows, encoding="utf-8")
+    text = (clone / BATCH["01"]).read_text(encoding="utf-8")
+    with with_affinity(kind)(folder, gpus=2, environment=environment()) as cluster:
+        for options, line in ASKS.items():
+            own = text.replace("#SBATCH --cpus-per-gpu=18", f"#SBATCH {line}" if line else "")
+            (clone / "own.sbatch").write_text(own, encoding="utf-8")
+            words = f"--wait --output=out --gpus-per-node=2 {options} own.sbatch".split()
+            cluster.run("sbatch", *words, cwd=clone)
+            assert (clone / "out").read_text("utf-8").splitlines()[-1] == "2 0,1", options
 
 
 @SLOW
-@pytest.mark.skipif(os.cpu_count() < 2, reason="needs two CPUs")
-def test_a_task_may_use_all_cpus_of_its_gpus(tmp_path, clone):
-    (tmp_path / "own").mkdir()
-    with WithAffinity(tmp_path / "own", environment=environment()) as cluster:
-        shows = "python -c 'import os; print(len(os.sched_getaffinity(0)))'"
-        edit(clone / BATCH["01"], "python 01_single_gpu.py", shows)
-        options = "--gpus-per-node=2", "--cpus-per-gpu=1"
-        cluster.run("sbatch", "--wait", *options, BATCH["01"], cwd=clone)
-    (output,) = clone.glob("*.out")
-    assert output.read_text(encoding="utf-8") == "2\n"
+@pytest.mark.skipif(os.cpu_count() != 2, reason="needs two CPUs")
+def test_a_task_has_all_cpus(tmp_path, clone):
+    check_cpus(Cluster, tmp_path / "c", clone)
 
 
 # ---------------------------------------------------------------- said once for a site
@@ -236,17 +298,18 @@ def test_a_task_may_use_all_cpus_of_its_gpus(tmp_path, clone):
 
 @SLOW
 def test_what_is_said_once_for_a_site(cluster, clone, simple, monkeypatch):
-    """Slurm reads its part from the environment, and all batch files source one file."""
-    shown = in_the_guide(r"^```bash\n(export SBATCH(?s:.*?))```")
-    for name, value in re.findall(r"(SBATCH_\w+)=(\S+)", shown):
-        monkeypatch.setitem(cluster.environment, name, value)
-    monkeypatch.setitem(cluster.environment, "SBATCH_PARTITION", "urgent")
-    append = re.search(r"^cat >> .*?^END\n", shown, re.M | re.S)[0].replace("module load", "true")
-    cluster.run("bash", "-c", append, cwd=clone)
+    """Slurm reads its part for one command, and all batch files source one file."""
+    for name, value in re.findall(r"(SBATCH_\w+)=(\S+)", in_the_guide(r"^(SBATCH_ACC.*)$")):
+        monkeypatch.setitem(cluster.environment, name, value.replace("gpu", "urgent"))
+    append = in_the_guide(r"^(cat >> (?s:.*?)^END\n)").replace("module ", "true ")
+    cluster.run("bash", "-c", append.replace("/scratch/$USER", "."), cwd=clone)
+    (clone / "ladder").mkdir()
     says = 'told = []\nos.write(1, os.environ["NCCL_SOCKET_IFNAME"].encode() + b" is set\\n")'
-    job = simple("04", "--nodes=2", "--gpus-per-node=1", change=("told = []", says))
-    assert job.becomes("COMPLETED").stdout.count("ib0 is set\n") == 2
+    job = simple("04", *ON_NODE_1, go=False, change=("told = []", says))
+    assert job.stdout.count("ib0 is set\n") == 1
     assert (job.show("Partition"), job.show("Account")) == ("urgent", "project")
+    job.cancel("--signal=TERM")
+    job.wait_for((clone / "ladder" / "04_multinode.pt").exists)
 
 
 @SLOW
@@ -255,15 +318,37 @@ def test_where_sbatch_exports_nothing(simple):
     assert len(found(job.becomes("COMPLETED"))) == 2
 
 
+@pytest.mark.weekly("builds Debian 13")
+@pytest.mark.skipif(os.cpu_count() != 2, reason="needs two CPUs")
+def test_a_newer_slurm(tmp_path, clone, newer):
+    """Slurm 24.11: the CPUs of a task, and the requeue of one task of an array."""
+    check_cpus(newer, tmp_path / "c", clone)
+    (clone / "04_multinode.py").write_text(SIMPLE, encoding="utf-8")
+    (tmp_path / "a").mkdir()
+    with newer(tmp_path / "a", environment=environment()) as cluster:
+        words = *ON_NODE_1, "--array=1-2", "--job-name=sweep", "--export=NONE", BATCH["04"]
+        job = Submitted(cluster, clone, *words)
+        job.wait_for(lambda: len(list(clone.glob("sweep_*.out"))) == 2)
+        job.number = f"{job.number}_2"
+        job.wait_for(
+            lambda: "finds" in clone.joinpath(f"sweep_{job.show('JobId')}.out").read_text()
+        )
+        job.cancel("--signal=TERM")
+        job.wait_for(lambda: job.show("Restarts") == "1")
+        (clone / "go").touch()
+        job.becomes("COMPLETED")
+    assert (clone / "sweep_2.pt").exists()
+
+
 # ---------------------------------------------------------------- the end
 
 
 @SLOW
 def test_the_rank_that_ends_last(alone, clone, submit):
-    """srun waits SLURM_WAIT seconds for the others of the first task that has ended."""
+    """srun waits --wait seconds for the others of the first task that has ended."""
     late = "import os, time; time.sleep(8 * (os.environ['RANK'] == '0')); print('uploaded')"
     (clone / "04_multinode.py").write_text(late, encoding="utf-8")
     for before, after, ends in ((300, 2, "FAILED"), (2, 60, "COMPLETED")):
-        edit(clone / alone, f"SLURM_WAIT={before}", f"SLURM_WAIT={after}")
+        edit(clone / alone, f"--wait={before}", f"--wait={after}")
         job = submit(alone, options=("--nodes=2", "--gpus-per-node=1")).becomes(ends)
         assert job.stdout.count("uploaded") == (1 if after == 2 else 2)

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from clusters import in_the_guide
 from machines import DEAD, LIVE
 from support.results import epochs, same_bits
-from support.scripts import LONG, ROOT, SCRIPT, SMALL, Pickled, edit, edited
+from support.scripts import LONG, ROOT, SCRIPT, SMALL, Pickled, edited
 
 SLOW = pytest.mark.slow
-pytestmark = pytest.mark.xdist_group("machines")
+PYTORCH = pytest.mark.weekly("what PyTorch does, on its newest version")
 
 
 @pytest.mark.weekly("one more way to start two nodes, as slurm/tests/test_nodes.py does often")
@@ -47,33 +47,7 @@ def test_names_of_another_network(machines, command, tmp_path):
     assert epochs(one) == [1]
 
 
-@pytest.mark.weekly("waits for gloo's timeouts; the preflight's tests find the interface")
-def test_the_wrong_interface(machines, command, tmp_path):
-    edit(tmp_path / "04_multinode.py", "minutes=5", "seconds=3")
-    command = command.replace("GLOO_SOCKET_IFNAME=eth0", "GLOO_SOCKET_IFNAME=eth1")
-    command = command.replace("--rdzv-conf=", "--rdzv-conf=read_timeout=3,")
-    one, two = machines.on_both(command, tmp_path, code=1)
-    error = "RuntimeError: Gloo connectFullMesh failed with .+"
-    assert re.search(rf"^{error}No route to host, remote=\[{DEAD}.1\]", two.stderr, re.M), two
-    assert re.search(rf"^{error} Connect timeout", one.stderr, re.M), one
-
-
-@SLOW
-def test_no_names_for_the_addresses(machines, tmp_path):
-    machines.names({})
-    store = f"dist.TCPStore('{LIVE}.1', 29400, 2, is_master=$SLURM_NODEID == 0)"
-    command = f'python -c "import torch.distributed as dist; {store}"'
-    for job in machines.on_both(command, tmp_path):
-        assert "The hostname of the client socket cannot be retrieved. err=-3" in job.stderr
-
-
-def test_no_such_interface(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    with pytest.raises(RuntimeError, match=r"Unable to find address for: ib0"):
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert not dist.is_initialized()
-
-
+@PYTORCH
 def test_a_store_listens_everywhere_and_asks_for_no_password():
     store = dist.TCPStore("localhost", 0, is_master=True)
     store.set("key", "value")
@@ -83,6 +57,7 @@ def test_a_store_listens_everywhere_and_asks_for_no_password():
     assert listening in ("::", "0.0.0.0")  # without IPv6
 
 
+@PYTORCH
 def test_gather_object_runs_what_it_receives(process_group, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     dist.gather_object(Pickled(), [None])

@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from clusters import ON_A_CLUSTER, clone_into, in_the_guide
-from support.jobs import environment, run
+from support.jobs import environment
 from support.positions import ON_RANK_1, at
 from support.results import same_bits, shape
 from support.scripts import ROOT, SMALL, edit
@@ -35,7 +34,6 @@ UNTIL_TOLD = "while not stop_signals:\n    time.sleep(0.01)"
 LATE = "node2 boots when Slurm has marked it down, within a minute ...\n"
 
 SLOW = pytest.mark.slow
-pytestmark = pytest.mark.xdist_group("practice")  # its tests mostly wait
 
 
 class Terminal(pexpect.spawn):
@@ -61,11 +59,20 @@ class Terminal(pexpect.spawn):
         return self.wait()
 
 
+def as_letters(number):
+    return "i" * int(number[0])
+
+
 def shows(screen, expected):
-    """Return whether the screen has these lines in this order, except for numbers and reasons."""
+    """Return whether the screen has these lines in this order.
+
+    Numbers and reasons may differ, but not the numbers of epochs.
+    """
     screen, expected = (re.sub(r"\(.+\)$", "()", text, flags=re.M) for text in (screen, expected))
+    screen, expected = (re.sub(r"(?<=epoch )\d+", as_letters, text) for text in (screen, expected))
     lines = iter(shape(screen))
-    return all(line in lines for line in shape(expected.replace("ada", "root")) if line != "...")
+    expected = [line for line in shape(expected.replace("ada", "root")) if line not in ("", "...")]
+    return all(line in lines for line in expected)
 
 
 @pytest.fixture
@@ -119,6 +126,8 @@ def test_the_session_of_the_guide(clone, start, trained):
         if last := re.search(r"^(epoch \d+|accuracy) .*\n\^C", output, re.MULTILINE):
             terminal.sendline(command)
             terminal.expect(f"{last[1]} .*\n")
+            screen = f"{terminal.before}{terminal.after}".replace("\r", "")
+            assert shows(screen, output.replace("^C", "")), screen
             terminal.sendintr()
             terminal.prompt()
             continue
@@ -156,32 +165,9 @@ def test_the_shell_belongs_to_the_user_of_sudo(clone, start):
     terminal.end(terminal.sendeof)  # Ctrl-D
 
 
-@ON_A_CLUSTER
-@pytest.mark.weekly("two more ways to end it; exit and Ctrl-D are shown above")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_it_is_ended_from_outside(start, number):
-    terminal = start()
-    terminal.sendline("sleep 60")
-    terminal.end(lambda: os.kill(terminal.pid, number))
-
-
-@SLOW
-@ON_A_CLUSTER
-def test_what_is_missing(tmp_path):
-    """Without any program on PATH, and in a namespace where root is nobody."""
-    command = [sys.executable, ROOT / "slurm" / "practice"]
-    for start, path, reason in (
-        ([], "", "sbatch is not installed: apt-get install slurmctld slurmd "),
-        (["unshare", "--user"], os.environ["PATH"], "needs root"),
-    ):
-        job = run([*start, *command], tmp_path, {"PATH": path})
-        assert (job.returncode, job.stdout, job.stderr.count("\n")) == (1, "", 1), job
-        assert reason in job.stderr
-
-
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="apt-get install shellcheck")
 def test_shellcheck():
     practice = ROOT / "slurm" / "practice"
     programs = [ROOT / ".ci" / "run", practice / "shell.rc", *practice.glob("*.sh")]
-    batch = ROOT.glob("*/*.sbatch")
+    batch = [ROOT / "slurm" / "checks.sh", *ROOT.glob("*/*.sbatch")]
     subprocess.run(["shellcheck", "--exclude=SC1091", *programs, *batch], check=True)

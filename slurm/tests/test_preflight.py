@@ -4,15 +4,12 @@ import contextlib
 import os
 import re
 import shutil
-import socket
 import threading
 from unittest.mock import Mock
 
 import preflight
-import psutil
 import pytest
 import torch
-import torch.distributed as dist
 from clusters import in_the_guide
 from practice.cluster import NETWORK, Cluster, missing
 from support.jobs import environment
@@ -20,7 +17,6 @@ from support.results import shape
 from support.scripts import edit
 
 SLOW = pytest.mark.slow
-pytestmark = pytest.mark.xdist_group("preflight")  # its tests mostly wait
 
 
 # ---------------------------------------------------------------- on a cluster
@@ -84,13 +80,6 @@ def test_healthy(fly):
     seconds, bandwidth = map(float, re.search(speed, flight.stdout, re.MULTILINE).groups())
     assert bandwidth == pytest.approx(1.5 * 2**24 / seconds / 1e9, rel=0.01)
     assert shape(flight.stdout) == shape(in_the_guide(r"^```\n(node (?s:.*?))```$"))
-
-
-@pytest.mark.weekly("three more sizes of an allocation; the tests above have two")
-@pytest.mark.parametrize(("nodes", "gpus", "ranks"), [(1, 0, "one"), (1, 3, 3), (5, 0, 5)])
-def test_other_allocations(fly, nodes, gpus, ranks):
-    flight = fly(f"--nodes={nodes}", f"--gpus-per-node={gpus}", seconds=60).becomes("COMPLETED")
-    assert f"all_reduce, 16 MiB, {ranks} rank" in flight.stdout
 
 
 def bound(source, target):
@@ -227,31 +216,6 @@ def test_a_check_that_hangs():
     end.set()
     bad = {"two": "not finished after 1 s", "three": "'key'", "four": "No such file or directory"}
     assert cells == {"one": (True, "ok"), **{name: (False, text) for name, text in bad.items()}}
-
-
-def test_gloo_address(monkeypatch):
-    """It is the address that gloo listens on, for each interface of this machine."""
-
-    def listening():
-        connections = psutil.Process().net_connections("tcp4")
-        return {each.laddr for each in connections if each.status == psutil.CONN_LISTEN}
-
-    own = psutil.net_if_addrs().items()
-    names = [name for name, found in own if any(each.family == socket.AF_INET for each in found)]
-    for name in ("", *names):
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
-        before = listening()
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        ((address, _),) = listening() - before
-        dist.destroy_process_group()
-        assert preflight.gloo_address() == address
-
-
-@pytest.mark.parametrize(("nodes", "there"), [(2, "192.0.2.1"), (1, "127.0.1.1")])
-def test_names_without_a_fault(monkeypatch, nodes, there):
-    """A cluster without reverse DNS lookup passes, and a single node with Debian's hosts file."""
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", (there, 0))])
-    assert preflight.check_names(["node1", "node2"][:nodes]) == "ok"
 
 
 def faults(nodes=3, lost=0, **bad):

@@ -1,0 +1,30 @@
+# shellcheck shell=bash disable=SC2154  # the batch file sets host, port and checkpoint
+# The batch files source these checks. Each ends the job at once, with one line that says why, where
+# the job would otherwise hang, or fail later for a reason that is hard to see.
+
+fail() { echo "$1" >&2; exit 1; }
+
+[ "${SLURM_GPUS_ON_NODE:-0}" -gt 0 ] || fail "the job has no GPU, ask for some with --gpus-per-node"
+if [ -e "$checkpoint" ] && [ ! -O "$checkpoint" ]; then
+    fail "$checkpoint belongs to another user: choose another --job-name or checkpoint_dir"
+fi
+
+# If Slurm's daemon on this node dies, srun ends, and Slurm starts the job on another node. The old
+# ranks must not go on and write the same checkpoint, but nobody else ends them.
+end_ranks() {
+    pgrep --parent $$ --exact srun > /dev/null && return
+    for process in /proc/[0-9]*; do
+        grep -sqzx "SLURM_JOB_ID=$SLURM_JOB_ID" "$process/environ" &&
+            grep -sqz '^SLURM_STEP_ID=' "$process/environ" && kill -KILL "${process#/proc/}"
+    done
+}
+trap end_ranks EXIT
+
+[ -n "$port" ] || return 0 # steps 1 to 3 have no port
+case $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%l) in # the time limit
+    [0-4]:??) fail "--time has to be 5 minutes or more, or SIGTERM comes too early" ;;
+esac
+getent hosts "$host" > /dev/null || fail "host '$host' cannot be resolved"
+if (: < "/dev/tcp/$host/$port") 2> /dev/null; then
+    fail "port $port of $host is already in use"
+fi
