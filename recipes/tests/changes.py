@@ -22,11 +22,8 @@ REDUCED = "e.name() in ('gloo:all_reduce', 'nccl:all_reduce') and e.shapes()"
 SENT = f"[(e.dtypes()[0], e.shapes()[0]) for e in {EVENTS} if {REDUCED}]"
 
 
-def told(epoch, samples=25 * 128):
-    """Return the change with which rank 1 is told to stop after so many samples of an epoch.
-
-    The ranks ask each other in every tenth step: with 25 batches of two times 64, five steps later.
-    """
+def stop_on_rank_1(epoch, samples=25 * 128):
+    """Return the change that stops rank 1; the ranks agree on it in their next tenth step."""
     here = f"(dist.get_rank(), self.epochs_run, self.samples_run) == (1, {epoch}, {samples})"
     return BATCH, f"            if {here}:\n                {ALL}\n{BATCH}"
 

@@ -15,10 +15,7 @@ NEEDS_PATCH = pytest.mark.skipif(
 
 
 def patched(tmp_path, name, *changes):
-    """Write the patched script of a recipe or pitfall, like "recipes/fsdp2"; return the path.
-
-    It has the name of the step that it patches. More changes are applied as in `edited`.
-    """
+    """Write the patched script of a page, like "recipes/fsdp2", with changes; return the path."""
     return write(tmp_path / Path(step_of(name)).name, text_of(name), changes)
 
 

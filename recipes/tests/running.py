@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from changes import told
+from changes import stop_on_rank_1
 from patching import on_screen, patched
 from support.jobs import run
 from support.results import resumed, weights
@@ -54,11 +54,9 @@ class Patched:
         return job
 
     def with_and_without_a_stop(self, *changes, args=ONE, others=((), ())):
-        """Run it with a stop in mid-epoch, and without; both must leave the same checkpoint.
-
-        Of the changes in `others`, each run has its own.
-        """
-        stopped = self.at("stopped").ran(*changes, *others[0], told(0), args=args, restarts=1)
+        """Run it with a stop in mid-epoch, and without; both must leave the same checkpoint."""
+        own = [*others[0], stop_on_rank_1(0)]  # changes of the first run alone
+        stopped = self.at("stopped").ran(*changes, *own, args=args, restarts=1)
         undisturbed = self.at("undisturbed").ran(*changes, *others[1], args=args)
         assert "interrupted after 3,840 samples" in stopped.stdout, stopped
         assert [resumed(job) for job in (stopped, undisturbed)] == [[0], []]

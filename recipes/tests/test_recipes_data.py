@@ -7,11 +7,11 @@ from textwrap import indent
 import pytest
 from changes import IMPATIENT, LENGTH, RESTARTS
 from patching import page
-from running import ONE, TWO
+from running import TWO
 from support import gpus
 from support.jobs import finished
 from support.positions import BATCH
-from support.results import said, same_bits
+from support.results import said
 from support.scripts import forked, load
 
 pytestmark = pytest.mark.slow
@@ -21,6 +21,7 @@ INDEXED = (
     TRAINING_SET,
     f"    shifted[:, 0, 0, 0] = torch.arange(len(shifted)) / len(shifted)\n{TRAINING_SET}",
 )
+WORKERS = "num_workers=args.num_workers"
 SEEN = """\
             with open(f"seen{dist.get_rank()}", "a") as file:
                 indices = (source[:, 0, 0, 0] * 12942).round().int().tolist()
@@ -48,32 +49,26 @@ def dealt(job, *ranks, epoch):
 
 
 @pytest.mark.gpu
-def test_data_in_memory(recipe, trained):
-    """The batches are those of step 5, also after a resume inside an epoch."""
-    _, fused = recipe.with_and_without_a_stop(LENGTH)
-    unfused = recipe.at("unfused").ran((", fused=True", ""))
-    assert same_bits(unfused, trained("05", *ONE))
-    assert not same_bits(unfused, fused)
-
-
-@pytest.mark.gpu
 def test_loader_workers(recipe):
     """Forked workers, spawned ones after a stop mid-epoch, or no workers: the noise is the same."""
     spawned = f'multiprocessing_context=["fork", "spawn"][{RESTARTS}]'
     count = f"num_workers=2 - {RESTARTS}, persistent_workers=True, {spawned}"
-    others = [("num_workers=2", count), LENGTH], [("num_workers=2", "num_workers=0")]
+    others = (
+        [("num_workers=args.num_workers", count), LENGTH],
+        [("num_workers=args.num_workers", "num_workers=0")],
+    )
     recipe.with_and_without_a_stop(others=others)
 
 
 @pytest.mark.gpu
 def test_streaming(recipe):
-    """Of 12 941 samples, each rank gets 6470 per epoch, in 102 batches; one is dropped.
-
-    The undisturbed run has one DataLoader worker; the other stops with two and resumes with three.
-    """
+    """One run has one worker; the other stops with two and resumes with three: the same batches."""
     line = "    stream = Stream(data, "
     odd = (line, f"    data = torch.utils.data.Subset(data, range(12_941))\n{line}")
-    counts = [[("num_workers=2", f"num_workers={count}")] for count in (f"2 + {RESTARTS}", 1)]
+    counts = [
+        [("num_workers=args.num_workers", f"num_workers={count}")]
+        for count in (f"2 + {RESTARTS}", 1)
+    ]
     changes = INDEXED, odd, (BATCH, SEEN + BATCH)
     jobs = recipe.with_and_without_a_stop(*changes, args=TWO, others=counts)
     same_batches(jobs)
@@ -100,15 +95,11 @@ def test_weighted_sampler(recipe):
     assert first != second
     digits = load("05").load_datasets()[0].tensors[1][first + second].tolist()
     assert 0.09 < digits.count(0) / len(digits) < 0.11
-    both = set(first) & set(dealt(jobs[0], 1, epoch=0))
-    assert len(both) < 0.9 * len(set(first))
+    assert len({*first} & {*dealt(jobs[0], 1, epoch=0)}) < 0.9 * len({*first})
 
 
 def test_prepare_once(recipe):
-    """Two ranks on nodes of their own; rank 0 prepares data beyond the timeout.
-
-    In a folder that they share, it alone does; each can do it on a disk of its own.
-    """
+    """Each rank plays a node: rank 0 fills a shared folder beyond the timeout, or each its disk."""
     save, main = "        torch.save((scans, labels)", "@record"
     wait = '        print("prepares", flush=True)\n        time.sleep(8 * (1 - dist.get_rank()))\n'
     node = 'os.environ["LOCAL_RANK"] = "0"\n'
@@ -117,17 +108,14 @@ def test_prepare_once(recipe):
     assert recipe.ran(*changes, (main, f"{node}\n\n{main}")).stdout.count("prepares") == 1
     (own,) = re.findall(r"ask for\s`(.*)` instead", page("recipes/prepare_once"))
     per_node = ("dist.get_rank() == 0 and not os.path", f"{own} and not os.path")
-    recipe.at("disks").ran(*changes, per_node, (main, f"{node}{disk}\n\n{main}"))
+    recipe.at("disks").ran(per_node, (main, f"{node}{disk}\n\n{main}"))
     assert len(list(recipe.folder.glob("disks/[01]/digits.pt"))) == 2
     recipe.at("impatient").refused(*changes, ("dist.barrier(patient)", "dist.barrier()"))
 
 
 @pytest.mark.gpu
 def test_uneven_inputs(recipe):
-    """Of 12 929 samples, rank 0 gets 102 batches, the last with one sample; rank 1 gets 101.
-
-    In the steps that both take, their weights are the same, also in the second epoch.
-    """
+    """Rank 0 gets an extra batch with one sample; in the other steps, the weights are the same."""
     line = "    sampler = UnevenSampler("
     odd = "    data.tensors = [part[:12_929] for part in data.tensors]\n"
     changes = INDEXED, (line, odd + line), (f"    {BATCH}", indent(SEEN + BATCH, "    "))

@@ -1,30 +1,77 @@
 """Recipes that split the exercise's GPT: who holds what, and the numbers of DDP."""
 
+import json
+import re
 import shutil
 from functools import cache
 
 import pytest
-import torch
 from changes import EVENTS
-from gpt import held, held_out, on_page, small, trained
-from patching import text_of
+from patching import page, text_of
 from running import same, saved, writes_nothing_again
 from support.jobs import finished
 from support.results import losses, said
-from support.scripts import digest, forked, on_each_rank, write
+from support.scripts import ROOT, digest, forked, on_each_rank, write
 
 # All in one process, which shares their fixture.
 pytestmark = [pytest.mark.slow, pytest.mark.gpu, pytest.mark.xdist_group("gpt")]
-PARAMETERS, DEEP_PARAMETERS = 117_479, 217_447  # of the GPT, with two layers and with four
+PARAMETERS = 117_479  # of the GPT
 END = "model.eval()\n"
 SHARDS = digest("[getattr(p, '_local_tensor', p) for p in model.parameters()]")
 COPIES = {  # of the parameters and of the optimizer's state, on all four ranks together
     "zero_optimizer": (4, 1),
     "fsdp2_gpt": (1, 1),
     "hybrid_sharding": (2, 2),
-    "tensor_parallel": (1, 1),
-    "two_dimensional": (1, 1),
 }
+# The whole model trains for seconds: on five batches, of which the last is smaller.
+SMALL = [
+    (
+        "windows(numbers[:split]), windows(numbers[split:])",
+        "windows(numbers[:4_900]), windows(numbers[split:][:330])",
+    ),
+    ("for character in text])", "for character in text[:20_000]])"),
+    ("sorted(set(text))", "sorted(set(text))[:103]"),  # later versions of Python have more
+    ("batch_size = 32", "batch_size = 4"),
+]
+DOUBLE = "torch.set_default_dtype(torch.float64)\ntorch.manual_seed(0)\n"
+# In the fourth step, when DDP has rearranged its buckets: how many numbers each rank holds.
+COUNTED = (
+    "            scheduler.step()\n",
+    f"""            scheduler.step()
+            if (epoch, step) == (0, 3):
+                own = lambda t: t.to_local() if hasattr(t, "to_local") else t
+                size = lambda tensors: sum(own(t).numel() for t in tensors if t is not None)
+                states = getattr(optimizer, "optim", optimizer).state.values()  # of ZeRO: its part
+                held = [size(model.parameters()), size(p.grad for p in model.parameters())]
+                held.append(size(t for s in states for t in s.values() if t.numel() > 1))
+                {on_each_rank('f"held {held}"')}""",
+)
+
+
+def small(folder, name, *changes, double=True):
+    """Write a small version of a recipe, or of the exercise's solution, that says what it holds."""
+    ddp = (ROOT / "exercise" / "solution.py").read_text("utf-8")
+    text = ddp if name == "solution" else text_of(f"recipes/{name}")
+    text = re.sub(r"(write\(\w+), \d+\)", r"\1, 5)", text)  # the text at the end
+    if double:
+        text = text.replace("torch.float32", "torch.float64")
+        text = text.replace('torch.bfloat16 if device.type == "cuda" else None', "None")
+        text = text.replace("torch.manual_seed(0)\n", DOUBLE)
+    # Where every rank writes the text, since that is a collective, each prints what it got.
+    text = text.replace("log(write(model, 5))", on_each_rank("repr(write(model, 5))").rstrip())
+    return write(folder / f"{name}.py", text, [*SMALL, *changes, COUNTED])
+
+
+def trained(folder, name, *changes, epochs=1, nprocs=4, **options):
+    """Train a small version in a folder; return the Result."""
+    path = small(folder, name, *changes, **options)
+    return finished(forked(path, str(epochs), nprocs=nprocs), folder)
+
+
+def held(job):
+    """Return how many parameters, gradients and numbers of optimizer state each rank holds."""
+    found = re.findall(r"rank (\d): held (.+)$", job.stdout, re.MULTILINE)
+    return [json.loads(numbers) for _, numbers in sorted(found)]
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +89,8 @@ def runs(tmp_path_factory):
 
 
 def numbers(job):
-    """Return the losses that a job printed."""
-    return losses(job), held_out(job)
+    """Return the losses that a job printed, in training and on the held-out windows."""
+    return losses(job), re.search(r"^held-out loss (.+)$", job.stdout, re.MULTILINE)[1]
 
 
 @pytest.mark.parametrize("name", COPIES)
@@ -58,13 +105,8 @@ def test_trains_like_ddp(runs, name):
     ours, theirs = (PARAMETERS * copies for copies in COPIES[name])
     assert ours <= sum(parameters) < 1.05 * ours  # with copies of the norms
     assert theirs <= sum(states) / 2 < 1.05 * theirs
-    on_page(name, 2 * max(parameters), max(states))
-
-
-@pytest.mark.parametrize("name", ["hybrid_sharding", "two_dimensional"])
-def test_a_rank_too_many_is_refused(tmp_path, name):
-    with pytest.raises(AssertionError, match="ValueError: the ranks "):
-        trained(tmp_path, name, nprocs=1)
+    for number in 2 * max(parameters), max(states):
+        assert f"{4 * number:,} " in page(f"recipes/{name}")  # in bytes
 
 
 def test_zero_optimizer(runs):
@@ -74,11 +116,13 @@ def test_zero_optimizer(runs):
     assert held(ddp) == [[PARAMETERS, PARAMETERS, 2 * PARAMETERS]] * 4
 
 
-def test_hybrid_sharding(runs):
-    """Two nodes hold the same shards."""
+def test_hybrid_sharding(runs, tmp_path):
+    """Two nodes hold the same shards; ranks that do not fill a node are refused."""
     shards = [said(runs("hybrid_sharding")[0], rank)[-2] for rank in range(4)]
     assert shards[:2] == shards[2:]
     assert shards[0] != shards[1]
+    with pytest.raises(AssertionError, match="ValueError: the ranks do not fill nodes"):
+        trained(tmp_path, "hybrid_sharding", nprocs=1)
 
 
 def test_fsdp2_gpt(runs, tmp_path):
@@ -104,67 +148,3 @@ def test_fsdp2_gpt_in_bf16(tmp_path):
     job = trained(tmp_path, "fsdp2_gpt", everywhere, (call, profiled), nprocs=2, double=False)
     wanted = [("c10d::_allgather_base_", "c10::BFloat16"), ("c10d::_reduce_scatter_base_", "float")]
     assert f"rank 1: {wanted}" in job.stdout
-
-
-def test_gpt2_size(tmp_path):
-    """A step in two passes is that in one, in float32, and the model learns."""
-    size = {"width": (768, 32), "layers": (12, 1), "heads": (12, 2), "context": (1024, 32)}
-    size |= {"vocabulary": ("50_304", 2000), "batch_size": (512, 16)}
-    changes = [(f"\n{name} = {old}", f"\n{name} = {new}") for name, (old, new) in size.items()]
-    changes += [('rglob("*.py")', 'rglob("abc*.py")'), (", 300)", ", 5)")]
-    changes += [("torch.bfloat16):", "enabled=False):")]
-    changes += [(", dynamic=False)", ', dynamic=False, backend="eager")')]
-    jobs = []
-    for passes in 1, 2:
-        (folder := tmp_path / str(passes)).mkdir()
-        parts = ("passes = 8", f"passes = {passes}")
-        path = write(folder / "gpt2_size.py", text_of("recipes/gpt2_size"), [*changes, parts])
-        jobs.append(finished(forked(path, "2"), folder))
-    assert losses(jobs[0]) == losses(jobs[1])
-    assert float(losses(jobs[0])[1]) < float(losses(jobs[0])[0]) < 8
-
-
-def test_local_sgd(tmp_path):
-    """Ranks send their weights every few steps, and nothing else; they resume with all states."""
-    exchange = "                synchronize()\n"
-    profiled = f"""\
-                with torch.profiler.profile(record_shapes=True) as exchanged:
-                    synchronize()
-                events = [e for e in exchanged.events() if e.name[:5] in ("gloo:", "nccl:")]
-                calls = [(e.name[5:], e.input_shapes) for e in events if e.input_shapes]
-                sizes = [t.numel() for t in (common, common.grad, *outer.state[common].values())]
-                {on_each_rank("calls, sizes")}"""
-    call = "interrupted = train("
-    state = on_each_rank(digest("[t for s in outer.state.values() for t in s.values()]"))
-    ends = [(call, state + call), (END, state + on_each_rank(SHARDS) + END)]
-    job = trained(tmp_path, "local_sgd", ("period = 10", "period = 3"), (exchange, profiled), *ends)
-    first, *others = [said(job, rank) for rank in range(4)]
-    assert others == [first] * 3  # the weights, too
-    counts, final, _ = (text for text in first[1:] if "held" not in text)
-    assert counts == f"([('all_reduce', [[{PARAMETERS}]])], {[PARAMETERS] * 3})"
-    again = trained(tmp_path, "local_sgd", (call, state + call), epochs=2, nprocs=2)
-    assert said(again, 1)[0] == final  # what it loads
-    assert held_out(again) < held_out(job)
-    assert held(job) == [[PARAMETERS, PARAMETERS, 2 * PARAMETERS]] * 4
-    on_page("local_sgd", 3 * PARAMETERS)
-
-
-def test_pipeline(tmp_path):
-    """The weights of DDP, on four ranks and on two; two resume after four."""
-    deep = ("layers = 2", "layers = 4")
-    whole = ("ResumableSampler(train_set))", "ResumableSampler(train_set), drop_last=True)")
-    solution = trained(tmp_path / "ddp", "solution", deep, whole)
-    job = trained(tmp_path / "four", "pipeline")
-    gpipe = ("Schedule1F1B(stage", "dist.pipelining.ScheduleGPipe(stage")
-    larger = ("batch_size = 4", "batch_size = 8")
-    for other in job, trained(tmp_path / "two", "pipeline", gpipe, larger, nprocs=2):
-        assert numbers(other) == numbers(solution)
-        ours, theirs = saved(other, "pipeline.pt")["model"], saved(solution, "gpt.pt")["model"]
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-    sizes = [parameters for parameters, _, _ in held(job)]
-    assert sum(sizes) == DEEP_PARAMETERS
-    assert held(job) == [[size, size, 2 * size] for size in sizes]
-    on_page("pipeline", 2 * DEEP_PARAMETERS, 2 * min(sizes), 2 * max(sizes))
-    again = trained(tmp_path / "four", "pipeline", epochs=2, nprocs=2)
-    assert "resuming from pipeline.pt after epoch 1\nepoch 2  loss " in again.stdout
-    assert held_out(again) < held_out(job)

@@ -5,18 +5,13 @@ import shutil
 
 import pytest
 import torch
-from changes import AT_ONCE, IMPATIENT, PROFILED, SENT, said_at_the_end, told
-from patching import page
+from changes import AT_ONCE, IMPATIENT, PROFILED, SENT, said_at_the_end, stop_on_rank_1
 from running import FEW, ONE, Patched, same, same_but_for_rounding, saved, writes_nothing_again
-from support import server
-from support.jobs import finished
 from support.results import accuracy, epochs, losses, resumed, said, same_bits, weights
 from support.scripts import DOUBLE, LONG, digest
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 pytestmark = pytest.mark.slow
-
-
 UNEVEN = ("2", "--batch-size=179", "--width=4")  # 359 = 180 + 179: two batches, and one
 MODEL = "    model = build_model(args.width).to(device)\n"
 META = [  # no rank ever holds the whole model: each allocates its shards, then loads them
@@ -33,7 +28,7 @@ def test_fsdp2(recipe, trained_with):
     assert accuracy(job) == accuracy(ddp)
     two, four = recipe.at("two"), recipe.at("four")
     stop = 10 * 179 * 2  # samples of epoch 2: at step 10 the ranks ask whether to stop
-    last = two.stopped(*DOUBLE, told(1, stop - 179 * 2), args=UNEVEN, samples=stop)
+    last = two.stopped(*DOUBLE, stop_on_rank_1(1, stop - 179 * 2), args=UNEVEN, samples=stop)
     shutil.copytree(two.folder, four.folder, dirs_exist_ok=True)
     again = four.stopped(*DOUBLE, *META, AT_ONCE, args=UNEVEN, samples=stop, nprocs=4)
     assert same(saved(again), saved(last))
@@ -80,7 +75,7 @@ def test_a_crash_in_a_save_leaves_the_last_checkpoint(tmp_path, trained, name):
     assert saved(job)["FOLDER"] == "checkpoint.pt.1-0"
     assert not (tmp_path / "checkpoint.pt.2-0" / ".metadata").exists()
     writes_nothing_again(recipe.script(AT_ONCE), *LONG)
-    assert resumed(recipe.stopped(told(2), args=LONG)) == [1]
+    assert resumed(recipe.stopped(stop_on_rank_1(2), args=LONG)) == [1]
     job = recipe.ran(*slow, args=LONG)
     assert resumed(job) == [2]
     assert saved(job)["FOLDER"] == "checkpoint.pt.4-0"
@@ -144,15 +139,3 @@ def test_compressed_gradients(recipe, trained):
     assert said(job, 0)[0].startswith("({'c10::Half'}, ")
     step_5 = trained("05", *FEW)
     assert float(losses(job)[0]) == pytest.approx(float(losses(step_5)[0]), abs=0.02)
-
-
-@pytest.mark.gpu
-def test_export(recipe):
-    """The page's code reads the file without a process group, and gets the same accuracy."""
-    job = recipe.ran()
-    shutil.move(recipe.folder / "05_gather_eval.py", recipe.folder / "export.py")
-    [code] = re.findall("^```python\n(.*?)^```$", page("recipes/export"), re.M | re.S)
-    (recipe.folder / "read.py").write_text(code, encoding="utf-8")
-    reader = finished(server.command("read.py"), recipe.folder)
-    _, correct, total = accuracy(job)
-    assert reader.stdout == f"{correct} of {total}\n"

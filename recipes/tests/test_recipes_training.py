@@ -1,17 +1,20 @@
-"""Recipes that change how the model is trained: steps, precision, random numbers, and speed."""
+"""Recipes about training: steps, precision, random numbers, speed, logs, metrics and devices."""
 
+import json
 import math
 import re
 
 import pytest
-from changes import PROFILED, SENT, STEP, STEPS, TRAINED, said_at_the_end
+from changes import PROFILED, SENT, STEP, STEPS, TRAINED, said_at_the_end, stop_on_rank_1
 from patching import text_of
-from running import ONE, TWO, same_but_for_rounding, saved
+from pretended import SHIM
+from running import ONE, TWO, same, same_but_for_rounding, saved
 from support import gpus
 from support.jobs import finished
 from support.positions import BATCH
-from support.results import resumed, said, same_bits, weights
-from support.scripts import DOUBLE, digest, edited, exact, forked, on_each_rank
+from support.results import accuracy, epochs, resumed, said, same_bits, weights
+from support.scripts import DOUBLE, SMALL, digest, edited, exact, forked, on_each_rank, write
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = pytest.mark.slow
 WEIGHTS = digest("model.parameters()")
@@ -19,10 +22,7 @@ WEIGHTS = digest("model.parameters()")
 
 @pytest.mark.gpu
 def test_accumulation(recipe, trained_with):
-    """A group of four batches acts as one large batch, and all-reduces once; so does a shorter one.
-
-    A rank has 6471 samples: 8 full groups of 4 x 190, and a last one of 190, 190 and 11.
-    """
+    """Groups of four batches (190 samples each), and a last group of 190, 190 and 11, are steps."""
     reduced = f"[kind for kind, _ in {SENT}].count('double') - 1"  # but for the loss
     changes = (*DOUBLE, PROFILED, said_at_the_end(reduced))
     parts = recipe.ran(*changes, args=("1", "--batch-size=190", "--width=2"))
@@ -53,7 +53,7 @@ def test_bf16(recipe):
     """All ranks clip to the same norm, and end with the same weights."""
     norm = "nn.utils.get_total_norm([p.grad for p in self.model.parameters()]).item()"
     show = f"        if self.samples_run == 0:\n            {on_each_rank(f'logits.dtype, {norm}')}"
-    smaller = ("MAX_NORM = 1.0", "MAX_NORM = 0.1")
+    smaller = ("max_norm=1.0", "max_norm=0.1")
     job = recipe.ran(smaller, (STEP, show + STEP), said_at_the_end(WEIGHTS))
     assert said(job, 0) == said(job, 1)
     dtype, norm = said(job, 0)[0].strip("()").split(", ")
@@ -83,44 +83,16 @@ def test_fp16_scaler(recipe):
         assert state["_growth_tracker"] == STEPS - 11  # steps since the scale was halved
 
 
-NOISY = """class Noisy(TensorDataset):
-    def __getitem__(self, index):
-        scan, label = super().__getitem__(index)
-        return scan + 0.1 * torch.randn_like(scan), label
-
-
-def load_datasets():
-"""
-# At the first step of an epoch or after a resume, each rank prints its generator's state.
-SHOW_STATE = on_each_rank(digest("[torch.get_rng_state()]"))
-RANDOM = (
-    ("def load_datasets():\n", NOISY),
-    ("return TensorDataset(shifted", "return Noisy(shifted"),
-    ("nn.Flatten(),\n", "nn.Flatten(),\n        nn.Dropout(0.2),\n"),
-    (BATCH, f"            if step == 0:\n                {SHOW_STATE}{BATCH}"),
-)
-
-
-@pytest.mark.gpu
 def test_bitwise_resume(recipe, trained, tmp_path):
     """Four ranks, started again after an epoch; without the recipe the bits differ."""
     args = ("--batch-size=256", "--width=4")
     assert text_of("recipes/bitwise_resume") == edited(tmp_path, "05", *exact(4)).read_text("utf-8")
-    for epochs in "1", "2":
-        step_5 = finished(forked("05", epochs, *args, nprocs=4), tmp_path)
-        again = recipe.at("again").ran(args=(epochs, *args), nprocs=4)
-        assert resumed(step_5) == resumed(again) == [1] * (epochs == "2")
+    for number in "1", "2":
+        step_5 = finished(forked("05", number, *args, nprocs=4), tmp_path)
+        again = recipe.at("again").ran(args=(number, *args), nprocs=4)
+        assert resumed(step_5) == resumed(again) == [1] * (number == "2")
     assert same_bits(again, recipe.at("undisturbed").ran(args=("2", *args), nprocs=4))
     assert not same_bits(step_5, trained("05", "2", *args, nprocs=4))
-
-
-@pytest.mark.gpu
-def test_randomness(recipe):
-    """With dropout, and with augmentation in the training process."""
-    stopped, undisturbed = recipe.with_and_without_a_stop(*RANDOM)
-    assert said(undisturbed, 0) != said(undisturbed, 1)
-    assert said(stopped, 0)[:1] == said(undisturbed, 0)
-    assert len({*said(stopped, 0), *said(stopped, 1)}) == 4
 
 
 @pytest.mark.gpu
@@ -166,3 +138,97 @@ def test_compile(recipe, trained):
 @pytest.mark.gpu
 def test_activation_checkpointing(recipe, trained):
     assert same_bits(recipe.ran(), trained("05", *ONE))
+
+
+@pytest.mark.gpu
+def test_early_stopping(recipe, trained):
+    """From the third epoch on, rank 1 is always wrong, so the second is the best for both ranks."""
+    line = "            _, score = evaluate("
+    epoch = (line, f"            args.worse = self.epochs_run > 2 and dist.get_rank() == 1\n{line}")
+    line = "    dist.all_reduce(correct)"
+    worse = "    if getattr(args, 'worse', False):\n        correct.zero_()\n"
+    changes = epoch, (line, worse + line)
+    assert epochs(recipe.stopped(*changes, stop_on_rank_1(3), args=("9", *SMALL))) == [1, 2, 3]
+    again = recipe.ran(*changes, args=("9", *SMALL))
+    assert epochs(again) == [4, 5]
+    assert same(saved(again, "checkpoint.pt.best"), weights(trained("05", *TWO)))
+    assert accuracy(again)[2] == 179  # the half that did not choose
+
+
+def test_log_tensorboard(recipe):
+    """Rank 0 is killed in the second epoch, after logging steps that the next run repeats."""
+    line = "            loss = self._run_batch(source, targets)\n"
+    killed = (
+        line,
+        "            if (dist.get_rank(), self.epochs_run, step) == (0, 1, 25):\n"
+        f"                self.writer.flush()\n"
+        f"                os.kill(os.getpid(), signal.SIGKILL)\n{line}",
+    )
+    recipe.ran(killed, args=TWO, code=1)
+    recipe.ran(args=TWO)
+    folder = recipe.folder / "checkpoint.pt.tensorboard"
+    assert len(list(folder.iterdir())) == 2  # one file per run, written by rank 0
+    shown = EventAccumulator(f"{folder}").Reload()
+    batches = [epoch + 128 * step for epoch in (0, 12_942) for step in range(1, 102, 10)]
+    assert [event.step for event in shown.Scalars("loss of a batch")] == batches
+    assert [event.step for event in shown.Scalars("loss")] == [12_942, 2 * 12_942]
+
+
+def logged(recipe, **env):
+    """Stop a recipe in its second epoch, and start it again, for three in all."""
+    args = ("3", *SMALL)
+    jobs = recipe.stopped(stop_on_rank_1(1), args=args, env=env), recipe.ran(args=args, env=env)
+    assert [epochs(job) for job in jobs] == [[1], [2, 3]]
+
+
+def test_log_wandb(recipe):
+    """Rank 0 alone logs, under one ID, and no epoch twice."""
+    folders = {f"WANDB_{name}_DIR": str(recipe.folder) for name in ("CACHE", "CONFIG", "DATA")}
+    logged(recipe, WANDB_MODE="offline", **folders)
+    files = sorted(recipe.folder.glob("wandb/offline-run-*/*.wandb"))
+    assert len({path.name for path in files}) == 1  # which contains the ID
+    # Behind its key stand the mark of a string in Protocol Buffers, its length, and the step.
+    found = [re.findall(rb"_step\x82\x01\x01(.)", path.read_bytes()) for path in files]
+    assert [sorted(set(steps)) for steps in found] == [[b"1"], [b"2", b"3"]]
+
+
+@pytest.mark.gpu
+def test_profiler(recipe):
+    """Of three ranks, two are profiled: each writes a trace of three steps with an all-reduce."""
+    recipe.ran(("range(8)", "range(2)"), nprocs=3)
+    traces = sorted(recipe.folder.glob("trace-*"))
+    assert [path.name for path in traces] == ["trace-0.json", "trace-1.json"]
+    for rank, path in enumerate(traces):
+        trace = json.loads(path.read_text("utf-8"))
+        assert trace["distributedInfo"]["rank"] == rank
+        names = [event["name"] for event in trace["traceEvents"]]
+        assert {f"ProfilerStep#{n}" for n in range(12, 15)} <= {*names}
+        assert not {"ProfilerStep#11", "ProfilerStep#15"} & {*names}
+        assert names.count("gloo:all_reduce") == 3
+        assert names.count("DistributedDataParallel.forward") == 3
+
+
+# What torch.accelerator would say on a machine with the shim's GPUs. The optimizers of PyTorch ask
+# torch.accelerator, too, so the answer is for the script only.
+ANSWERS = {
+    "torch.accelerator.is_available()": "True",
+    "torch.accelerator.current_accelerator()": 'torch.device("cuda")',
+    "torch.accelerator.set_device_index": "torch.cuda.set_device",
+}
+
+
+def test_any_accelerator(trained, tmp_path):
+    """It uses the GPUs as step 5 does, without a word about CUDA in the script."""
+    text = text_of("recipes/any_accelerator")
+    assert "torch.cuda" not in text
+    for question, answer in ANSWERS.items():
+        text = text.replace(question, answer)
+    path = write(tmp_path / "05_gather_eval.py", text)
+    job = finished(forked(path, *ONE), tmp_path, SHIM)
+    assert same_bits(job, trained("05", *ONE))
+    calls = [json.loads(file.read_text("utf-8")) for file in (tmp_path / ".calls").iterdir()]
+    for rank, (first, second, *others) in enumerate(sorted(calls)):
+        assert first == ["set_device", rank, str(rank)]
+        assert second[:2] == ["init_process_group", "cpu:gloo,cuda:nccl"]
+        assert ["DDP", "cuda"] in others
+        assert ["pin_memory", f"cuda:{rank}"] in others
