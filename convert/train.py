@@ -28,9 +28,9 @@ def save(model, optimizer, scheduler, epoch, best):
     os.replace("best.pt.new", "best.pt")  # a crash leaves the old file alone
 
 
-def main(epochs=30):
+def main(epochs=30, seed=0):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     images, labels = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels))
     train_set, valid_set = random_split(data, [1440, 357])

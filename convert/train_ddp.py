@@ -4,7 +4,7 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused; if DDP imports it first, a run may abort at exit
+import torch.distributed.nn  # unused; if DDP imports it later, it keeps the group alive
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -30,13 +30,13 @@ def save(model, optimizer, scheduler, epoch, best):
     os.replace("best.pt.new", "best.pt")  # a crash leaves the old file alone
 
 
-def main(epochs=30):
+def main(epochs=30, seed=0):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     images, labels = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels))
     train_set, valid_set = random_split(data, [1440, 357])
-    sampler = torch.utils.data.DistributedSampler(train_set)  # shuffles, and deals equal shares
+    sampler = torch.utils.data.DistributedSampler(train_set, seed=seed)  # shuffles and splits
     loader = DataLoader(train_set, batch_size=32, sampler=sampler)  # 32 per process
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -50,8 +50,8 @@ def main(epochs=30):
         start, best = saved["epoch"] + 1, saved["best"]
     model = nn.parallel.DistributedDataParallel(model)  # backward() averages the gradients
     for epoch in range(start, epochs):
-        sampler.set_epoch(epoch)  # or every epoch has the same order
-        torch.manual_seed(epoch + 1000 * dist.get_rank())  # for dropout and augmentation
+        sampler.set_epoch(epoch)  # otherwise, every epoch has the same order
+        torch.manual_seed(seed + epoch + 1000 * dist.get_rank())  # for dropout, augmentation
         model.train()
         loss_sum, seen = 0.0, 0
         for batch in loader:
@@ -66,7 +66,7 @@ def main(epochs=30):
         dist.all_reduce(sums)  # over all ranks
         loss_sum, seen = sums.tolist()
         found = [evaluate(model.module, valid_set, device) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(found)  # rank 0's, so that all step, or stop
+        dist.broadcast_object_list(found)  # every rank gets rank 0's, so all act alike
         valid_loss, accuracy = found[0]
         scheduler.step(valid_loss)
         if dist.get_rank() == 0:
@@ -86,5 +86,5 @@ if __name__ == "__main__":
         torch.cuda.set_device(gpu)  # from now on, "cuda" is this process's GPU
     dist.init_process_group("nccl" if gpu else "gloo", device_id=gpu)
     main()
-    dist.barrier()  # now nothing holds the model; wait until every rank is here
+    dist.barrier()  # wait for rank 0, which may still be saving
     dist.destroy_process_group()
