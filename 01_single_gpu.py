@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def load_datasets():
-    """1438 scans to train on, each at nine shifts, and 359 held out: a prime, for uneven shards."""
+    """Return 1438 scans to train on, each shifted to nine positions, and 359 scans to test on."""
     digits = load_digits()
     scans = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16  # N x 1 x 8 x 8
     labels = torch.tensor(digits.target)
@@ -23,7 +23,7 @@ def load_datasets():
 
 
 def build_model(width):
-    """Return a network that maps images, N x 1 x 8 x 8, to logits, N x 10."""
+    """Return a network that maps images (N x 1 x 8 x 8) to logits (N x 10)."""
     return nn.Sequential(
         nn.Conv2d(1, width, 3, padding=1),
         nn.ReLU(),
@@ -71,7 +71,7 @@ class Trainer:
         for source, targets in self.train_loader:
             total[0] += self._run_batch(source, targets)
             total[1] += len(targets)
-        loss, samples = total.tolist()  # waits for the GPU, if any, so read the clock afterwards
+        loss, samples = total.tolist()  # tolist() waits for a GPU, so read the clock afterwards
         speed = samples / (time.perf_counter() - start)
         log(f"epoch {self.epochs_run + 1}  loss {loss / samples:.4f}  {speed:,.0f} samples/s")
 
@@ -82,7 +82,7 @@ class Trainer:
             "EPOCHS_RUN": self.epochs_run,
             "CONFIG": self.config,
         }
-        with open(f"{self.path}.new", "wb") as file:  # a crash leaves the old file alone
+        with open(f"{self.path}.new", "wb") as file:  # a crash leaves the old file intact
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
@@ -114,6 +114,7 @@ def prepare_dataloader(data, args):
         data,
         args.batch_size,
         shuffle=True,
+        num_workers=args.num_workers,
         pin_memory=torch.cuda.is_available(),
     )
 
@@ -145,10 +146,13 @@ def parse_args():
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--width", type=int, default=32, help="channels of the first layer")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num-workers", type=int, default=0, help="to load data, per process")
     parser.add_argument("--checkpoint-path", default="checkpoint.pt")
     args = parser.parse_args()
     if min(args.total_epochs, args.save_every, args.batch_size, args.width) < 1:
         parser.error("total_epochs, save_every, --batch-size and --width must be at least 1")
+    if args.num_workers < 0:
+        parser.error("--num-workers must be at least 0")
     if not os.access(os.path.dirname(args.checkpoint_path) or ".", os.W_OK):
         parser.error(f"cannot write to the folder of {args.checkpoint_path}")
     return args
@@ -156,6 +160,8 @@ def parse_args():
 
 def main(args):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
+    log(f"on {name}")
     torch.manual_seed(args.seed)
     train_and_evaluate(device, args)
 

@@ -6,7 +6,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused; imported late, gloo may abort at exit: pytorch#179291
+import torch.distributed.nn  # unused, but if DDP imports it later, it keeps the group alive
 import torch.multiprocessing as mp
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -30,7 +30,7 @@ def ddp_setup(rank, world_size, port):
 
 
 def load_datasets():
-    """1438 scans to train on, each at nine shifts, and 359 held out: a prime, for uneven shards."""
+    """Return 1438 scans to train on, each shifted to nine positions, and 359 scans to test on."""
     digits = load_digits()
     scans = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16  # N x 1 x 8 x 8
     labels = torch.tensor(digits.target)
@@ -41,7 +41,7 @@ def load_datasets():
 
 
 def build_model(width):
-    """Return a network that maps images, N x 1 x 8 x 8, to logits, N x 10."""
+    """Return a network that maps images (N x 1 x 8 x 8) to logits (N x 10)."""
     return nn.Sequential(
         nn.Conv2d(1, width, 3, padding=1),
         nn.ReLU(),
@@ -71,7 +71,7 @@ class Trainer:
         self.epochs_run = 0
         if os.path.exists(self.path):
             self._load_checkpoint()
-        self.model = DDP(model)  # rank 0's weights go to all; backward() averages the gradients
+        self.model = DDP(model)  # copies rank 0's weights; backward() averages the gradients
 
     def _run_batch(self, source, targets):
         source = source.to(self.device, non_blocking=True)
@@ -84,8 +84,8 @@ class Trainer:
 
     def _run_epoch(self):
         epoch_seed = self.config["seed"] + self.epochs_run  # so a resume between epochs is exact
-        torch.manual_seed(epoch_seed + 1000 * dist.get_rank())  # own random numbers on each rank
-        self.train_loader.sampler.set_epoch(self.epochs_run)  # or every epoch has the same order
+        torch.manual_seed(epoch_seed + 1000 * dist.get_rank())  # different numbers on each rank
+        self.train_loader.sampler.set_epoch(self.epochs_run)  # otherwise, the order never changes
         self.model.train()
         start = time.perf_counter()
         total = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss and samples
@@ -93,12 +93,12 @@ class Trainer:
             total[0] += self._run_batch(source, targets)
             total[1] += len(targets)
         dist.all_reduce(total)  # the sum over all ranks
-        loss, samples = total.tolist()  # waits for the GPU, if any, so read the clock afterwards
+        loss, samples = total.tolist()  # tolist() waits for a GPU, so read the clock afterwards
         speed = samples / (time.perf_counter() - start)
         log(f"epoch {self.epochs_run + 1}  loss {loss / samples:.4f}  {speed:,.0f} samples/s")
 
     def _save_checkpoint(self):
-        if dist.get_rank() != 0:  # all ranks hold the same weights: one file is enough
+        if dist.get_rank() != 0:  # all ranks hold the same weights, so one file is enough
             return
         checkpoint = {
             "MODEL_STATE": self.model.module.state_dict(),
@@ -106,7 +106,7 @@ class Trainer:
             "EPOCHS_RUN": self.epochs_run,
             "CONFIG": self.config,
         }
-        with open(f"{self.path}.new", "wb") as file:  # a crash leaves the old file alone
+        with open(f"{self.path}.new", "wb") as file:  # a crash leaves the old file intact
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
@@ -134,11 +134,12 @@ class Trainer:
 
 
 def prepare_dataloader(data, args):
-    sampler = DistributedSampler(data, seed=args.seed)  # shuffles, and deals equal shares
+    sampler = DistributedSampler(data, seed=args.seed)  # shuffles, and deals out equal shares
     return DataLoader(
         data,
         args.batch_size,
         sampler=sampler,
+        num_workers=args.num_workers,
         pin_memory=torch.cuda.is_available(),
     )
 
@@ -160,7 +161,7 @@ def train_and_evaluate(device, args):
     trainer = Trainer(model, prepare_dataloader(train_set, args), optimizer, device, args)
     trainer.train(args.total_epochs, args.save_every)
     if dist.get_rank() == 0:
-        evaluate(model, test_set, device, args)  # the plain model: DDP may wait for other ranks
+        evaluate(model, test_set, device, args)  # not the DDP model, which may wait for other ranks
 
 
 def parse_args():
@@ -171,6 +172,7 @@ def parse_args():
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--width", type=int, default=32, help="channels of the first layer")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num-workers", type=int, default=0, help="to load data, per process")
     parser.add_argument("--checkpoint-path", default="checkpoint.pt")
     nprocs = torch.cuda.device_count() or 2
     parser.add_argument("--nprocs", type=int, default=nprocs, help="one per GPU")
@@ -179,6 +181,8 @@ def parse_args():
         parser.error("--nprocs must be at least 1")
     if min(args.total_epochs, args.save_every, args.batch_size, args.width) < 1:
         parser.error("total_epochs, save_every, --batch-size and --width must be at least 1")
+    if args.num_workers < 0:
+        parser.error("--num-workers must be at least 0")
     if not os.access(os.path.dirname(args.checkpoint_path) or ".", os.W_OK):
         parser.error(f"cannot write to the folder of {args.checkpoint_path}")
     return args
@@ -187,6 +191,8 @@ def parse_args():
 def main(rank, port, args):
     ddp_setup(rank, args.nprocs, port)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
+    log(f"world size {dist.get_world_size()} on {name}")
     torch.manual_seed(args.seed)
     train_and_evaluate(device, args)
     dist.barrier()  # wait until every rank has finished with the group

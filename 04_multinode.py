@@ -9,7 +9,7 @@ from itertools import islice
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused; imported late, gloo may abort at exit: pytorch#179291
+import torch.distributed.nn  # unused, but if DDP imports it later, it keeps the group alive
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-stop_signals = []  # each SIGTERM is noted here, and counted in _stop_agreed
+stop_signals = []  # the signal handler adds each SIGTERM, and _stop_agreed counts them
 
 
 def ddp_setup():
@@ -27,12 +27,12 @@ def ddp_setup():
     if torch.cuda.is_available():
         gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(gpu)  # from now on, "cuda" is this process's GPU
-    backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"  # NCCL takes GPU tensors, gloo CPU tensors
+    backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"  # NCCL for GPU tensors, gloo for CPU tensors
     dist.init_process_group(backend, device_id=gpu, timeout=timedelta(minutes=5))  # per collective
 
 
 def load_datasets():
-    """1438 scans to train on, each at nine shifts, and 359 held out: a prime, for uneven shards."""
+    """Return 1438 scans to train on, each shifted to nine positions, and 359 scans to test on."""
     digits = load_digits()
     scans = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16  # N x 1 x 8 x 8
     labels = torch.tensor(digits.target)
@@ -43,7 +43,7 @@ def load_datasets():
 
 
 def build_model(width):
-    """Return a network that maps images, N x 1 x 8 x 8, to logits, N x 10."""
+    """Return a network that maps images (N x 1 x 8 x 8) to logits (N x 10)."""
     return nn.Sequential(
         nn.Conv2d(1, width, 3, padding=1),
         nn.ReLU(),
@@ -63,7 +63,7 @@ def log(message):
 
 
 class ResumableSampler(DistributedSampler):
-    """A DistributedSampler that skips an epoch's first `samples_run` samples, of all ranks."""
+    """A DistributedSampler that skips the first `samples_run` samples, counted over all ranks."""
 
     samples_run = 0
 
@@ -87,12 +87,12 @@ class Trainer:
         self.interrupted = False
         if os.path.exists(self.path):
             self._load_checkpoint()
-        starts = [None] * dist.get_world_size()  # where each rank starts, to be filled
+        starts = [None] * dist.get_world_size()  # where each rank starts, filled by the next line
         dist.all_gather_object(starts, f"after epoch {self.epochs_run}, sample {self.samples_run}")
-        if len(set(starts)) > 1:  # DDP would make nothing but the weights equal
+        if len(set(starts)) > 1:  # DDP would copy rank 0's weights, but not its epoch or optimizer
             by_rank = dict(enumerate(starts))
             raise RuntimeError(f"the ranks start {by_rank}: all must see the same {self.path}")
-        self.model = DDP(model)  # rank 0's weights go to all; backward() averages the gradients
+        self.model = DDP(model)  # copies rank 0's weights; backward() averages the gradients
 
     def _run_batch(self, source, targets):
         source = source.to(self.device, non_blocking=True)
@@ -105,14 +105,14 @@ class Trainer:
 
     def _stop_agreed(self):
         """Return whether any rank was told to stop. All ask at the same step and get one answer."""
-        votes = torch.tensor(len(stop_signals))  # on the CPU: reading it waits for no GPU
+        votes = torch.tensor(len(stop_signals))  # on the CPU, so item() need not wait for a GPU
         dist.all_reduce(votes)  # now the sum over all ranks
         return votes.item() > 0
 
     def _run_epoch(self):
         epoch_seed = self.config["seed"] + self.epochs_run  # so a resume between epochs is exact
-        torch.manual_seed(epoch_seed + 1000 * dist.get_rank())  # own random numbers on each rank
-        self.train_loader.sampler.set_epoch(self.epochs_run)  # or every epoch has the same order
+        torch.manual_seed(epoch_seed + 1000 * dist.get_rank())  # different numbers on each rank
+        self.train_loader.sampler.set_epoch(self.epochs_run)  # otherwise, the order never changes
         self.train_loader.sampler.samples_run = self.samples_run  # how many to skip
         self.model.train()
         start = time.perf_counter()
@@ -125,12 +125,12 @@ class Trainer:
             total[1] += len(targets)
             self.samples_run += len(targets) * dist.get_world_size()  # equal batches on all ranks
         dist.all_reduce(total)  # the sum over all ranks
-        loss, samples = total.tolist()  # waits for the GPU, if any, so read the clock afterwards
+        loss, samples = total.tolist()  # tolist() waits for a GPU, so read the clock afterwards
         speed = samples / (time.perf_counter() - start)
         log(f"epoch {self.epochs_run + 1}  loss {loss / samples:.4f}  {speed:,.0f} samples/s")
 
     def _save_checkpoint(self):
-        if dist.get_rank() != 0:  # all ranks hold the same weights: one file is enough
+        if dist.get_rank() != 0:  # all ranks hold the same weights, so one file is enough
             return
         checkpoint = {
             "MODEL_STATE": self.model.module.state_dict(),
@@ -139,13 +139,13 @@ class Trainer:
             "SAMPLES_RUN": self.samples_run,
             "CONFIG": self.config,
         }
-        with open(f"{self.path}.new", "wb") as file:  # a crash leaves the old file alone
+        with open(f"{self.path}.new", "wb") as file:  # a crash leaves the old file intact
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(f"{self.path}.new", self.path)
         if self.interrupted:
-            open(f"{self.path}.interrupted", "w").close()  # asks the Slurm batch file to requeue
+            open(f"{self.path}.interrupted", "w").close()  # tells the batch file to requeue the job
 
     def _load_checkpoint(self):
         try:
@@ -158,7 +158,7 @@ class Trainer:
         self.model.load_state_dict(checkpoint["MODEL_STATE"])
         self.optimizer.load_state_dict(checkpoint["OPTIMIZER_STATE"])
         self.epochs_run = checkpoint["EPOCHS_RUN"]
-        self.samples_run = checkpoint.get("SAMPLES_RUN", 0)  # scripts 01 to 03 save none
+        self.samples_run = checkpoint.get("SAMPLES_RUN", 0)  # scripts 01 to 03 do not save it
         log(f"resuming from {self.path} after epoch {self.epochs_run}")
 
     def train(self, total_epochs, save_every):
@@ -175,16 +175,17 @@ class Trainer:
 
 
 def outlive_sigterm(worker_id):
-    """Keep loader workers, if any, alive until the save: torchrun sends them SIGTERM, too."""
-    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(300))  # die in 300 s, not now
+    """Keep a loader worker alive until the save, because torchrun sends it SIGTERM, too."""
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(60))  # die in 60 s, not now
 
 
 def prepare_dataloader(data, args):
-    sampler = ResumableSampler(data, seed=args.seed)  # shuffles, and deals equal shares
+    sampler = ResumableSampler(data, seed=args.seed)  # shuffles, and deals out equal shares
     return DataLoader(
         data,
         args.batch_size,
         sampler=sampler,
+        num_workers=args.num_workers,
         pin_memory=torch.cuda.is_available(),
         worker_init_fn=outlive_sigterm,
     )
@@ -207,7 +208,7 @@ def train_and_evaluate(device, args):
     trainer = Trainer(model, prepare_dataloader(train_set, args), optimizer, device, args)
     trainer.train(args.total_epochs, args.save_every)
     if dist.get_rank() == 0 and not trainer.interrupted:
-        evaluate(model, test_set, device, args)  # the plain model: DDP may wait for other ranks
+        evaluate(model, test_set, device, args)  # not the DDP model, which may wait for other ranks
     return trainer.interrupted
 
 
@@ -219,10 +220,13 @@ def parse_args():
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--width", type=int, default=32, help="channels of the first layer")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num-workers", type=int, default=0, help="to load data, per process")
     parser.add_argument("--checkpoint-path", default="checkpoint.pt")
     args = parser.parse_args()
     if min(args.total_epochs, args.save_every, args.batch_size, args.width) < 1:
         parser.error("total_epochs, save_every, --batch-size and --width must be at least 1")
+    if args.num_workers < 0:
+        parser.error("--num-workers must be at least 0")
     if not os.access(os.path.dirname(args.checkpoint_path) or ".", os.W_OK):
         parser.error(f"cannot write to the folder of {args.checkpoint_path}")
     return args
@@ -233,6 +237,8 @@ def main(args):
     signal.signal(signal.SIGTERM, lambda number, frame: stop_signals.append(number))
     ddp_setup()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
+    log(f"world size {dist.get_world_size()} on {name}")
     torch.manual_seed(args.seed)
     interrupted = train_and_evaluate(device, args)
     dist.barrier()  # wait until every rank has finished with the group
