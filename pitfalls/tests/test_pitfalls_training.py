@@ -56,7 +56,8 @@ def test_persistent_workers(pitfall):
     show = f"            if total[1] == 0:\n                {say}{line}"
     for persistent in True, False:
         change = ("persistent_workers=True", f"persistent_workers={persistent}")
-        job = pitfall.at(f"{persistent}").ran(change, (line, show), args=("2", "--num-workers=1", *SMALL))
+        workers = ("2", "--num-workers=1", *SMALL)
+        job = pitfall.at(f"{persistent}").ran(change, (line, show), args=workers)
         first, second = said(job, 0)
         assert (first == second) == persistent
 
