@@ -147,9 +147,9 @@ def main():
     sizes = trainer.model._get_ddp_logging_data()["rebuilt_bucket_sizes"]
     found = {"world_size": world_size, "bucket_bytes": [int(size) for size in sizes.split(",")]}
     if args.figure:
-        times = [profiled(args, 10, **step)[2] for step in PREDICTED]
-        steps = [{"slower": 1, **step} for step in PREDICTED]
-        found["measured"] = [{**s, "milliseconds": round(t, 3)} for s, t in zip(steps, times)]
+        times = [round(profiled(args, 10, **step)[2], 3) for step in PREDICTED]
+        taken = zip(PREDICTED, times, strict=True)
+        found["measured"] = [{"slower": 1, **step, "milliseconds": ms} for step, ms in taken]
         found["ranks"] = fastest_step(steps_by_rank)
     if rank == 0:
         record = shared.write("breakdown", args, report, milliseconds_by_rank=rows, **found)

@@ -26,13 +26,13 @@ WAYS = {
 }
 
 
-def trainer_of(name, width, batch_size, device):
+def trainer_of(name, own, device):
     """Return the Trainer of a recipe or of step 3."""
     script = shared.load(name)
-    sys.argv[1:] = [f"--batch-size={batch_size}", "--checkpoint-path=.by_hand.pt"]
+    sys.argv[1:] = [f"--batch-size={own.batch_size}", "--checkpoint-path=.by_hand.pt"]
     args = script.parse_args()
     torch.manual_seed(0)
-    model = script.build_model(width).to(device)
+    model = script.build_model(own.width).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     train_set, _ = script.load_datasets()
     loader = script.prepare_dataloader(train_set, args)
@@ -86,8 +86,7 @@ def main():
     args = shared.options(__doc__, **sizes, **counts, profiled=(30, "steps"))
     shared.load("03").ddp_setup()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    size = args.width, args.batch_size, device
-    trainers = {way: trainer_of(name, *size) for name, way in WAYS.items()}
+    trainers = {way: trainer_of(name, args, device) for name, way in WAYS.items()}
     for trainer in trainers.values():
         speed(trainer, 5)  # a warm-up
     found, order = {way: [] for way in trainers}, [*trainers]

@@ -80,10 +80,8 @@ def speed(text, args):
 
 def report(record):
     """Return the results as a Markdown table."""
-    rows = record["programs"]
-    return shared.table(
-        ("program", "speed"), *((row["name"], shared.cell(row["speed"])) for row in rows)
-    )
+    rows = [(row["name"], shared.cell(row["speed"])) for row in record["programs"]]
+    return shared.table(("program", "speed"), *rows)
 
 
 def main():

@@ -59,8 +59,7 @@ def main():
     most = NODES * PER_NODE or torch.cuda.device_count() or os.cpu_count()
     counts = {"processes": (most, "at most"), "repeats": (5, "rounds")}
     args = shared.options(__doc__, **counts, **shared.TRAINING, threads=(1, "per process"))
-    units = args.processes // PER_NODE  # nodes, or processes on this machine
-    sizes = [PER_NODE * 2**n for n in range(units.bit_length())]
+    sizes = [PER_NODE * 2**n for n in range((args.processes // PER_NODE).bit_length())]
     together = args.batch_size * sizes[-1]
     plan = [("strong", size, together // size) for size in sizes]
     plan += [("weak", size, args.batch_size) for size in sizes]

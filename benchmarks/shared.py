@@ -107,7 +107,6 @@ def write(name, args, report, **found):
         "date": date.today().isoformat(),
         "cpu": cpu[1] if cpu else "",
         "cores": os.cpu_count(),
-        "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
         "torch": torch.__version__,
     }
     record = {"machine": machine, "options": vars(args), **found}
