@@ -1,9 +1,10 @@
-"""Measure DDP by hand, of three recipes, beside DDP: all-reduces, speed, and one step in detail.
+"""Measure DDP written by hand, as in three recipes, beside DDP: all-reduces, speed, one step.
 
     torchrun --standalone --nproc-per-node=2 benchmarks/by_hand.py
 
-All four train a model that is four times wider than step 3's in one process group, in turn. It
-writes by_hand-RANKS.json, from which diffs/generate.py draws the step.
+All four train a model that is four times wider than step 3's, in turn and in one process group. The
+results go to by_hand.json; benchmarks/figures/by_hand-2.json is such a file, and
+diffs/generate.py draws its steps.
 """
 
 import math
@@ -14,7 +15,7 @@ import time
 import shared
 import torch
 import torch.distributed as dist
-from breakdown import spans
+from breakdown import counted_from, steps_of
 from torch.profiler import ProfilerActivity, profile, record_function
 
 WAYS = {
@@ -25,13 +26,13 @@ WAYS = {
 }
 
 
-def trainer(name, width, batch_size, device):
+def trainer_of(name, own, device):
     """Return the Trainer of a recipe or of step 3."""
     script = shared.load(name)
-    sys.argv[1:] = [f"--batch-size={batch_size}", "--checkpoint-path=.by_hand.pt"]
+    sys.argv[1:] = [f"--batch-size={own.batch_size}", "--checkpoint-path=.by_hand.pt"]
     args = script.parse_args()
     torch.manual_seed(0)
-    model = script.build_model(width).to(device)
+    model = script.build_model(own.width).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     train_set, _ = script.load_datasets()
     loader = script.prepare_dataloader(train_set, args)
@@ -39,47 +40,23 @@ def trainer(name, width, batch_size, device):
 
 
 def speed(trainer, steps):
-    """Take steps; return how many fit into a second."""
+    """Take steps; return the number of steps per second."""
     batch = next(iter(trainer.train_loader))  # always the same
     start = time.perf_counter()
     for _ in range(steps):
-        with record_function("step"):
-            trainer._run_batch(*batch)
+        with record_function("step"):  # marks its beginning
+            pass
+        trainer._run_batch(*batch)
     torch.get_device_module(trainer.device).synchronize()
     return steps / (time.perf_counter() - start)
 
 
-def steps_of(events):
-    """Return {part: [(start, end), ...]} of each step, in milliseconds from its start."""
-    functions = spans(events, 0, "autograd::engine::evaluate_function")
-    sums = spans(events, 0, "gloo:all_reduce")
-    updates = spans(events, 0, "Optimizer.step")
-    found = []
-    for (start, _), update in zip(spans(events, 0, "step"), updates, strict=True):
-        inside = [span for span in functions if start <= span[0] < update[0]]
-        backward = inside[0][0], max(end for _, end in inside)
-        parts = {
-            "forward": [(start, backward[0])],
-            "backward": [backward],
-            "waiting": [(backward[1], update[0])],
-            "optimizer": [update],
-            "all-reduce": [span for span in sums if start <= span[0] < update[1]],
-        }
-        found.append(
-            {
-                name: [[round(at - start, 3) for at in span] for span in part]
-                for name, part in parts.items()
-            }
-        )
-    return found
-
-
-def examined(trainer, count):
-    """Return what an average step all-reduces and when it starts with it, and the fastest step."""
+def profiled(trainer, count):
+    """Return what an average step all-reduces, when it begins to, and the fastest step."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         speed(trainer, count)
     events = profiler.events()
-    steps = steps_of(events)
+    steps = [counted_from(step["data"][0][0], step) for step in steps_of(events, 0, "step")]
     sent = [each.input_shapes[0] for each in events if each.name.startswith("gloo:all_reduce")]
     starts = []
     for step in steps:
@@ -94,7 +71,7 @@ def examined(trainer, count):
 
 
 def report(record):
-    """Return what was found as a Markdown table."""
+    """Return the results as a Markdown table."""
     heading = ("averaged", "all-reduces", "bytes", "first starts", "speed")
     rows = []
     for way, row in record["ways"].items():
@@ -109,24 +86,22 @@ def main():
     args = shared.options(__doc__, **sizes, **counts, profiled=(30, "steps"))
     shared.load("03").ddp_setup()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    size = args.width, args.batch_size, device
-    trainers = {way: trainer(name, *size) for name, way in WAYS.items()}
-    for each in trainers.values():
-        speed(each, 5)  # a warm-up
+    trainers = {way: trainer_of(name, args, device) for name, way in WAYS.items()}
+    for trainer in trainers.values():
+        speed(trainer, 5)  # a warm-up
     found, order = {way: [] for way in trainers}, [*trainers]
     for _ in range(args.rounds):
         for way in order:
             found[way].append(speed(trainers[way], args.steps))
         order.append(order.pop(0))
     measured, drawn = {}, {}
-    for way, each in trainers.items():
-        numbers, drawn[way] = examined(each, args.profiled)
+    for way, trainer in trainers.items():
+        numbers, drawn[way] = profiled(trainer, args.profiled)
         measured[way] = {**numbers, "speed": shared.relative(found[way], found["DDP"])}
     if dist.get_rank() == 0:
-        name = f"by_hand-{dist.get_world_size()}"
-        shared.write(name, args, report, ways=measured, drawn=drawn)
+        shared.write("by_hand", args, report, ways=measured, drawn=drawn)
     dist.barrier()
-    del trainers, each  # and DDP, before the group that it uses
+    del trainers, trainer  # and with them DDP, before its process group is destroyed
     dist.destroy_process_group()
 
 

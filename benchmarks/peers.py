@@ -1,141 +1,103 @@
-"""Run step 5 beside what readers would use instead, with the same model, data, batch and ranks.
+"""Measure how fast step 5 is beside other programs that train the same model on the same data.
 
     python benchmarks/peers.py
 
-The programs are step 5; those in lookup/ for Accelerate, Fabric and the Hugging Face Trainer; what
-PyTorch's DDP series ends with; and a bare loop with DDP. Each round starts all of them, in another
-order, and compares them with the step 5 of that round. Then each is told to stop, or killed, in the
-middle of its second epoch, and started once more.
+The others are step 5 written with Accelerate, Fabric and the Hugging Face Trainer (from lookup/), a
+bare DDP loop that neither saves nor evaluates, and step 5 with one line changed. Each round starts
+all of them in a different order, and compares them with the step 5 of that round. As a rank, this
+file runs one of the programs, and notes when it takes its steps.
 """
 
-import ast
 import json
 import os
-import re
-import signal
-import subprocess
+import runpy
+import statistics
+import sys
 import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from statistics import median
 
 import shared
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-PROGRAMS = Path(__file__).resolve().parent / "programs"
-FORMS = {  # what is compared, and how its value is written
-    "samples/s": "{:,.0f}".format,
-    "first step": "{:.1f} s".format,
-    "memory": lambda size: f"{size / 2**20:,.0f} MiB",
+HERE = Path(__file__).resolve()
+FORWARD = "loss = nn.functional.cross_entropy(self.model(source), targets, label_smoothing=0.1)"
+BUILD = "build_model(args.width)"
+CHANGES = {
+    "bf16 autocast": (
+        FORWARD,
+        f"with torch.autocast(source.device.type, torch.bfloat16): {FORWARD}",
+    ),
+    "torch.compile": (BUILD, f"torch.compile({BUILD}, dynamic=False)"),
 }
-STOPS = {"SIGKILL repeats": "SIGKILL", "SIGTERM repeats": "SIGTERM"}
-
-
-# ---------------------------------------------------------------- the programs
 
 
 def programs():
     """Return {name: the text of a program}, step 5 first."""
     names = ("Accelerate", "Fabric", "Trainer")
     paths = {name: shared.ROOT / "lookup" / f"with_{name.lower()}.py" for name in names}
-    paths |= {"DDP series": PROGRAMS / "ddp_series.py", "bare loop": PROGRAMS / "bare_loop.py"}
-    texts = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
-    return {"step 5": shared.changed("05"), **texts}
+    paths["bare loop"] = HERE.with_name("bare_loop.py")
+    others = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+    changed = {name: shared.changed("05", [change]) for name, change in CHANGES.items()}
+    return {"step 5": shared.changed("05"), **others, **changed}
 
 
-def lines(text):
-    """Count the lines with something on them, without step 5's data, model and arguments."""
-    given = ("load_datasets", "build_model", "parse_args")
-    parts = [part for part in ast.parse(text).body if getattr(part, "name", "") in given]
-    borrowed = {line for part in parts for line in range(part.lineno, part.end_lineno + 1)}
-    return sum(n not in borrowed for n, line in enumerate(text.splitlines(), 1) if line.strip())
+def watch(path, first, last):
+    """Run a program as a rank, and write down when its first and last step of interest end."""
+    steps, times = 0, []
+
+    def after_step(*_):
+        nonlocal steps
+        steps += 1
+        if steps in (first, last):
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            times.append(time.time())
+            Path(path).with_name(f"times-{os.environ['RANK']}").write_text(json.dumps(times))
+
+    register_optimizer_step_post_hook(after_step)
+    sys.argv = [path, *sys.argv[4:]]
+    runpy.run_path(path, run_name="__main__")
 
 
-def steps_of(args):
-    """Return how many steps a rank takes in an epoch."""
-    share = -(-len(shared.load("05").load_datasets()[0]) // args.processes)
-    return -(-share // args.batch_size)
-
-
-def run(text, args, folder, epochs, **watched):
-    """Run a program, which saves and notes its steps in a folder; return what it prints."""
-    path = Path(folder, "program.py")
-    path.write_text(text, encoding="utf-8")
-    words = [*shared.launcher(args.processes), PROGRAMS / "watched.py", path, str(epochs), "1"]
-    words += [f"--batch-size={args.batch_size}", f"--width={args.width}"]
-    words += [f"--checkpoint-path={folder}/checkpoint.pt"]
-    env = {**os.environ, "WATCHED": json.dumps({"folder": folder, **watched})}
-    env |= {"PYTHONPATH": str(shared.ROOT), "OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    result = subprocess.run(words, env=env, cwd=folder, check=False, timeout=1800, **pipes)
-    if result.returncode and "signal" not in watched:
-        raise SystemExit(f"{text}\n{result.stdout}")
-    return result.stdout
-
-
-def timed(text, args):
-    """Return {what is compared: its value}."""
-    steps, start = steps_of(args), time.time()
+def speed(text, args):
+    """Run a program; return its samples per second after the first epoch, saves included."""
+    samples = len(shared.load("05").load_datasets()[0])
+    steps = -(-samples // (args.processes * args.batch_size))  # in an epoch, rounded up
     with tempfile.TemporaryDirectory() as folder:
-        run(text, args, folder, args.epochs, steps=[1, steps, args.epochs * steps])
+        path = Path(folder, "program.py")
+        path.write_text(text, encoding="utf-8")
+        words = [*shared.launcher(args.processes), HERE, path, steps, args.epochs * steps]
+        words += [args.epochs, 1, f"--batch-size={args.batch_size}", f"--width={args.width}"]
+        words.append(f"--checkpoint-path={folder}/checkpoint.pt")
+        shared.run([str(word) for word in words], PYTHONPATH=str(shared.ROOT))
         ranks = [json.loads(path.read_text()) for path in Path(folder).glob("times-*")]
-    first, begin, end = (max(moments) for moments in zip(*(rank["times"] for rank in ranks)))
-    samples = (args.epochs - 1) * len(shared.load("05").load_datasets()[0])
-    return {
-        "samples/s": samples / (end - begin),  # after the first epoch
-        "first step": first - start,
-        "memory": max(rank["peak"] for rank in ranks),
-    }
-
-
-def stopped(text, args):
-    """Stop a program in the middle of its second epoch, and start it once more.
-
-    Return how many steps it takes twice, for each signal, and how many samples it evaluates.
-    """
-    steps, row = steps_of(args), {}
-    at = steps + steps // 2
-    for number in (signal.SIGKILL, signal.SIGTERM):
-        with tempfile.TemporaryDirectory() as folder:
-            run(text, args, folder, 2, steps=[], at=at, signal=number)
-            output = run(text, args, folder, 2, steps=[], at=at)
-            row[number.name] = Path(folder, "steps-0").stat().st_size - 2 * steps
-    counted = re.search(r"^accuracy .* \((\d+)/\d+\)$", output, re.MULTILINE)
-    return {**row, "counted": int(counted[1]) if counted else None}
-
-
-# ---------------------------------------------------------------- showing
+    begin, end = (max(moments) for moments in zip(*ranks))
+    return (args.epochs - 1) * samples / (end - begin)
 
 
 def report(record):
-    """Return what was found as a Markdown table."""
-    first, *_ = rows = record["programs"]
-    lines = [("program", *FORMS, "lines", *STOPS, "samples evaluated")]
-    for row in rows:
-        cells = [shared.cell(row[what]) for what in FORMS]
-        if row is first:
-            cells = [form(row[what]["value"]) for what, form in FORMS.items()]
-        repeats = (f"{row[name]} steps" for name in STOPS.values())
-        lines.append((row["name"], *cells, row["lines"], *repeats, row["counted"] or "none"))
-    return shared.table(*lines)
+    """Return the results as a Markdown table."""
+    rows = [(row["name"], shared.cell(row["speed"])) for row in record["programs"]]
+    return shared.table(("program", "speed"), *rows)
 
 
 def main():
     counts = {"processes": (2, "world size"), "repeats": (5, "rounds")}
     _, words = shared.TRAINING["epochs"]
     args = shared.options(__doc__, **counts, **{**shared.TRAINING, "epochs": (10, words)})
-    texts = programs()
-    runs = {name: partial(timed, text, args) for name, text in texts.items()}
-    found = shared.rounds(runs, args.repeats)
-    rows = []
-    for name, text in texts.items():
-        row = {"name": name, "lines": lines(text), **stopped(text, args)}
-        for what in FORMS:
-            own, base = ([each[what] for each in found[which]] for which in (name, "step 5"))
-            row[what] = {"value": median(own), **shared.relative(own, base)}
-        rows.append(row)
+    runs = {name: partial(speed, text, args) for name, text in programs().items()}
+    found, rows = shared.rounds(runs, args.repeats), []
+    for name, speeds in found.items():
+        row = {"name": name, "speed": shared.relative(speeds, found["step 5"])}
+        rows.append({**row, "samples_per_second": statistics.median(speeds)})
     shared.write("peers", args, report, programs=rows)
 
 
 if __name__ == "__main__":
-    main()
+    if "RANK" in os.environ:
+        watch(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    else:
+        main()

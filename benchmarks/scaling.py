@@ -3,14 +3,16 @@
     python benchmarks/scaling.py            1, 2, 4, ... processes on this machine
     sbatch slurm/scaling.sbatch             1, 2, 4, ... nodes of a cluster
 
-Weak scaling keeps the batch per process. Strong scaling keeps the batch of all processes together,
-so each gets a smaller part. Every repetition runs all sizes once, and compares them only with each
-other.
+In weak scaling, the batch per process stays the same. In strong scaling, the batch of all processes
+together stays the same, so each gets a smaller part. Every round runs all sizes once, and compares
+them only with each other.
 """
 
 import itertools
 import os
+import re
 import statistics
+import tempfile
 from functools import partial
 
 import shared
@@ -32,9 +34,16 @@ def srun(size):
     return words
 
 
-def measure(size, batch, args):
-    start = srun(size) if NODES else shared.launcher(size)
-    return shared.speed([*start, shared.STEPS["04"]], args, batch, threads=args.threads)
+def speed(size, batch, args):
+    """Train step 4; return the median samples/s that it prints, without the first epoch's."""
+    words = [*(srun(size) if NODES else shared.launcher(size)), shared.STEPS["04"]]
+    words += [str(args.epochs), str(args.epochs), f"--batch-size={batch}", f"--width={args.width}"]
+    # The checkpoint is in this folder, because the nodes of a job do not share /tmp.
+    with tempfile.TemporaryDirectory(prefix=".", dir=".") as folder:
+        words.append(f"--checkpoint-path={folder}/checkpoint.pt")
+        output = shared.run(words, OMP_NUM_THREADS=str(args.threads))
+    found = re.findall(r"^epoch .* ([\d,]+) samples/s$", output, re.MULTILINE)
+    return statistics.median(int(number.replace(",", "")) for number in found[1:])
 
 
 def report(record):
@@ -50,11 +59,11 @@ def main():
     most = NODES * PER_NODE or torch.cuda.device_count() or os.cpu_count()
     counts = {"processes": (most, "at most"), "repeats": (5, "rounds")}
     args = shared.options(__doc__, **counts, **shared.TRAINING, threads=(1, "per process"))
-    sizes = [PER_NODE * count for count in shared.powers_up_to(args.processes // PER_NODE)]
+    sizes = [PER_NODE * 2**n for n in range((args.processes // PER_NODE).bit_length())]
     together = args.batch_size * sizes[-1]
     plan = [("strong", size, together // size) for size in sizes]
     plan += [("weak", size, args.batch_size) for size in sizes]
-    found = shared.rounds({run: partial(measure, *run[1:], args) for run in plan}, args.repeats)
+    found = shared.rounds({one: partial(speed, *one[1:], args) for one in plan}, args.repeats)
     summary, base = [], {}
     for (kind, size, batch), speeds in found.items():
         ups = shared.relative(speeds, base.setdefault(kind, speeds))  # to the smallest size

@@ -11,7 +11,7 @@ from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused; imported late, gloo may abort at exit: pytorch#179291
+import torch.distributed.nn  # unused, but if DDP imports it later, it keeps the group alive
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -28,7 +28,7 @@ lr = 5e-3
 warm_up = 50  # steps
 path = "gpt.pt"
 
-stop_signals = []  # each SIGTERM is noted here, and counted in _stop_agreed
+stop_signals = []  # the signal handler adds each SIGTERM, and stop_agreed counts them
 
 
 def ddp_setup():
@@ -37,7 +37,7 @@ def ddp_setup():
     if torch.cuda.is_available():
         gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(gpu)  # from now on, "cuda" is this process's GPU
-    backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"  # NCCL takes GPU tensors, gloo CPU tensors
+    backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"  # NCCL for GPU tensors, gloo for CPU tensors
     dist.init_process_group(backend, device_id=gpu, timeout=timedelta(minutes=5))  # per collective
 
 
@@ -66,7 +66,7 @@ def windows(numbers):
 
 
 class ResumableSampler(DistributedSampler):
-    """A DistributedSampler that skips an epoch's first `samples_run` samples, of all ranks."""
+    """A DistributedSampler that skips the first `samples_run` samples, counted over all ranks."""
 
     samples_run = 0
 
@@ -131,13 +131,13 @@ def schedule(step):
 
 def stop_agreed():
     """Return whether any rank was told to stop. All ask at the same step and get one answer."""
-    votes = torch.tensor(len(stop_signals))  # on the CPU: reading it waits for no GPU
+    votes = torch.tensor(len(stop_signals))  # on the CPU, so item() need not wait for a GPU
     dist.all_reduce(votes)
     return votes.item() > 0
 
 
 def save(epochs_run, samples_run=0, interrupted=False):
-    if dist.get_rank() != 0:  # all ranks hold the same weights: one file is enough
+    if dist.get_rank() != 0:  # all ranks hold the same weights, so one file is enough
         return
     checkpoint = {
         "model": model.state_dict(),
@@ -145,7 +145,7 @@ def save(epochs_run, samples_run=0, interrupted=False):
         "epochs_run": epochs_run,
         "samples_run": samples_run,
     }
-    with open(f"{path}.new", "wb") as file:  # a crash leaves the old file alone
+    with open(f"{path}.new", "wb") as file:  # a crash leaves the old file intact
         torch.save(checkpoint, file)
         file.flush()
         os.fsync(file.fileno())
@@ -180,7 +180,7 @@ def train(model, samples_run):
     """Train, and return whether the ranks were told to stop before the end."""
     for epoch in range(epochs_run, epochs):
         model.train()
-        train_data.sampler.set_epoch(epoch)  # or every epoch has the same order
+        train_data.sampler.set_epoch(epoch)  # otherwise, the order never changes
         train_data.sampler.samples_run = samples_run  # the loss is then of the rest
         start = time.perf_counter()
         total = torch.zeros(2, dtype=torch.float64, device=device)  # loss and samples
@@ -199,7 +199,7 @@ def train(model, samples_run):
             total[1] += len(x)
             samples_run += len(x) * dist.get_world_size()
         dist.all_reduce(total)  # the sum over all ranks
-        loss, samples = total.tolist()  # waits for the GPU, if any, so read the clock afterwards
+        loss, samples = total.tolist()  # tolist() waits for a GPU, so read the clock afterwards
         speed = samples * context / (time.perf_counter() - start)
         log(f"epoch {epoch + 1}  loss {loss / samples:.4f}  {speed:,.0f} characters/s")
         samples_run = 0
@@ -223,9 +223,9 @@ if os.path.exists(path):
     epochs_run = checkpoint["epochs_run"]
     samples_run = checkpoint.get("samples_run", 0)
     log(f"resuming from {path} after epoch {epochs_run}")
-starts = [None] * dist.get_world_size()  # where each rank starts, to be filled
+starts = [None] * dist.get_world_size()  # where each rank starts, filled by the next line
 dist.all_gather_object(starts, f"after epoch {epochs_run}, sample {samples_run}")
-if len(set(starts)) > 1:  # DDP would make nothing but the weights equal
+if len(set(starts)) > 1:  # DDP would copy rank 0's weights, but not its epoch or optimizer
     raise RuntimeError(f"the ranks start {dict(enumerate(starts))}: all must see the same {path}")
 # The steps taken so far, counted at the current world size, which may have changed.
 steps_run = epochs_run * len(train_data) + samples_run // (batch_size * dist.get_world_size())

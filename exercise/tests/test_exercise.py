@@ -67,22 +67,6 @@ def test_two_ranks_follow_one_with_twice_the_batch(tmp_path):
     assert saved["param_groups"][0]["lr"] == 0  # the schedule ended with the last step
 
 
-@pytest.mark.gpu
-@SLOW
-def test_a_solution_that_is_told_to_stop_loses_no_step(tmp_path):
-    """Rank 1 is told to at step 5 of epoch 2; the ranks stop at step 10, and are started again."""
-    line = "            optimizer.zero_grad()\n"
-    here = "            if (epoch, samples_run, dist.get_rank()) == (1, 80, 1):\n"
-    told = (line, f"{here}                signal.raise_signal(signal.SIGTERM)\n{line}")
-    jobs = []
-    for name, changes in ("stopped", [told]), ("undisturbed", []):
-        path = small(tmp_path / name, "solution.py", 8, *changes)
-        jobs.append(finished(forked(path, "2", restarts=len(changes)), path.parent))
-    assert "interrupted after 160 samples" in jobs[0].stdout
-    one, other = (torch.load(job.cwd / "gpt.pt")["model"] for job in jobs)
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
 DRILLS = pytest.param(
     [f"--drill={name}" for name in ("kill", "sigterm", "world-size")],
     marks=pytest.mark.weekly("the checker's three drills, each of which runs it several times"),

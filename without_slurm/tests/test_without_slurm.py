@@ -1,20 +1,17 @@
 """The script, the Kubernetes file and the page in without_slurm/."""
 
-import functools
-import http.server
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import psutil
 import pytest
 from clusters import SIMPLE
 from machines import LIVE
-from support.jobs import kill, run
+from support.jobs import kill
 from support.scripts import ROOT, edit
 
 SLOW = pytest.mark.slow
@@ -86,48 +83,6 @@ def test_over_ssh(reached, end):
         assert job.wait(60).returncode in (1, -signal.SIGKILL), job
         assert not psutil.wait_procs(started, timeout=60)[1]
     assert end != "Ctrl-C" or job.stdout.count("told\n") == 2, job
-
-
-# ---------------------------------------------------------------- spot machines
-
-
-class Metadata(http.server.SimpleHTTPRequestHandler):
-    """Files as the metadata of a spot machine, for those who have fetched a token."""
-
-    def do_PUT(self):
-        self.send_response(200 if self.path == "/latest/api/token" else 404)
-        self.end_headers()
-        self.wfile.write(b"token")
-
-    def do_GET(self):
-        if self.headers["X-aws-ec2-metadata-token"] == "token":
-            super().do_GET()
-        else:
-            self.send_error(401)
-
-
-# Trains until it is told to stop; the machine is taken back at once.
-SAVES = """\
-trap 'echo saved; exit 75' TERM
-mkdir -p latest/meta-data/spot
-touch latest/meta-data/spot/instance-action
-while :; do sleep 0.1; done
-"""
-
-
-@pytest.mark.skipif(not shutil.which("curl"), reason="needs: apt-get install curl")
-def test_a_spot_machine_is_taken_back(tmp_path):
-    script = re.search(r"^```bash\n(#!/bin/bash\n# bash spot(?s:.*?))^```$", PAGE, re.M)[1]
-    handler = functools.partial(Metadata, directory=tmp_path)
-    with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        script = script.replace("169.254.169.254", f"127.0.0.1:{server.server_port}")
-        (tmp_path / "spot.sh").write_text(script.replace("sleep 5", "sleep 0.2"))
-        start = ["bash", "spot.sh", "bash", "-c"]
-        job, ended = (run([*start, words], tmp_path) for words in (SAVES, "exit 3"))
-        server.shutdown()
-    assert (job.returncode, job.stdout) == (75, "saved\n")
-    assert ended.returncode == 3
 
 
 # ---------------------------------------------------------------- Kubernetes

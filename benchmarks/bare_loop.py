@@ -6,9 +6,7 @@ from importlib import import_module
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 step5 = import_module("05_gather_eval")
 args = step5.parse_args()
@@ -19,7 +17,7 @@ if torch.cuda.is_available():
 dist.init_process_group()
 torch.manual_seed(args.seed)
 train_set, _ = step5.load_datasets()
-model = DDP(step5.build_model(args.width).to(device))
+model = nn.parallel.DistributedDataParallel(step5.build_model(args.width).to(device))
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
 sampler = DistributedSampler(train_set)
 loader = DataLoader(train_set, args.batch_size, sampler=sampler)
