@@ -3,15 +3,15 @@
 import os
 import signal
 import tempfile
+from collections import Counter, defaultdict
 
 import pytest
 import torch
 import torch.distributed as dist
 from support import gpus, server
-from support.jobs import RESTARTS, Job, finished
+from support.jobs import finished
 from support.once import FOLDER, once
-from support.positions import GATE, KILLED, ON_RANK_1, at, wait_at_the_gate
-from support.scripts import LONG, SCRIPT, command, edited, forked
+from support.scripts import SCRIPT, command, edited, forked
 
 # ---------------------------------------------------------------- what runs
 
@@ -46,6 +46,18 @@ def pytest_runtest_makereport(item):
         report.outcome = "failed"
         report.longrepr = f"skipped in CI: {report.longrepr}"
     return report
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print a line for each file: with `-n`, the workers' lines are those of several files."""
+    files = defaultdict(Counter)
+    for outcome in ("passed", "failed", "error", "skipped", "xfailed"):
+        for report in terminalreporter.getreports(outcome):
+            files[report.nodeid.partition("::")[0]][outcome] += 1
+    terminalreporter.section("the outcome of each file")
+    for path, outcomes in sorted(files.items()):
+        counts = ", ".join(f"{number} {outcome}" for outcome, number in outcomes.items())
+        terminalreporter.write_line(f"{path:42} {counts}")
 
 
 # ---------------------------------------------------------------- training
@@ -83,32 +95,6 @@ def trained_with():
 def trained(trained_with):
     """Run a step to completion on forked ranks, once for all tests."""
     return lambda step, *args, **options: trained_with(step, (), args, **options)
-
-
-@pytest.fixture(scope="session")
-def disturbed():
-    """Run a step under torchrun; kill a rank in epoch 2, send SIGTERM in epoch 3, start it again.
-
-    Return the Results of both runs, and the checkpoint that SIGTERM left.
-    """
-
-    def disturb(step):
-        def make(cwd):
-            disturbances = at(1, 20, KILLED, ON_RANK_1), at(2, 15, GATE)
-            script = edited(cwd, step, *disturbances)
-            start = command(script, *LONG, torchrun=("--max-restarts=1",))
-            with Job(start, cwd, RESTARTS) as job:
-                wait_at_the_gate(job)
-                job.process.send_signal(signal.SIGTERM)
-                first = job.result()
-            left = {path.name for path in cwd.glob("checkpoint.pt*")}
-            assert "checkpoint.pt.interrupted" in left, first
-            saved = torch.load(cwd / "checkpoint.pt", weights_only=True)
-            return first, saved, finished(forked(step, *LONG), cwd)
-
-        return once(("disturbed", SCRIPT[step].read_text(encoding="utf-8")), make)
-
-    return disturb
 
 
 @pytest.fixture

@@ -9,7 +9,16 @@ import pytest
 import torch
 from support.jobs import finished, run
 from support.results import resumed, same_bits
-from support.scripts import LONG, SCRIPT, Pickled, arguments, build_trainer, edited, forked, load
+from support.scripts import (
+    FOUR_EPOCHS,
+    SCRIPT,
+    Pickled,
+    arguments,
+    build_trainer,
+    edited,
+    forked,
+    load,
+)
 
 # ---------------------------------------------------------------- loading
 
@@ -61,22 +70,22 @@ def test_a_checkpoint_cut_at_any_length_is_refused(trainer, path):
     load_again(trainer)
 
 
-@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04", bytes(10_000)])
-def test_what_is_no_checkpoint_is_refused(trainer, path, content):
-    path.write_bytes(content)
-    refused(load_again, trainer)
+def test_what_is_no_checkpoint_is_refused(trainer, path):
+    for content in (b"", b"not a checkpoint", b"PK\x03\x04", bytes(10_000)):
+        path.write_bytes(content)
+        refused(load_again, trainer)
 
 
-@pytest.mark.parametrize("content", [[], {}, {"MODEL_STATE": {}}, {"CONFIG": {}}])
-def test_a_checkpoint_of_another_program_is_refused(trainer, path, content):
-    torch.save(content, path)
-    refused(load_again, trainer)
+def test_a_checkpoint_of_another_program_is_refused(trainer, path):
+    for content in ([], {}, {"MODEL_STATE": {}}, {"CONFIG": {}}):
+        torch.save(content, path)
+        refused(load_again, trainer)
 
 
-@pytest.mark.parametrize("change", [{"width": 2}, {"lr": 0.1}, {"seed": 1}])
-def test_a_checkpoint_of_another_run_is_refused(trainer, module, change):
-    args = arguments("checkpoint.pt", **change)
-    assert "{'width': 1, 'lr': 0.004, 'seed': 0}" in refused(build_trainer, module, args)
+def test_a_checkpoint_of_another_run_is_refused(trainer, module):
+    for change in ({"width": 2}, {"lr": 0.1}, {"seed": 1}):
+        args = arguments("checkpoint.pt", **change)
+        assert "{'width': 1, 'lr': 0.004, 'seed': 0}" in refused(build_trainer, module, args)
 
 
 def test_no_code_in_a_checkpoint_is_run(trainer, path):
@@ -134,14 +143,17 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(
 
 
 def test_the_new_file_is_on_the_disk_before_it_replaces_the_old_one(trainer, path, monkeypatch):
-    whole, calls = path.read_bytes(), []
+    whole, calls, fsync, replace = path.read_bytes(), [], os.fsync, os.replace
     os.link("checkpoint.pt", "old")
 
-    def watched(name, function):
-        return lambda *args: calls.append(name) or function(*args)
+    def watched_fsync(file):
+        torch.load("checkpoint.pt.new", weights_only=True)  # nothing is left in Python's buffer
+        assert os.path.samestat(os.fstat(file), os.stat("checkpoint.pt.new"))
+        calls.append("fsync")
+        fsync(file)
 
-    for name in ("fsync", "replace"):
-        monkeypatch.setattr(os, name, watched(name, getattr(os, name)))
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "replace", lambda *paths: calls.append("replace") or replace(*paths))
     trainer.epochs_run += 1
     trainer._save_checkpoint()
     assert calls == ["fsync", "replace"]
@@ -164,10 +176,10 @@ AGAIN = pytest.mark.weekly("pitfalls/tests kills step 5's save, which is the sam
 @pytest.mark.parametrize("step", ["01", pytest.param("04", marks=AGAIN)])
 def test_a_kill_in_the_middle_of_a_save_leaves_the_old_checkpoint(trained, tmp_path, step):
     line = "            torch.save(checkpoint, file)\n"
-    start = forked(edited(tmp_path, step, (line, line + KILLED)), *LONG)
+    start = forked(edited(tmp_path, step, (line, line + KILLED)), *FOUR_EPOCHS)
     assert run(start, tmp_path).returncode != 0
     assert (tmp_path / "checkpoint.pt.new").stat().st_size == 1000
     job = finished(start, tmp_path)
     assert resumed(job) == [1]
     assert not (tmp_path / "checkpoint.pt.new").exists()
-    assert same_bits(job, trained(step, *LONG))
+    assert same_bits(job, trained(step, *FOUR_EPOCHS))

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from itertools import combinations, pairwise, product
 
 import pytest
@@ -13,10 +14,10 @@ import torch
 from support.jobs import finished, run
 from support.results import epochs, error_lines, losses, resumed, same_bits
 from support.scripts import (
-    LONG,
+    FOUR_EPOCHS,
+    NARROW,
     ROOT,
     SCRIPT,
-    SMALL,
     arguments,
     build_trainer,
     edited,
@@ -34,15 +35,17 @@ PAIRS = [*pairwise(SCRIPT)]
 # ---------------------------------------------------------------- identical weights
 
 
-@pytest.mark.parametrize("step", ["03", "05"])
-def test_spawn_and_torchrun_end_with_the_same_bits(launched, step):
-    assert same_bits(launched("02"), launched(step))
-    assert losses(launched("02")) == losses(launched(step))
+def test_spawn_and_torchrun_end_with_the_same_bits(spawned, killed, two_nodes):
+    """Step 2 with mp.spawn; step 3 with a torchrun, restarted; step 4 with a torchrun per node."""
+    node, _ = two_nodes(1)
+    assert same_bits(spawned, killed)
+    assert same_bits(killed, node.cwd.parent / "checkpoint.pt")
 
 
-def test_forked_ranks_with_which_other_tests_compare_end_with_the_same_bits(launched, trained):
-    assert same_bits(launched("02"), trained("04"))
-    assert losses(launched("02")) == losses(trained("04"))
+@pytest.mark.parametrize("step", ["03", "04", "05"])
+def test_forked_ranks_with_which_other_tests_compare_end_with_the_same_bits(spawned, trained, step):
+    assert same_bits(spawned, trained(step, *FOUR_EPOCHS))
+    assert losses(spawned) == losses(trained(step, *FOUR_EPOCHS))
 
 
 @SLOW
@@ -53,21 +56,21 @@ def test_each_step_continues_the_checkpoint_of_the_one_before(trained_with, tmp_
             script = without_spawn(tmp_path, *exact(3))
         else:
             script = edited(tmp_path, step, *exact(3))
-        job = finished(forked(script, str(number + 1), *SMALL, nprocs=3), tmp_path)
+        job = finished(forked(script, str(number + 1), *NARROW, nprocs=3), tmp_path)
         assert resumed(job) == ([number] if number else [])
         assert epochs(job) == [number + 1]
-    assert same_bits(job, trained_with("03", exact(3), LONG, nprocs=3))
+    assert same_bits(job, trained_with("03", exact(3), FOUR_EPOCHS, nprocs=3))
 
 
 @SLOW
 def test_step_2_continues_the_checkpoint_of_step_1(trained, tmp_path):
-    shutil.copy(trained("01", *LONG).cwd / "checkpoint.pt", tmp_path)
-    job = finished(forked(without_spawn(tmp_path), "5", *SMALL), tmp_path)
+    shutil.copy(trained("01", *FOUR_EPOCHS).cwd / "checkpoint.pt", tmp_path)
+    job = finished(forked(without_spawn(tmp_path), "5", *NARROW), tmp_path)
     assert resumed(job) == [4]
     assert epochs(job) == [5]
-    assert float(losses(job)[0]) < float(losses(trained("01", *LONG))[-1]) + 0.05
+    assert float(losses(job)[0]) < float(losses(trained("01", *FOUR_EPOCHS))[-1]) + 0.05
     states = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["OPTIMIZER_STATE"]["state"]
-    assert {int(state["step"]) for state in states.values()} == {4 * 203 + 102}
+    assert {int(state["step"]) for state in states.values()} == {4 * 102 + 51}
 
 
 # ---------------------------------------------------------------- bad input
@@ -80,6 +83,7 @@ BAD_ARGUMENTS = [
     (["--width=-1"], TOO_SMALL),
     (["four"], "argument total_epochs: invalid int value: 'four'"),
     (["--lr=x"], "argument --lr: invalid float value: 'x'"),
+    (["--num-workers=-1"], "--num-workers must be at least 0"),
     (["--seed=x"], "argument --seed: invalid int value: 'x'"),
     (["1", "2", "3"], "unrecognized arguments: 3"),
     (["--checkpoint-path=no/such/folder.pt"], "cannot write to the folder of no/such/folder.pt"),
@@ -106,8 +110,9 @@ def test_help_names_the_same_arguments_in_all_steps(step, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         load(step).parse_args()
     text = capsys.readouterr().out
-    options = {"--batch-size", "--lr", "--width", "--seed", "--checkpoint-path", "--help"}
-    assert set(re.findall(r"^  .*(--[\w-]+)", text, re.MULTILINE)) - {"--nprocs"} == options
+    options = {"--batch-size", "--lr", "--width", "--seed", "--num-workers", "--checkpoint-path"}
+    options |= {"--help"} | ({"--nprocs"} if step == "02" else set())
+    assert set(re.findall(r"^  .*(--[\w-]+)", text, re.MULTILINE)) == options
     assert "total_epochs" in text
     assert "save_every" in text
     assert f"Step {int(step)}: " in text
@@ -125,6 +130,7 @@ def test_a_wrong_learning_rate_leaves_the_checkpoint_alone(tmp_path, lr):
 # ---------------------------------------------------------------- one lesson a step
 
 
+@cache
 def functions(step):
     """Return the text of each function and method of a step, by name, in their order."""
     text = SCRIPT[step].read_text(encoding="utf-8")
@@ -146,7 +152,7 @@ def test_a_step_changes_only_its_subject():
         return {name for name in new if new[name] != old.get(name)}
 
     assert changed("02", "03") == {"ddp_setup", "__init__", "parse_args", "main"}
-    assert changed("04", "05") == {"evaluate", "train_and_evaluate"}
+    assert changed("04", "05") == {"evaluate", "train_and_evaluate"}  # so 5 stops and saves as 4
     for old, new in PAIRS:
         assert not {"load_datasets", "build_model", "_run_batch"} & changed(old, new)
 
@@ -155,7 +161,7 @@ def test_a_step_changes_only_its_subject():
 def test_seed_and_epoch_decide_on_the_order(step, tmp_path, process_group):
     module, orders = load(step), []
     for seed in (0, 10):  # the sampler adds seed and epoch
-        args = arguments(tmp_path / "none.pt", seed=seed, batch_size=12_942)
+        args = arguments(tmp_path / "none.pt", seed=seed)
         trainer = build_trainer(module, args)
         for trainer.epochs_run in (0, 1):
             trainer._run_epoch()
@@ -169,7 +175,7 @@ def test_each_epoch_of_each_rank_draws_numbers_of_its_own(
     step, tmp_path, process_group, monkeypatch
 ):
     module, drawn = load(step), []
-    trainer = build_trainer(module, arguments(tmp_path / "none.pt", batch_size=12_942))
+    trainer = build_trainer(module, arguments(tmp_path / "none.pt"))
     for rank, trainer.epochs_run in product((0, 1), (0, 1, 2)):
         monkeypatch.setattr(module.dist, "get_rank", lambda rank=rank: rank)
         trainer._run_epoch()
@@ -182,7 +188,7 @@ def test_each_epoch_of_each_rank_draws_numbers_of_its_own(
 def test_an_epoch_trains_in_train_mode(step, tmp_path, process_group, monkeypatch):
     """Dropout and BatchNorm stay active, even if the model is evaluated after each epoch."""
     module, modes = load(step), []
-    args = arguments(tmp_path / "none.pt", batch_size=12_942)
+    args = arguments(tmp_path / "none.pt")
     trainer = build_trainer(module, args)
     run_batch = trainer._run_batch
     trainer._run_batch = lambda *batch: modes.append(trainer.model.training) or run_batch(*batch)
@@ -191,7 +197,8 @@ def test_an_epoch_trains_in_train_mode(step, tmp_path, process_group, monkeypatc
         trainer.samples_run = 0
         module.evaluate(trainer.model, module.load_datasets()[1], trainer.device, args)
         assert not trainer.model.training
-    assert modes == [True, True]
+    assert len(modes) == 2 * 4  # batches
+    assert all(modes)
 
 
 # ---------------------------------------------------------------- what stands beside each step
