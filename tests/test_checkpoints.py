@@ -1,6 +1,5 @@
 """Checkpoints are written whole or not at all; a bad one is named and left unchanged."""
 
-import contextlib
 import os
 import pickle
 from pathlib import Path
@@ -101,27 +100,6 @@ def test_no_code_in_a_checkpoint_is_run(trainer, path):
     assert not os.path.exists("executed")
 
 
-@contextlib.contextmanager
-def without_privileges():
-    """Become another user for a while: root may read and write everything."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.setresuid(65534, 65534, 0)
-    try:
-        yield
-    finally:
-        os.setresuid(0, 0, 0)
-
-
-def test_an_unreadable_checkpoint_is_refused(trainer, path):
-    load_again(trainer)
-    path.chmod(0o000)
-    path.parent.chmod(0o755)
-    with without_privileges():
-        assert "PermissionError(13" in refused(load_again, trainer)
-
-
 # ---------------------------------------------------------------- saving
 
 
@@ -129,14 +107,17 @@ def test_an_unreadable_checkpoint_is_refused(trainer, path):
 def test_a_folder_that_cannot_be_written_is_refused_before_training(
     tmp_path, monkeypatch, capsys, step
 ):
-    """The run is refused before it trains."""
-    module = load(step)
+    module, user = load(step), os.getresuid()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", [SCRIPT[step].name])
     tmp_path.chmod(0o555)
-    with without_privileges(), pytest.raises(SystemExit) as stop:
-        module.parse_args()
-    tmp_path.chmod(0o755)
+    if user[0] == 0:  # root may write everywhere
+        os.setresuid(65534, 65534, 0)
+    try:
+        with pytest.raises(SystemExit) as stop:
+            module.parse_args()
+    finally:
+        os.setresuid(*user)
     assert stop.value.code == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.endswith("error: cannot write to the folder of checkpoint.pt")
@@ -169,17 +150,13 @@ KILLED = """
 """
 
 
-AGAIN = pytest.mark.weekly("pitfalls/tests kills step 5's save, which is the same")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("step", ["01", pytest.param("04", marks=AGAIN)])
-def test_a_kill_in_the_middle_of_a_save_leaves_the_old_checkpoint(trained, tmp_path, step):
+def test_a_kill_in_the_middle_of_a_save_leaves_the_old_checkpoint(trained, tmp_path):
     line = "            torch.save(checkpoint, file)\n"
-    start = forked(edited(tmp_path, step, (line, line + KILLED)), *FOUR_EPOCHS)
+    start = forked(edited(tmp_path, "01", (line, line + KILLED)), *FOUR_EPOCHS)
     assert run(start, tmp_path).returncode != 0
     assert (tmp_path / "checkpoint.pt.new").stat().st_size == 1000
     job = finished(start, tmp_path)
     assert resumed(job) == [1]
     assert not (tmp_path / "checkpoint.pt.new").exists()
-    assert same_bits(job, trained(step, *FOUR_EPOCHS))
+    assert same_bits(job, trained("01", *FOUR_EPOCHS))

@@ -88,13 +88,17 @@ BAD_ARGUMENTS = [
     (["1", "2", "3"], "unrecognized arguments: 3"),
     (["--checkpoint-path=no/such/folder.pt"], "cannot write to the folder of no/such/folder.pt"),
 ]
+BAD_NPROCS = [
+    (["--nprocs=0"], "--nprocs must be at least 1"),
+    (["--nprocs=x"], "argument --nprocs: invalid int value: 'x'"),
+]
 
 
 @pytest.mark.parametrize("step", SCRIPT)
 def test_a_bad_argument_is_named_and_the_exit_code_is_2(step, tmp_path, monkeypatch, capsys):
     module = load(step)
     monkeypatch.chdir(tmp_path)
-    for words, message in BAD_ARGUMENTS:
+    for words, message in BAD_ARGUMENTS + (BAD_NPROCS if step == "02" else []):
         monkeypatch.setattr(sys, "argv", [SCRIPT[step].name, *words])
         with pytest.raises(SystemExit) as stop:
             module.parse_args()
