@@ -5,7 +5,6 @@ import signal
 import tempfile
 import textwrap
 from collections import Counter, defaultdict
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from support.once import FOLDER, once
 from support.positions import GATE, KILLED, ON_RANK_1, at, wait_at_the_gate
 from support.scripts import (
     FOUR_EPOCHS,
+    ROOT,
     SCRIPT,
     TORCHRUN,
     command,
@@ -23,6 +23,7 @@ from support.scripts import (
     edited,
     forked,
     on_each_rank,
+    without_spawn,
 )
 
 # ---------------------------------------------------------------- what runs
@@ -94,7 +95,10 @@ def trained_with():
     def train(step, changes, args, nprocs=2):
         def make(cwd):
             (cwd / ".script").mkdir()
-            script = edited(cwd / ".script", step, *changes)
+            folder = cwd / ".script"
+            script = (
+                without_spawn(folder, *changes) if step == "02" else edited(folder, step, *changes)
+            )
             return finished(forked(script, *args, nprocs=nprocs), cwd)
 
         text = SCRIPT[step].read_text(encoding="utf-8")
@@ -112,10 +116,7 @@ def trained(trained_with):
 @pytest.fixture(autouse=True)
 def forked_ranks_end_at_once(request, monkeypatch):
     """In tests/, forked ranks do not free their modules at exit, unless a test is about the end."""
-    if (
-        request.path.parent == Path(__file__).parent / "tests"
-        and request.path.stem != "test_ending"
-    ):
+    if request.path.parent == ROOT / "tests" and request.path.stem != "test_ending":
         monkeypatch.setenv(server.AT_ONCE, "1")
 
 
@@ -130,15 +131,14 @@ def process_group():
 # ---------------------------------------------------------------- runs with their own launchers
 
 TRAINED = "    trainer.train(args.total_epochs, args.save_every)\n"
-EVALUATES = "    model.eval()\n"
 TWO_CORES = "os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])\n"
 
 
 @pytest.fixture(scope="session")
 def spawned():
-    """Run step 2 with mp.spawn, on two cores; each rank says how many threads it uses.
+    """Run step 2 with mp.spawn on two cores; each rank says how many threads it has.
 
-    It also says a checksum of its weights, and when it evaluates.
+    At the end of training, it says a checksum of its weights.
     """
 
     def make(cwd):
@@ -146,7 +146,6 @@ def spawned():
         changes = [
             ("import torch\n", f"{TWO_CORES}import torch\n"),
             (TRAINED, TRAINED + textwrap.indent(says, "    ")),
-            (EVALUATES, EVALUATES + textwrap.indent(on_each_rank("'evaluates'"), "    ")),
         ]
         script = edited(cwd, "02", *changes)
         return finished(command(script, *FOUR_EPOCHS), cwd, {"OMP_NUM_THREADS": None})

@@ -12,7 +12,7 @@ from itertools import combinations, pairwise, product
 import pytest
 import torch
 from support.jobs import finished, run
-from support.results import epochs, error_lines, losses, resumed, same_bits
+from support.results import epochs, error_lines, losses, resumed, said, same_bits, weights
 from support.scripts import (
     FOUR_EPOCHS,
     NARROW,
@@ -24,6 +24,7 @@ from support.scripts import (
     exact,
     forked,
     load,
+    on_each_rank,
     without_spawn,
 )
 
@@ -174,18 +175,18 @@ def test_seed_and_epoch_decide_on_the_order(step, tmp_path, process_group):
     assert all(a != b for a, b in combinations(orders, 2))
 
 
-@pytest.mark.parametrize("step", RUN_EPOCHS)
+@pytest.mark.parametrize("step", ["01", *RUN_EPOCHS])
 def test_each_epoch_of_each_rank_draws_numbers_of_its_own(
     step, tmp_path, process_group, monkeypatch
 ):
-    module, drawn = load(step), []
-    trainer = build_trainer(module, arguments(tmp_path / "none.pt"))
-    for rank, trainer.epochs_run in product((0, 1), (0, 1, 2)):
-        monkeypatch.setattr(module.dist, "get_rank", lambda rank=rank: rank)
+    drawn, ranks = [], (0,) if step == "01" else (0, 1)
+    trainer = build_trainer(load(step), arguments(tmp_path / "none.pt"))
+    for rank, trainer.epochs_run in product(ranks, (0, 1, 2)):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
         trainer._run_epoch()
         trainer.train_loader.sampler.samples_run = trainer.samples_run = 0
         drawn.append(torch.rand(1).item())
-    assert len(set(drawn)) == 6
+    assert len(set(drawn)) == len(drawn)
 
 
 @pytest.mark.parametrize("step", SCRIPT)
@@ -203,6 +204,62 @@ def test_an_epoch_trains_in_train_mode(step, tmp_path, process_group, monkeypatc
         assert not trainer.model.training
     assert len(modes) == 2 * 4  # batches
     assert all(modes)
+
+
+@pytest.mark.parametrize("step", SCRIPT)
+def test_num_workers_is_the_number_of_the_loaders_workers(step, tmp_path, process_group):
+    trainer = build_trainer(load(step), arguments(tmp_path / "none.pt", num_workers=1))
+    assert trainer.train_loader.num_workers == 1
+
+
+# ---------------------------------------------------------------- one batch of each step
+
+
+def says(word, line):
+    """Return a change: each rank says the word before it runs this line, or one that begins so."""
+    return line, f"{line[: -len(line.lstrip())]}{on_each_rank(repr(word))}{line}"
+
+
+@pytest.fixture
+def one_batch(trained_with):
+    """Return a function that runs a step for one batch, at a learning rate of 0.
+
+    Its ranks say what they do. Rank 0 is slow to evaluate.
+    """
+    args = ("1", *NARROW, "--lr=0", "--seed=1", "--batch-size=12942")
+    slow = "    time.sleep(1 - dist.get_rank())\n"
+    line, evaluates = says("evaluates", '    log(f"accuracy')
+    changes = (
+        says("saves", "        with open("),
+        (line, slow + evaluates),
+        says("leaves", "    dist.destroy_process_group("),
+    )
+    return lambda step: trained_with(step, () if step == "01" else changes, args)
+
+
+@pytest.mark.parametrize("step", SCRIPT)
+def test_the_seed_decides_on_the_first_weights(one_batch, step):
+    torch.manual_seed(1)
+    first, saved = load(step).build_model(4).state_dict(), weights(one_batch(step))
+    assert all(torch.equal(first[name], saved[name]) for name in first)
+
+
+@pytest.mark.parametrize("step", [*SCRIPT][1:])
+def test_only_rank_0_saves(one_batch, step):
+    assert "saves" in said(one_batch(step), 0)
+    assert "saves" not in said(one_batch(step), 1)
+
+
+@pytest.mark.parametrize("step", [*SCRIPT][1:-1])
+def test_only_rank_0_evaluates(one_batch, step):
+    assert "evaluates" in said(one_batch(step), 0)
+    assert "evaluates" not in said(one_batch(step), 1)
+
+
+@pytest.mark.parametrize("step", [*SCRIPT][1:])
+def test_no_rank_leaves_the_group_before_rank_0_has_evaluated(one_batch, step):
+    text = one_batch(step).stdout
+    assert text.index("rank 0: evaluates") < text.index("rank 1: leaves")
 
 
 # ---------------------------------------------------------------- what stands beside each step
