@@ -77,16 +77,6 @@ def test_it_refuses_to_start_without_torchrun(tmp_path, step):
 
 
 @pytest.mark.slow
-def test_it_repeats_only_what_was_not_saved(trained, tmp_path):
-    """The kill comes after the third epoch, which was not saved."""
-    script = edited(tmp_path, "03", at(3, 20, KILLED, when="dist.get_rank() == 0"))
-    job = finished(forked(script, "4", "2", *NARROW, restarts=1), tmp_path)
-    assert resumed(job) == [2]
-    assert epochs(job) == [1, 2, 3, 3, 4]
-    assert same_bits(job, trained("03", *FOUR_EPOCHS))
-
-
-@pytest.mark.slow
 def test_it_survives_a_kill_with_4_processes(trained_with, tmp_path):
     """With the lines of recipes/bitwise_resume.md, the bits are the same at any world size."""
     kill = at(1, 20, KILLED, when="dist.get_rank() == 3")
