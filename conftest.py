@@ -154,34 +154,24 @@ def spawned():
 
 
 @pytest.fixture(scope="session")
-def killed():
-    """Run step 3 with torchrun, which restarts it after rank 1 was killed in the second epoch."""
+def disturbed():
+    """Run step 4 with torchrun and loader workers; in epoch 2, rank 1 is killed.
 
-    def make(cwd):
-        script = edited(cwd, "03", at(1, 20, KILLED, ON_RANK_1))
-        start = command(script, *FOUR_EPOCHS, torchrun=("--max-restarts=1",))
-        return finished(start, cwd, RESTARTS)
-
-    return once(("killed", SCRIPT["03"].read_text(encoding="utf-8")), make)
-
-
-@pytest.fixture(scope="session")
-def told_to_stop():
-    """Run step 4 with torchrun and loader workers; torchrun is told to stop in the third epoch.
-
-    Return the Result, and the checkpoint that was left.
+    Torchrun restarts the ranks, and is told to stop in epoch 3. Return the Result, and the
+    checkpoint that was left.
     """
 
     def make(cwd):
-        script = edited(cwd, "04", at(2, 15, GATE))
-        with Job(command(script, *FOUR_EPOCHS, "--num-workers=1"), cwd) as job:
+        script = edited(cwd, "04", at(1, 20, KILLED, ON_RANK_1), at(2, 15, GATE))
+        start = command(script, *FOUR_EPOCHS, "--num-workers=1", torchrun=("--max-restarts=1",))
+        with Job(start, cwd, RESTARTS) as job:
             wait_at_the_gate(job)
             job.process.send_signal(signal.SIGTERM)
             result = job.result()
         assert (cwd / "checkpoint.pt.interrupted").exists(), result
         return result, torch.load(cwd / "checkpoint.pt", weights_only=True)
 
-    return once(("told to stop", SCRIPT["04"].read_text(encoding="utf-8")), make)
+    return once(("disturbed", SCRIPT["04"].read_text(encoding="utf-8")), make)
 
 
 @pytest.fixture(scope="session")

@@ -19,20 +19,20 @@ from support.scripts import (
 )
 
 
-def test_it_reads_98_percent_of_digits_that_it_has_never_seen(launched):
-    assert accuracy(launched("02"))[0] >= 98
+def test_it_reads_98_percent_of_digits_that_it_has_never_seen(trained):
+    assert accuracy(trained("02"))[0] >= 98
 
 
-def test_only_rank_0_prints_and_saves(launched):
-    job = launched("02")
+def test_only_rank_0_prints_and_saves(trained):
+    job = trained("02")
     assert job.stdout.startswith("world size 2 on the CPU\n")
     assert epochs(job) == [1, 2, 3, 4]
     assert len(job.stdout.splitlines()) == 6
     assert [path.name for path in job.cwd.glob("[!.]*")] == ["checkpoint.pt"]
 
 
-def test_it_saves_names_without_ddps_prefix(launched):
-    assert weights(launched("02")).keys() == load("02").build_model(32).state_dict().keys()
+def test_it_saves_names_without_ddps_prefix(trained):
+    assert weights(trained("02")).keys() == load("02").build_model(32).state_dict().keys()
 
 
 def test_the_ranks_share_the_cores_and_end_with_equal_weights(spawned):

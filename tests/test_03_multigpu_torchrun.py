@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 import torch
-from support.jobs import finished, run
-from support.positions import KILLED, RANK_1_LOOKS_ELSEWHERE, at
+from support.jobs import RESTARTS, finished, run
+from support.positions import KILLED, ON_RANK_1, RANK_1_LOOKS_ELSEWHERE, at
 from support.results import accuracy, epochs, error_lines, resumed, same_bits
 from support.scripts import FOUR_EPOCHS, NARROW, command, edited, exact, forked, load
 
@@ -18,11 +18,20 @@ def test_only_rank_0_prints_and_saves(trained):
     assert [path.name for path in job.cwd.glob("[!.]*")] == ["checkpoint.pt"]
 
 
-def test_it_survives_a_kill_and_ends_with_the_bits_of_an_undisturbed_run(killed, spawned):
-    """Rank 1 was killed in the middle of the second epoch: the first is not repeated."""
-    assert resumed(killed) == [1]
-    assert epochs(killed) == [1, 2, 3, 4]
-    assert same_bits(killed, spawned)  # a run of step 2
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_it_survives_a_kill_and_ends_with_the_bits_of_an_undisturbed_run(
+    trained, tmp_path, torchrun
+):
+    """Rank 1 is killed in the middle of the second epoch: the first is not repeated."""
+    script = edited(tmp_path, "03", at(1, 20, KILLED, ON_RANK_1))
+    if torchrun:
+        start = command(script, *FOUR_EPOCHS, torchrun=("--max-restarts=1",))
+    else:
+        start = forked(script, *FOUR_EPOCHS, restarts=1)
+    job = finished(start, tmp_path, RESTARTS)
+    assert resumed(job) == [1]
+    assert epochs(job) == [1, 2, 3, 4]
+    assert same_bits(job, trained("03", *FOUR_EPOCHS))
 
 
 def test_its_checkpoint_holds_what_a_resume_needs(trained):
