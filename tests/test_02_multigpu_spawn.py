@@ -51,18 +51,15 @@ def test_it_resumes_and_ends_with_the_bits_of_an_undisturbed_run(trained, tmp_pa
 
 
 @pytest.mark.parametrize("nprocs", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_n_processes_follow_one_with_n_times_the_batch(tmp_path, nprocs):
+def test_n_processes_follow_one_with_n_times_the_batch(trained_with, nprocs):
     """In double precision. The printed loss is the same, too: it is the mean over all ranks."""
-    path = without_spawn(tmp_path, *DOUBLE)
-    jobs, results = [], []
-    for count, batch in ((nprocs, 64), (1, 64 * nprocs)):
-        args = ("1", f"--batch-size={batch}", "--width=2", f"--checkpoint-path={count}.pt")
-        jobs.append(finished(forked(path, *args, nprocs=count), tmp_path))
-        results.append(weights(tmp_path / f"{count}.pt"))
-    many, one = results
-    assert any(not torch.equal(one[name], many[name]) for name in one)
-    assert max((one[name] - many[name]).abs().max() for name in one) < 1e-9
-    assert losses(jobs[0]) == losses(jobs[1])
+    args = ("1", "--width=2", "--batch-size")
+    many = trained_with("02", DOUBLE, (*args, "64"), nprocs=nprocs)
+    one = trained_with("02", DOUBLE, (*args, str(64 * nprocs)), nprocs=1)
+    assert not same_bits(many, one)
+    for name, tensor in weights(many).items():
+        assert (tensor - weights(one)[name]).abs().max() < 1e-9
+    assert losses(many) == losses(one)
 
 
 @pytest.mark.parametrize(("gpus", "nprocs"), [(0, 2), (3, 3)])
