@@ -136,9 +136,9 @@ TWO_CORES = "os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])\n"
 
 @pytest.fixture(scope="session")
 def spawned():
-    """Run step 2 with mp.spawn on two cores; each rank says how many threads it has.
+    """Return a function that runs step 2 with mp.spawn on two cores, and returns the Result.
 
-    At the end of training, it says a checksum of its weights.
+    Each rank says how many threads it has and, after training, a checksum of its weights.
     """
 
     def make(cwd):
@@ -150,15 +150,15 @@ def spawned():
         script = edited(cwd, "02", *changes)
         return finished(command(script, *FOUR_EPOCHS), cwd, {"OMP_NUM_THREADS": None})
 
-    return once(("spawned", SCRIPT["02"].read_text(encoding="utf-8")), make)
+    return lambda: once(("spawned", SCRIPT["02"].read_text(encoding="utf-8")), make)
 
 
 @pytest.fixture(scope="session")
 def disturbed():
-    """Run step 4 with torchrun and loader workers; in epoch 2, rank 1 is killed.
+    """Return a function that runs step 4 with torchrun and loader workers.
 
-    Torchrun restarts the ranks, and is told to stop in epoch 3. Return the Result, and the
-    checkpoint that was left.
+    In epoch 2, rank 1 is killed, and torchrun restarts all ranks. In epoch 3, torchrun is told to
+    stop. The function returns the Result, and the checkpoint that was left.
     """
 
     def make(cwd):
@@ -171,7 +171,7 @@ def disturbed():
         assert (cwd / "checkpoint.pt.interrupted").exists(), result
         return result, torch.load(cwd / "checkpoint.pt", weights_only=True)
 
-    return once(("disturbed", SCRIPT["04"].read_text(encoding="utf-8")), make)
+    return lambda: once(("disturbed", SCRIPT["04"].read_text(encoding="utf-8")), make)
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,8 @@ def test_it_saves_names_without_ddps_prefix(trained):
 
 
 def test_the_ranks_share_the_cores_and_end_with_equal_weights(spawned):
-    (threads_0, bits_0), (threads_1, bits_1) = said(spawned, 0), said(spawned, 1)
+    job = spawned()
+    (threads_0, bits_0), (threads_1, bits_1) = said(job, 0), said(job, 1)
     assert threads_0 == threads_1 == "1"  # of two cores
     assert bits_0 == bits_1
 

@@ -36,14 +36,14 @@ def test_it_runs_on_two_nodes_that_meet_at_one_address(two_nodes):
 
 def test_it_survives_a_kill(disturbed):
     """Torchrun restarted all ranks: the first epoch is not repeated."""
-    job, _ = disturbed
+    job, _ = disturbed()
     assert resumed(job) == [1]
     assert epochs(job) == [1, 2]
 
 
 def test_told_to_stop_it_saves_in_mid_epoch_and_says_so(disturbed):
     """All ranks stop after the same step: the next one at which they ask each other."""
-    job, saved = disturbed
+    job, saved = disturbed()
     assert (saved["EPOCHS_RUN"], saved["SAMPLES_RUN"]) == (2, 20 * STEP)
     assert "interrupted after 5,120 samples of the epoch" in job.stdout
     assert job.returncode == 1
@@ -52,7 +52,7 @@ def test_told_to_stop_it_saves_in_mid_epoch_and_says_so(disturbed):
 
 def test_told_to_stop_it_loses_no_step(disturbed, trained, tmp_path):
     """Torchrun also told the workers of the DataLoader; without workers, the bits are the same."""
-    _, saved = disturbed
+    _, saved = disturbed()
     torch.save(saved, tmp_path / "checkpoint.pt")
     job = finished(forked("04", *FOUR_EPOCHS), tmp_path)
     assert resumed(job) == [2]

@@ -38,13 +38,13 @@ PAIRS = [*pairwise(SCRIPT)]
 def test_spawn_and_torchrun_end_with_the_same_bits(spawned, two_nodes):
     """Step 2 with mp.spawn, and step 4 with a torchrun on each of two nodes."""
     node, _ = two_nodes(1)
-    assert same_bits(spawned, node.cwd.parent / "checkpoint.pt")
+    assert same_bits(spawned(), node.cwd.parent / "checkpoint.pt")
 
 
 @pytest.mark.parametrize("step", ["03", "04", "05"])
 def test_forked_ranks_with_which_other_tests_compare_end_with_the_same_bits(spawned, trained, step):
-    assert same_bits(spawned, trained(step, *FOUR_EPOCHS))
-    assert losses(spawned) == losses(trained(step, *FOUR_EPOCHS))
+    assert same_bits(spawned(), trained(step, *FOUR_EPOCHS))
+    assert losses(spawned()) == losses(trained(step, *FOUR_EPOCHS))
 
 
 @SLOW
