@@ -7,8 +7,6 @@ import textwrap
 from collections import Counter, defaultdict
 
 import pytest
-import torch
-import torch.distributed as dist
 from support import gpus, server
 from support.jobs import RESTARTS, Job, finished, free_port
 from support.once import FOLDER, once
@@ -36,7 +34,10 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
     os.environ.pop("PYTHONUNBUFFERED", None)  # would divide the lines that ranks print
+    os.environ["OMP_NUM_THREADS"] = "1"  # or each process would keep all cores busy
     if config.option.gpus:
+        import torch
+
         config.option.markexpr = "gpu"
         os.environ.setdefault(gpus.VARIABLE, str(torch.cuda.device_count()))
         if not gpus.count():
@@ -123,6 +124,8 @@ def forked_ranks_end_at_once(request, monkeypatch):
 @pytest.fixture
 def process_group():
     """Join a process group of which this process is the only member."""
+    import torch.distributed as dist
+
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -162,6 +165,8 @@ def disturbed():
     """
 
     def make(cwd):
+        import torch
+
         script = edited(cwd, "04", at(1, 20, KILLED, ON_RANK_1), at(2, 15, GATE))
         start = command(script, *FOUR_EPOCHS, "--num-workers=1", torchrun=("--max-restarts=1",))
         with Job(start, cwd, RESTARTS) as job:

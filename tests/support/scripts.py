@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
 from support import gpus, server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,6 +143,8 @@ def arguments(path, **changes):
 
 def build_trainer(module, args):
     """Build a step's Trainer on the CPU, as its main does, for a few of the digits."""
+    import torch
+
     torch.manual_seed(args.seed)
     digits = torch.utils.data.Subset(module.load_datasets()[0], range(256))
     model = module.build_model(args.width)
