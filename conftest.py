@@ -3,15 +3,26 @@
 import os
 import signal
 import tempfile
+import textwrap
+from collections import Counter, defaultdict
 
 import pytest
-import torch
-import torch.distributed as dist
 from support import gpus, server
-from support.jobs import RESTARTS, Job, finished
+from support.jobs import RESTARTS, Job, finished, free_port
 from support.once import FOLDER, once
 from support.positions import GATE, KILLED, ON_RANK_1, at, wait_at_the_gate
-from support.scripts import LONG, SCRIPT, command, edited, forked
+from support.scripts import (
+    FOUR_EPOCHS,
+    ROOT,
+    SCRIPT,
+    TORCHRUN,
+    command,
+    digest,
+    edited,
+    forked,
+    on_each_rank,
+    without_spawn,
+)
 
 # ---------------------------------------------------------------- what runs
 
@@ -23,7 +34,10 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
     os.environ.pop("PYTHONUNBUFFERED", None)  # would divide the lines that ranks print
+    os.environ["OMP_NUM_THREADS"] = "1"  # or each process would keep all cores busy
     if config.option.gpus:
+        import torch
+
         config.option.markexpr = "gpu"
         os.environ.setdefault(gpus.VARIABLE, str(torch.cuda.device_count()))
         if not gpus.count():
@@ -48,6 +62,18 @@ def pytest_runtest_makereport(item):
     return report
 
 
+def pytest_terminal_summary(terminalreporter):
+    """Print a line for each file: with `-n`, the workers' lines are those of several files."""
+    files = defaultdict(Counter)
+    for outcome in ("passed", "failed", "error", "skipped", "xfailed"):
+        for report in terminalreporter.getreports(outcome):
+            files[report.nodeid.partition("::")[0]][outcome] += 1
+    terminalreporter.section("the outcome of each file")
+    for path, outcomes in sorted(files.items()):
+        counts = ", ".join(f"{number} {outcome}" for outcome, number in outcomes.items())
+        terminalreporter.write_line(f"{path:42} {counts}")
+
+
 # ---------------------------------------------------------------- training
 
 
@@ -70,7 +96,10 @@ def trained_with():
     def train(step, changes, args, nprocs=2):
         def make(cwd):
             (cwd / ".script").mkdir()
-            script = edited(cwd / ".script", step, *changes)
+            folder = cwd / ".script"
+            script = (
+                without_spawn(folder, *changes) if step == "02" else edited(folder, step, *changes)
+            )
             return finished(forked(script, *args, nprocs=nprocs), cwd)
 
         text = SCRIPT[step].read_text(encoding="utf-8")
@@ -85,35 +114,90 @@ def trained(trained_with):
     return lambda step, *args, **options: trained_with(step, (), args, **options)
 
 
-@pytest.fixture(scope="session")
-def disturbed():
-    """Run a step under torchrun; kill a rank in epoch 2, send SIGTERM in epoch 3, start it again.
-
-    Return the Results of both runs, and the checkpoint that SIGTERM left.
-    """
-
-    def disturb(step):
-        def make(cwd):
-            disturbances = at(1, 20, KILLED, ON_RANK_1), at(2, 15, GATE)
-            script = edited(cwd, step, *disturbances)
-            start = command(script, *LONG, torchrun=("--max-restarts=1",))
-            with Job(start, cwd, RESTARTS) as job:
-                wait_at_the_gate(job)
-                job.process.send_signal(signal.SIGTERM)
-                first = job.result()
-            left = {path.name for path in cwd.glob("checkpoint.pt*")}
-            assert "checkpoint.pt.interrupted" in left, first
-            saved = torch.load(cwd / "checkpoint.pt", weights_only=True)
-            return first, saved, finished(forked(step, *LONG), cwd)
-
-        return once(("disturbed", SCRIPT[step].read_text(encoding="utf-8")), make)
-
-    return disturb
+@pytest.fixture(autouse=True)
+def forked_ranks_end_at_once(request, monkeypatch):
+    """In tests/, forked ranks do not free their modules at exit, unless a test is about the end."""
+    if request.path.parent == ROOT / "tests" and request.path.stem != "test_ending":
+        monkeypatch.setenv(server.AT_ONCE, "1")
 
 
 @pytest.fixture
 def process_group():
     """Join a process group of which this process is the only member."""
+    import torch.distributed as dist
+
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------- runs with their own launchers
+
+TRAINED = "    trainer.train(args.total_epochs, args.save_every)\n"
+TWO_CORES = "os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])\n"
+
+
+@pytest.fixture(scope="session")
+def spawned():
+    """Return a function that runs step 2 with mp.spawn on two cores, and returns the Result.
+
+    Each rank says how many threads it has and, after training, a checksum of its weights.
+    """
+
+    def make(cwd):
+        says = on_each_rank("torch.get_num_threads()") + on_each_rank(digest("model.parameters()"))
+        changes = [
+            ("import torch\n", f"{TWO_CORES}import torch\n"),
+            (TRAINED, TRAINED + textwrap.indent(says, "    ")),
+        ]
+        script = edited(cwd, "02", *changes)
+        return finished(command(script, *FOUR_EPOCHS), cwd, {"OMP_NUM_THREADS": None})
+
+    return lambda: once(("spawned", SCRIPT["02"].read_text(encoding="utf-8")), make)
+
+
+@pytest.fixture(scope="session")
+def disturbed():
+    """Return a function that runs step 4 with torchrun and loader workers.
+
+    In epoch 2, rank 1 is killed, and torchrun restarts all ranks. In epoch 3, torchrun is told to
+    stop. The function returns the Result, and the checkpoint that was left.
+    """
+
+    def make(cwd):
+        import torch
+
+        script = edited(cwd, "04", at(1, 20, KILLED, ON_RANK_1), at(2, 15, GATE))
+        start = command(script, *FOUR_EPOCHS, "--num-workers=1", torchrun=("--max-restarts=1",))
+        with Job(start, cwd, RESTARTS) as job:
+            wait_at_the_gate(job)
+            job.process.send_signal(signal.SIGTERM)
+            result = job.result()
+        assert (cwd / "checkpoint.pt.interrupted").exists(), result
+        return result, torch.load(cwd / "checkpoint.pt", weights_only=True)
+
+    return lambda: once(("disturbed", SCRIPT["04"].read_text(encoding="utf-8")), make)
+
+
+@pytest.fixture(scope="session")
+def two_nodes():
+    """Return a function that runs step 4 on two nodes, and returns the Result of each.
+
+    A node is a torchrun, called its agent, in a folder of its own. The agents find each other over
+    c10d at one address, and share only the checkpoint.
+    """
+
+    def run(nproc_per_node):
+        def make(cwd):
+            words = [TORCHRUN, "--nnodes=2", f"--nproc-per-node={nproc_per_node}"]
+            words += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}"]
+            words += [SCRIPT["04"], *FOUR_EPOCHS, f"--checkpoint-path={cwd / 'checkpoint.pt'}"]
+            folders = [cwd / "node0", cwd / "node1"]
+            for folder in folders:
+                folder.mkdir()
+            with Job(words, folders[0]) as zero, Job(words, folders[1]) as one:
+                return [zero.result(), one.result()]
+
+        return once(("nodes", SCRIPT["04"].read_text(encoding="utf-8"), nproc_per_node), make)
+
+    return run

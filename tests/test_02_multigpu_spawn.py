@@ -1,6 +1,5 @@
 """Step 2: one process per GPU, or two on a CPU."""
 
-import re
 import sys
 
 import pytest
@@ -10,55 +9,58 @@ from support.positions import GATE, KILLED, ON_RANK_1, at, open_the_gate, wait_a
 from support.results import accuracy, epochs, losses, resumed, said, same_bits, weights
 from support.scripts import (
     DOUBLE,
-    LONG,
-    SMALL,
+    FOUR_EPOCHS,
+    NARROW,
     command,
-    digest,
     edited,
     forked,
     load,
-    on_each_rank,
     without_spawn,
 )
 
 
-def test_it_reads_98_percent_of_digits_that_it_has_never_seen(launched):
-    assert accuracy(launched("02"))[0] >= 98
+def test_it_reads_98_percent_of_digits_that_it_has_never_seen(trained):
+    assert accuracy(trained("02"))[0] >= 98
 
 
-def test_only_rank_0_prints_and_saves(launched):
-    job = launched("02")
+def test_only_rank_0_prints_and_saves(trained):
+    job = trained("02")
+    assert job.stdout.startswith("world size 2 on the CPU\n")
     assert epochs(job) == [1, 2, 3, 4]
-    assert len(job.stdout.splitlines()) == 5
+    assert len(job.stdout.splitlines()) == 6
     assert [path.name for path in job.cwd.glob("[!.]*")] == ["checkpoint.pt"]
 
 
-def test_it_saves_names_without_ddps_prefix(launched):
-    assert weights(launched("02")).keys() == load("02").build_model(32).state_dict().keys()
+def test_it_saves_names_without_ddps_prefix(trained):
+    assert weights(trained("02")).keys() == load("02").build_model(32).state_dict().keys()
+
+
+def test_the_ranks_share_the_cores_and_end_with_equal_weights(spawned):
+    job = spawned()
+    (threads_0, bits_0), (threads_1, bits_1) = said(job, 0), said(job, 1)
+    assert threads_0 == threads_1 == "1"  # of two cores
+    assert bits_0 == bits_1
 
 
 def test_it_resumes_and_ends_with_the_bits_of_an_undisturbed_run(trained, tmp_path):
     script = without_spawn(tmp_path)
-    finished(forked(script, "2", *SMALL), tmp_path)
-    job = finished(forked(script, *LONG), tmp_path)
+    finished(forked(script, "2", *NARROW), tmp_path)
+    job = finished(forked(script, *FOUR_EPOCHS), tmp_path)
     assert resumed(job) == [2]
     assert epochs(job) == [3, 4]
-    assert same_bits(job, trained("03", *LONG))
+    assert same_bits(job, trained("03", *FOUR_EPOCHS))
 
 
 @pytest.mark.parametrize("nprocs", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_n_processes_follow_one_with_n_times_the_batch(tmp_path, nprocs):
+def test_n_processes_follow_one_with_n_times_the_batch(trained_with, nprocs):
     """In double precision. The printed loss is the same, too: it is the mean over all ranks."""
-    path = without_spawn(tmp_path, *DOUBLE)
-    jobs, results = [], []
-    for count, batch in ((nprocs, 64), (1, 64 * nprocs)):
-        args = ("1", f"--batch-size={batch}", "--width=2", f"--checkpoint-path={count}.pt")
-        jobs.append(finished(forked(path, *args, nprocs=count), tmp_path))
-        results.append(weights(tmp_path / f"{count}.pt"))
-    many, one = results
-    assert any(not torch.equal(one[name], many[name]) for name in one)
-    assert max((one[name] - many[name]).abs().max() for name in one) < 1e-9
-    assert losses(jobs[0]) == losses(jobs[1])
+    args = ("1", "--width=2", "--batch-size")
+    many = trained_with("02", DOUBLE, (*args, "64"), nprocs=nprocs)
+    one = trained_with("02", DOUBLE, (*args, str(64 * nprocs)), nprocs=1)
+    assert not same_bits(many, one)
+    for name, tensor in weights(many).items():
+        assert (tensor - weights(one)[name]).abs().max() < 1e-9
+    assert losses(many) == losses(one)
 
 
 @pytest.mark.parametrize(("gpus", "nprocs"), [(0, 2), (3, 3)])
@@ -68,50 +70,23 @@ def test_it_starts_one_process_per_gpu_or_two_on_a_cpu(monkeypatch, gpus, nprocs
     assert load("02").parse_args().nprocs == nprocs
 
 
-@pytest.mark.parametrize("nprocs", ["0", "-1", "x"])
-def test_it_refuses_a_wrong_number_of_processes(monkeypatch, capsys, nprocs):
-    monkeypatch.setattr(sys, "argv", ["02_multigpu_spawn.py", f"--nprocs={nprocs}"])
-    with pytest.raises(SystemExit) as stop:
-        load("02").parse_args()
-    assert stop.value.code == 2
-    assert "--nprocs" in capsys.readouterr().err.splitlines()[-1]
-
-
-THREADS = "torch.get_num_threads()"
-
-
-def test_the_ranks_share_the_cores_and_end_with_equal_weights(tmp_path):
-    spawn, show = "    mp.spawn(", on_each_rank(digest("model.parameters()"))
-    trained = "    trainer.train(args.total_epochs, args.save_every)\n"
-    path = edited(
-        tmp_path,
-        "02",
-        (trained, f"{trained}    {on_each_rank(THREADS)}    {show}"),
-        (spawn, f"    print('available:', {THREADS})\n{spawn}"),
-    )
-    job = finished(command(path, "1", *SMALL), tmp_path, {"OMP_NUM_THREADS": None})
-    (available,) = re.findall(r"^available: (\d+)$", job.stdout, re.MULTILINE)
-    (threads_0, bits_0), (threads_1, bits_1) = said(job, 0), said(job, 1)
-    assert int(threads_0) == int(threads_1) == max(1, int(available) // 2)
-    assert bits_0 == bits_1
-
-
 @pytest.mark.slow
 def test_two_copies_run_at_the_same_time(trained, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     waits = edited(tmp_path, "02", at(0, 5, GATE))
-    with Job(command(waits, "1", *SMALL, nprocs=1), tmp_path) as job:
+    with Job(command(waits, "1", *NARROW, nprocs=1), tmp_path) as job:
         wait_at_the_gate(job)
-        finished(command("02", "1", *SMALL, nprocs=1), other)
+        finished(command("02", "1", *NARROW, nprocs=1), other)
         open_the_gate(job)
         assert job.wait().returncode == 0, job
     for folder in (tmp_path, other):
-        assert same_bits(folder / "checkpoint.pt", trained("03", "1", *SMALL, nprocs=1))
+        assert same_bits(folder / "checkpoint.pt", trained("03", "1", *NARROW, nprocs=1))
 
 
 @pytest.mark.slow
 def test_a_killed_process_ends_all(tmp_path):
-    job = run(command(edited(tmp_path, "02", at(0, 5, KILLED, ON_RANK_1)), *LONG), tmp_path)
+    script = edited(tmp_path, "02", at(0, 5, KILLED, ON_RANK_1))
+    job = run(command(script, *FOUR_EPOCHS), tmp_path)
     assert job.returncode != 0
     assert "terminated with signal SIGKILL" in job.stderr or "Connection closed" in job.stderr, job

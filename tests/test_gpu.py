@@ -52,6 +52,7 @@ def test_it_learns_on_gpus_and_nothing_warns(tmp_path, nprocs, step):
     batch = f"--batch-size={256 // nprocs}"  # the same effective batch everywhere
     job = finished(command(step, batch, nprocs=nprocs), tmp_path)
     assert accuracy(job)[0] >= 98
+    assert "on the CPU" not in job.stdout
     assert epochs(job) == [1, 2, 3, 4]
     assert "warning" not in job.stderr.lower(), job
     if step == "05":

@@ -11,13 +11,10 @@ from support.results import accuracy, epochs, resumed, said, same_bits
 from support.scripts import SCRIPT, edited, forked, load, on_each_rank
 
 SLOW = pytest.mark.slow
-AGAIN = pytest.mark.weekly("the same with other loader workers")
-ARGS = ("5", "--batch-size=16", "--width=4")
+AGAIN = pytest.mark.weekly("the same in another step")
+ARGS = ("3", "--batch-size=16", "--width=4")
+WORKERS = "--num-workers=2"
 STEP = 2 * 16  # samples of both ranks
-NO_WORKERS = ""
-FORK = ', num_workers=2, multiprocessing_context="fork"'
-SPAWN = ', num_workers=2, multiprocessing_context="spawn"'
-PERSISTENT = ", persistent_workers=True"
 # Like torchrun, this signals the whole process group of a rank, including its DataLoader workers.
 TOLD_AT = at(1, 25, "os.killpg(0, signal.SIGTERM)", ON_RANK_1)
 
@@ -61,9 +58,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def own(folder):
-    """Return a function that writes a copy of a step with another model, data set and loader."""
+    """Return a function that writes a copy of a step with another model and data set."""
 
-    def write(tmp_path, step, loader, *changes, random=False):
+    def write(tmp_path, step, *changes, random=False):
         script = SCRIPT[step].read_text(encoding="utf-8")
 
         def function(name):
@@ -72,7 +69,6 @@ def own(folder):
         own = [
             (function("load_datasets"), DATA.format(folder=folder, noise=0.1 * random)),
             (function("build_model"), MODEL.format(dropout=0.2 * random)),
-            ("sampler=sampler", f"sampler=sampler{loader}"),
         ]
         return edited(tmp_path, step, *own, *changes)
 
@@ -84,9 +80,9 @@ def undisturbed(own, tmp_path_factory):
     """Return a function that trains without a fault, once for the same arguments."""
 
     @cache
-    def train(loader, random=False):
+    def train(*options, random=False):
         path = tmp_path_factory.mktemp("undisturbed")
-        job = finished(forked(own(path, "03", loader, random=random), *ARGS), path)
+        job = finished(forked(own(path, "03", random=random), *ARGS, *options), path)
         assert accuracy(job)[0] > 90
         return job
 
@@ -96,36 +92,27 @@ def undisturbed(own, tmp_path_factory):
 # ---------------------------------------------------------------- told to stop
 
 
-@pytest.mark.parametrize(
-    ("step", "loader"),
-    [
-        ("04", FORK),
-        pytest.param("05", SPAWN + PERSISTENT, marks=AGAIN),
-        pytest.param("04", NO_WORKERS, marks=AGAIN),
-        pytest.param("04", FORK + PERSISTENT, marks=AGAIN),
-    ],
-)
-def test_told_to_stop_in_mid_epoch(own, undisturbed, tmp_path, step, loader):
-    """With BatchNorm and one file per sample. Neither the workers nor the step change a bit."""
-    start = forked(own(tmp_path, step, loader, TOLD_AT), *ARGS)
+def test_told_to_stop_in_mid_epoch(own, undisturbed, tmp_path):
+    """With BatchNorm and one file per sample. The workers do not change a bit."""
+    start = forked(own(tmp_path, "04", TOLD_AT), *ARGS, WORKERS)
     job = run(start, tmp_path)
     assert "interrupted after 960 samples" in job.stdout, job
     assert (tmp_path / "checkpoint.pt.interrupted").exists()
     assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["SAMPLES_RUN"] == 30 * STEP
     again = finished(start, tmp_path)
-    assert epochs(job) + epochs(again) == [1, 2, 3, 4, 5]
-    assert same_bits(again, undisturbed(NO_WORKERS))
+    assert epochs(job) + epochs(again) == [1, 2, 3]
+    assert same_bits(again, undisturbed())
 
 
 @SLOW
 def test_a_resume_in_mid_epoch_draws_other_random_numbers(own, undisturbed, tmp_path):
     """Checkpoints do not hold the random state. Between epochs, they need not: see below."""
-    start = forked(own(tmp_path, "04", NO_WORKERS, TOLD_AT, random=True), *ARGS)
+    start = forked(own(tmp_path, "04", TOLD_AT, random=True), *ARGS)
     job = run(start, tmp_path)
     assert "interrupted after 960 samples" in job.stdout, job
     again = finished(start, tmp_path)
     assert accuracy(again)[0] > 90
-    assert not same_bits(again, undisturbed(NO_WORKERS, random=True))
+    assert not same_bits(again, undisturbed(random=True))
 
 
 # ---------------------------------------------------------------- killed
@@ -134,16 +121,16 @@ def test_a_resume_in_mid_epoch_draws_other_random_numbers(own, undisturbed, tmp_
 @SLOW
 @pytest.mark.parametrize("step", ["03", *(pytest.param(n, marks=AGAIN) for n in ("04", "05"))])
 def test_a_kill_with_dropout_augmentation_and_loader_workers(own, undisturbed, tmp_path, step):
-    script = own(tmp_path, step, FORK, at(1, 25, KILLED, ON_RANK_1), random=True)
-    job = finished(forked(script, *ARGS, restarts=1), tmp_path)
+    script = own(tmp_path, step, at(1, 25, KILLED, ON_RANK_1), random=True)
+    job = finished(forked(script, *ARGS, WORKERS, restarts=1), tmp_path)
     assert resumed(job) == [1]
-    assert same_bits(job, undisturbed(FORK, random=True))
+    assert same_bits(job, undisturbed(WORKERS, random=True))
 
 
 @SLOW
 def test_all_ranks_evaluate_with_the_statistics_of_rank_0(own, tmp_path):
     line = "    correct = torch.tensor(0)\n"
     show = f"    {on_each_rank('model[1].running_mean.tolist()')}{line}"
-    script = own(tmp_path, "05", NO_WORKERS, (line, show))
+    script = own(tmp_path, "05", (line, show))
     job = finished(forked(script, "1", *ARGS[1:]), tmp_path)
     assert said(job, 0) == said(job, 1) != []

@@ -41,9 +41,8 @@ class Job:
         self.mark = uuid.uuid4().hex  # every descendant inherits it, even an orphan
         self.command, self.cwd = [str(word) for word in command], Path(cwd)
         self.paths = [self.cwd / f".{self.mark}.{name}" for name in ("stdout", "stderr")]
-        with contextlib.ExitStack() as stack:
-            # Several ranks write to one file: only appending keeps their lines apart.
-            out, err = (stack.enter_context(path.open("ab")) for path in self.paths)
+        # Several ranks write to one file: only appending keeps their lines apart.
+        with self.paths[0].open("ab") as out, self.paths[1].open("ab") as err:
             self.process = subprocess.Popen(
                 self.command,
                 cwd=cwd,
@@ -64,7 +63,9 @@ class Job:
 
     @property
     def stdout(self):
-        return printed(self.paths[0])
+        """Return the output so far, without gloo's messages, which PyTorch 2.8 prints in pieces."""
+        text = self.paths[0].read_text(encoding="utf-8")
+        return re.sub(r"^(?:.*(?:\[Gloo\]|peer ranks).*|\d+)\n", "", text, flags=re.MULTILINE)
 
     @property
     def stderr(self):
@@ -128,12 +129,6 @@ class Job:
 
 def shown(job, code):
     return f"{' '.join(job.command)}\nexit {code}\n{job.stdout}\n---- stderr\n{job.stderr}"
-
-
-def printed(path):
-    """Return the text of a file without gloo's messages, which PyTorch 2.8 prints in pieces."""
-    text = path.read_text(encoding="utf-8")
-    return re.sub(r"^(?:.*(?:\[Gloo\]|peer ranks).*|\d+)\n", "", text, flags=re.MULTILINE)
 
 
 def environment(**changes):

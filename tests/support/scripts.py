@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
 from support import gpus, server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,9 +14,10 @@ SCRIPTS = sorted(ROOT.glob("0[1-9]_*.py"))
 SCRIPT = {path.name[:2]: path for path in SCRIPTS}
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 ON_PATH = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-RECIPE = ROOT / "recipes" / "bitwise_resume.md"
-SMALL = ("--batch-size=64", "--width=4")  # trains in a second, but learns little
-LONG = ("4", *SMALL)  # enough epochs to interrupt
+NARROW = ("--width=4",)  # this model trains in a second, but learns little
+FOUR_EPOCHS = ("4", *NARROW)  # enough to kill a rank, or to stop the run, in the middle
+SMALL = ("--batch-size=64", "--width=4")  # for the other rooms, which count on 102 steps an epoch
+LONG = ("4", *SMALL)
 
 # ---------------------------------------------------------------- commands
 
@@ -36,7 +36,7 @@ def command(step, *args, nprocs=2, torchrun=()):
 def forked(step, *args, nprocs=2, restarts=0):
     """Return a command that does the same as `command` in a third of the time, without a launcher.
 
-    Step 2 spawns its own processes, so it needs `without_spawn`.
+    Step 2 would start its own processes, so this takes a copy `without_spawn`.
     """
     path = SCRIPT.get(step, step)
     assert not path.name.startswith("02"), "use without_spawn"
@@ -74,7 +74,6 @@ def edit(path, old, new):
 
 # ---------------------------------------------------------------- pieces of edited copies
 
-END = "    dist.barrier()"  # where each script has finished
 DOUBLE = [  # in float32, AdamW can turn a rounding error into a full step
     ("dtype=torch.float32", "dtype=torch.float64"),
     (
@@ -89,7 +88,6 @@ WITHOUT_SPAWN = [
         '    main(int(os.environ["RANK"]), os.environ["MASTER_PORT"], args)\n',
     ),
 ]
-NEXT = "\n    def _run_batch("  # what follows DDP(model)
 
 
 def exact(nprocs):
@@ -97,8 +95,10 @@ def exact(nprocs):
 
     Two ranks need none, more the lines of recipes/bitwise_resume.md.
     """
-    added = re.findall(r"^\+(?!\+)(.*\n)", RECIPE.read_text(encoding="utf-8"), re.MULTILINE)
-    return ((NEXT, "".join(added) + NEXT),) if nprocs > 2 else ()
+    recipe = (ROOT / "recipes" / "bitwise_resume.md").read_text(encoding="utf-8")
+    added = "".join(re.findall(r"^\+(?!\+)(.*\n)", recipe, re.MULTILINE))
+    following = "\n    def _run_batch("  # what follows DDP(model)
+    return ((following, added + following),) if nprocs > 2 else ()
 
 
 def on_each_rank(expression):
@@ -137,14 +137,17 @@ def load(step):
 def arguments(path, **changes):
     """Return the arguments of a tiny run, as parse_args would."""
     values = {"total_epochs": 1, "save_every": 1, "batch_size": 64, "lr": 4e-3, "width": 1}
-    return SimpleNamespace(**{**values, "seed": 0, "checkpoint_path": str(path), **changes})
+    values |= {"seed": 0, "num_workers": 0, "checkpoint_path": str(path)}
+    return SimpleNamespace(**values | changes)
 
 
 def build_trainer(module, args):
-    """Build a step's Trainer on the CPU, as its main does."""
+    """Build a step's Trainer on the CPU, as its main does, for a few of the digits."""
+    import torch
+
     torch.manual_seed(args.seed)
-    train_set, _ = module.load_datasets()
+    digits = torch.utils.data.Subset(module.load_datasets()[0], range(256))
     model = module.build_model(args.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    data = module.prepare_dataloader(train_set, args)
+    data = module.prepare_dataloader(digits, args)
     return module.Trainer(model, data, optimizer, torch.device("cpu"), args)

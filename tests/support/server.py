@@ -1,15 +1,13 @@
-"""Forks runs of scripts from a process that has imported PyTorch: most of a short run is imports.
+"""Forks ranks from a process that has already imported PyTorch, as imports are most of a short run.
 
-Tests import `command`. As a program, this file is the server, `server.py SOCKET PID`, which runs
-while the tests, process PID, do; or a client, `server.py run NPROCS RESTARTS SCRIPT ARGUMENTS`,
-which has a script run with its own folder, environment, input and output. Nothing outlives the
-tests: a run is killed when its client or the tests end, for whatever reason.
+Tests import `command`. This file is also a program: without arguments it is the server, and
+`server.py run NPROCS RESTARTS SCRIPT ARGUMENTS` asks the server to run a script with the caller's
+folder, environment, input and output. A run is killed when its caller ends, or when the tests end.
 """
 
 import atexit
 import contextlib
 import faulthandler
-import functools
 import json
 import os
 import runpy
@@ -21,14 +19,15 @@ import sys
 import tempfile
 import threading
 import time
-from pathlib import Path
 
-VARIABLE = "DDP_LADDER_SERVER"  # holds its socket; tests that run tests share the server
-GRACE = 60  # seconds for the other ranks to end after one has failed
+VARIABLE = "DDP_LADDER_SERVER"  # names the server's socket, for every process of the tests
+AT_ONCE = "DDP_LADDER_AT_ONCE"  # if set, ranks do not free their modules, which takes 0.6 s
+GRACE = 60  # seconds that the other ranks have to end after one has failed
 # A process that has asked CUDA for its GPUs cannot fork others that use them.
 WITHOUT_CUDA = {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-AT_ONCE = "DDP_LADDER_AT_ONCE"  # set: once a script is done, its process frees no imported modules
 SET_CHILD_SUBREAPER = 36  # prctl: adopt orphaned descendants
+
+# ---------------------------------------------------------------- the callers
 
 
 def command(program, *args, nprocs=0, restarts=0):
@@ -41,29 +40,22 @@ def command(program, *args, nprocs=0, restarts=0):
     return [sys.executable, "-I", __file__, "run", nprocs, restarts, program, *args]
 
 
-@functools.cache
 def start():
     """Start the server unless there is one; it ends with this process."""
     if VARIABLE in os.environ:
         return
     folder = tempfile.TemporaryDirectory(prefix="server-")
-    address = f"{folder.name}/socket"
+    os.environ[VARIABLE] = f"{folder.name}/socket"
     process = subprocess.Popen(
-        [sys.executable, __file__, address, str(os.getpid())],
+        [sys.executable, __file__],
         env={**os.environ, **WITHOUT_CUDA, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,  # the server ends when this process closes it, or dies
         stdout=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C ends the tests, which end the server
     )
     assert process.stdout.read(1), "the server did not start"
-
-    @atexit.register
-    def stop():
-        process.terminate()
-        process.communicate()
-        folder.cleanup()
-
-    os.environ[VARIABLE] = address
+    atexit.register(folder.cleanup)
+    atexit.register(process.communicate)
 
 
 def ask(nprocs, restarts, *argv):
@@ -72,9 +64,8 @@ def ask(nprocs, restarts, *argv):
     request |= {"nprocs": int(nprocs), "restarts": int(restarts)}
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(os.environ[VARIABLE])
-        data = json.dumps(request).encode() + b"\n"
-        sent = socket.send_fds(server, [data[:1]], [0, 1, 2])
-        server.sendall(data[sent:])
+        socket.send_fds(server, [b"\n"], [0, 1, 2])
+        server.sendall(json.dumps(request).encode() + b"\n")
         code = int(server.recv(64) or 1)
     if code < 0:  # die of the same signal
         with contextlib.suppress(OSError):  # SIGKILL has no handler to reset
@@ -86,10 +77,9 @@ def ask(nprocs, restarts, *argv):
 # ---------------------------------------------------------------- the server
 
 
-def serve(address, tests):
+def serve():
     """Fork a process for each request, as long as the process of the tests lives."""
     faulthandler.enable()  # a rank that crashes says in which line
-    atexit.register(write_threads)  # before PyTorch's functions, so called after them
     import gc
 
     sys.modules["pandas"] = sys.modules["pyarrow"] = None  # if installed, they start a thread
@@ -102,9 +92,9 @@ def serve(address, tests):
 
     del sys.modules["pandas"], sys.modules["pyarrow"]
     gc.freeze()  # so forked processes share the memory of the imports
-    tests = os.pidfd_open(int(tests))  # readable once the process has ended
+    tests = os.dup(0)  # readable once the process of the tests has ended
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(address)
+        listener.bind(os.environ[VARIABLE])
         listener.listen(64)
         os.write(1, b"r")
         while tests not in select.select([tests, listener], [], [])[0]:
@@ -122,13 +112,10 @@ def perform(connection, tests):
     """Carry out a request, and answer with the exit code."""
     import ctypes
 
-    data, fds, _, _ = socket.recv_fds(connection, 1 << 16, 3)
-    while not data.endswith(b"\n"):
-        data += connection.recv(1 << 16) or os._exit(1)  # the client was killed
-    for number, fd in enumerate(fds):
+    for number, fd in enumerate(socket.recv_fds(connection, 1, 3)[1]):
         os.dup2(fd, number)
         os.close(fd)
-    request = json.loads(data)
+    request = json.loads(connection.makefile("rb").readline())
     os.setsid()
     ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1)
     os.chdir(request["cwd"])
@@ -139,10 +126,9 @@ def perform(connection, tests):
         codes = wait(fork(request["nprocs"], request["argv"]), [connection, tests])
         if not any(codes):
             break
-    code = int(any(codes)) if request["nprocs"] else codes[0]
     if any(codes) and request["nprocs"]:
         print(f"exit codes of the ranks: {codes}", file=sys.stderr, flush=True)
-    connection.send(str(code).encode())
+    connection.send(str(int(any(codes)) if request["nprocs"] else codes[0]).encode())
     os._exit(0)
 
 
@@ -211,31 +197,27 @@ def become(argv):
         sys.path.insert(1, folder)
         if os.path.exists(site := os.path.join(folder, "sitecustomize.py")):
             runpy.run_path(site)
-    if argv[0] == "-m":
-        sys.argv, sys.path[0] = argv[1:], os.getcwd()
-        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv, sys.path[0] = argv, os.path.dirname(os.path.abspath(argv[0]))
-        runpy.run_path(argv[0], run_name="__main__")
-    if AT_ONCE in os.environ:  # to free them takes 0.6 s, more than most scripts
+    try:
+        if argv[0] == "-m":
+            sys.argv, sys.path[0] = argv[1:], os.getcwd()
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv, sys.path[0] = argv, os.path.dirname(os.path.abspath(argv[0]))
+            runpy.run_path(argv[0], run_name="__main__")
+        code = 0
+    except SystemExit as stop:
+        code = stop.code or 0
+    if AT_ONCE in os.environ and isinstance(code, int):
         threading._shutdown()  # waits for the script's threads, as Python does
         atexit._run_exitfuncs()
         with contextlib.suppress(ValueError):  # the script may have closed it
             sys.stdout.flush()
-        os._exit(0)
-    sys.exit()
-
-
-def write_threads():
-    """Write the names of the threads that a rank has at exit to a file, if a test wants them."""
-    if folder := os.environ.get("DDP_LADDER_EXITS"):
-        time.sleep(1)  # Linux lists a thread for a moment after it has ended
-        names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-        Path(folder, str(os.getpid())).write_text(json.dumps(names))
+        os._exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "run":
+    if sys.argv[1:2] == ["run"]:
         ask(*sys.argv[2:])
     sys.path[0] = os.path.dirname(os.path.dirname(__file__))  # so that `support` is found
-    serve(*sys.argv[1:])
+    serve()
