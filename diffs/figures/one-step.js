@@ -40,8 +40,7 @@
     return { loss: mean(([error]) => error * error), gradient };
   }
 
-  const missing = (state, sets) => sets.absent && state.ranks > 1;
-  const present = (state, sets) => upTo(state.ranks).slice(0, missing(state, sets) ? -1 : undefined);
+  const present = (state, sets) => upTo(state.ranks).slice(0, sets.absent ? -1 : undefined);
 
   const ACTIONS = {
     forward(state, sets) {
@@ -62,7 +61,7 @@
 
     // Every rank gets the mean of all, unless one is missing: then the others wait.
     allReduce(state, sets) {
-      state.waiting = missing(state, sets);
+      state.waiting = sets.absent;
       if (state.waiting) return;
       state.mean = [0, 1].map((i) => sumOf(state.own.map((own) => own[i])) / state.ranks);
       state.reduces += 1;
@@ -123,7 +122,6 @@
 
     step(state, sets) {
       if (state.waiting) return LESSONS.allReduce(state);
-      if (state.ranks === 1) return "One rank took an ordinary step. With more ranks, each step uses more samples.";
       if (!equal(state)) {
         return sets.module
           ? `There are now ${state.ranks} different models. No error is raised, and the checkpoint will hold rank 0's, ` +
@@ -140,7 +138,7 @@
     },
 
     change(state, sets) {
-      if (missing(state, sets)) return `Somewhere else, ${last(state)} hangs. Run a step.`;
+      if (sets.absent) return `Somewhere else, ${last(state)} hangs. Run a step.`;
       if (sets.module) return "The forward pass is now model.module(x), past DDP. Run some steps.";
       if (sets.sameData) return "Without a DistributedSampler, every rank reads all data. Run a step.";
       return "Nothing is broken now. Run a step.";

@@ -5,8 +5,7 @@
 const NOISE = [
   /Traceback \(most recent call last\):?/g,
   /\bFile "[^"]*", line \d+(, in \S+)?|\bFile [~/\w]\S*:\d+, in \w+(?:\(.*?\))?/g,
-  /CUDA kernel errors might be asynchronously.*?incorrect\.?(?:\s*For debugging.*?=1\.?)?/g,
-  /Compile with `?TORCH_USE_CUDA_DSA.*?assertions\.?/g,
+  /CUDA kernel errors might be asynchronously.*?incorrect\.?|For debugging consider.*?=1|Compile with `?TORCH_USE_CUDA_DSA.*?assertions/g,
   /\[?\b[EWI]\d+ [\d:.]+ (?:\d+ )?\S+:\d+\](?: \[PG [^\]]*\])?/g, // the head of a line that PyTorch logs
   /\bfailed \(exitcode: 1\) local_rank: \d+ \(pid: \d+\) of binary: \S+/g,
   /\bhttps?:\/\/\S+|\b0x[0-9a-f]+\b/gi,
@@ -105,7 +104,6 @@ function read(element) {
 
 const [search, hits, found] = ["search", "hits", "found"].map((id) => document.getElementById(id));
 const NOTHING = "Nothing found. Try the last line of the error alone, or two or three of its rarest words, such as “watchdog timeout”.";
-const UNSURE = "No entry is surely about this. The nearest:";
 const DAGGER = "† from the linked source; we have not tried it";
 let find = null; // The first search sets it, because reading all entries takes a while.
 
@@ -128,7 +126,7 @@ function look() {
   const list = text ? find(text) : [];
   hits.replaceChildren();
   if (text && !list.length) add(hits, "p", {}, NOTHING);
-  if (list.length && !list[0].sure) add(hits, "p", {}, UNSURE);
+  if (list.length && !list[0].sure) add(hits, "p", {}, "No entry is surely about this. The nearest:");
   list.forEach(showHit);
   hits.hidden = !text;
   found.textContent = !text ? "" : list.length ? `${list.length} found, the best first` : "Nothing found";
