@@ -127,13 +127,17 @@ class Diff:
 
     @property
     def markdown(self):
-        """Its section below the heading, with links to the hunks as they are now."""
+        """Its section below the heading, with links to the notes on the hunks as they are now."""
+        return self.linked(lambda hunk: hunk.note.slug)
 
-        def linked(line):
-            slug = self.hunk_with(line["code"]).note.slug
+    def linked(self, slug_of):
+        """Return its section with a link from each line of the lesson to the slug of its hunk."""
+
+        def written(line):
+            slug = slug_of(self.hunk_with(line["code"]))
             return f"{line['number']} [`{line['code']}`](#{slug}): {line['why']}"
 
-        return LINE.sub(linked, self.body)
+        return LINE.sub(written, self.body)
 
 
 def brief(old, new):

@@ -171,8 +171,9 @@ def front(root):
 
 def step(diff):
     """Return what the template shows for one step."""
+    intro = diff.linked(lambda hunk: hunk.slug)
     shown = {"slug": diff.slug, "title": f"{diff.name}: {diff.title}", "diff": diff}
-    return {**shown, "intro": FIGURE.sub("", diff.markdown), "parts": list(parts(diff))}
+    return {**shown, "intro": FIGURE.sub("", intro), "parts": list(parts(diff))}
 
 
 def tab(root, pages, kind):
@@ -201,6 +202,7 @@ def render(root, diffs, pages):
     for diff in diffs:
         notes = {anchor(f"{diff.name}: {diff.title}"): diff.slug}
         notes |= {note.slug: f"{diff.slug}-{note.slug}" for note in diff.notes}
+        notes |= {hunk.slug: f"{diff.slug}-{hunk.slug}" for hunk in diff.hunks}
         ids |= {f"diffs/README.md#{slug}": name for slug, name in notes.items()}
     lookup = {"slug": "troubleshooting", "title": "Troubleshooting: look up what you see"}
     lookup["entries"] = entries(root, ids)
