@@ -46,7 +46,7 @@ def option_parser():
     add("--restart-args", metavar="'…'", type=shlex.split, help="follow the others on a restart")
     add("--all", action="store_true", help="also say why something was not seen")
     add("--output", action="store_true", help="then show all that the script printed")
-    add("--format", choices=["text", "json", "github"], default="text", help="(text)")
+    add("--format", choices=["text", "json"], default="text", help="(text)")
     add("--json", dest="format", action="store_const", const="json", help="as --format json")
     lists = {"action": "version", "version": report.list_of_rules()}
     add("--rules", help="print what is looked at, a line each, and exit", **lists)
@@ -96,8 +96,6 @@ def show(plan, verdicts, args):
         text = report.text_of(plan, verdicts, args.drill, args.all)
         in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         print(report.coloured(text) if in_colour else text)
-    if args.format == "github":
-        print(report.annotations(plan, verdicts))
     if args.output:
         text = f"\nThe script printed:\n{plan.undisturbed.output}"
         print(text, file=sys.stderr if args.format == "json" else sys.stdout)

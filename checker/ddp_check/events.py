@@ -51,7 +51,6 @@ class Join(Event):
 
     rank: int
     port: int | str | None  # at which the ranks met
-    nn_imported_before: bool  # torch.distributed.nn had been imported
     by_script: bool  # not by a library
 
 
@@ -63,8 +62,6 @@ class Exit(Event):
     """It ends, and Python's atexit functions run."""
 
     group_open: bool  # the process group was not destroyed
-    gloo_threads: int | None  # None: this PyTorch gives them no name
-    nn_imported: bool  # torch.distributed.nn has been imported, by now
     modules: list[str]  # files in the script's folder that it has imported
 
 
@@ -112,55 +109,12 @@ class PartsOverwritten(Event):
     """Several ranks' parts were gathered into one tensor, which holds the last of them."""
 
 
-class TargetsOfRank0(Event):
-    """A contrastive loss looks for this rank's samples where those of rank 0 are."""
-
-
-class GradientLost(Event):
-    """A backward pass does not go on to a tensor that an all_gather returned."""
-
-    own_part: bool  # also at what this rank itself gave
-
-
-class ReducedInPlace(Event):
-    """A backward pass goes through a tensor that a collective has summed up in place.
-
-    The collective has no gradient: what comes from the other ranks counts as a constant.
-    """
-
-    elements: int
-
-
-class Cut(Event):
-    """After a gather, the end of a tensor was cut off."""
-
-    dropped: int  # elements
-    # It held the parts of the ranks one after the other, not in turns as DistributedSampler deals:
-    in_blocks: bool
-
-
-class Counted(Event):
-    """After a gather, a tensor was compared, converted, or reduced to a number."""
-
-    length: int
-    reduced: bool  # by sum() or mean()
-    in_blocks: bool  # it is converted, and holds one rank's part behind another's
-    # If it was compared, and holds one rank's part behind another's: how many numbers are equal, or
-    # nearly so, and how many would be if the ranks took turns in it.
-    equal: int | None
-    equal_in_turns: int | None
-
-
 class Totalled(Event):
     """Numbers of all ranks were reduced, or gathered: they may count samples."""
 
     values: list[int]  # the results that are whole numbers, and their sum if that is one
     own: list[float]  # what this rank added; empty if these are many, or were gathered
     total: list[float]  # the result, in the same order
-
-
-class SumKept(Event):
-    """A tensor is added up over the ranks again, with the earlier sum of all ranks still in it."""
 
 
 # ---------------------------------------------------------------- data
@@ -246,40 +200,22 @@ class BetweenSteps:
     """
 
     losses: list[float] = field(default_factory=list)  # whose backward pass came
-    # What these losses or their terms were divided by; a factor counts as its inverse:
-    divisors: list[float] = field(default_factory=list)
-    # Of how many elements a loss or a term is the mean, where that is seen:
-    means_over: list[float] = field(default_factory=list)
-    loss_reduced: bool = False  # a loss comes out of torch.distributed.nn.all_reduce
     backwards: int = 0  # backward passes
     sample_count: int = 0  # of those that a DataLoader returned
     inputs: list[int] = field(default_factory=list)  # checksums of the batches that entered models
-    # Checksums of the samples in them, in the first steps, if no DataLoader is used:
-    samples: list[int] = field(default_factory=list)
-    # Who has drawn from PyTorch's generator, "model" or "script" -> checksum of its state before
-    # that. A DataLoader's seed and a sampler's order do not count, nor what makes samples.
-    random: dict[str, int] = field(default_factory=dict)
-    random_for_samples: bool = False  # the script drew several for each, between loader and model
 
 
 class Step(Event, BetweenSteps):
     """An optimizer is about to take a step."""
 
+    rng: int  # checksum of the state of PyTorch's generator
     gradients: dict[str, int]  # checksum of each parameter's gradient, 0 without one
     # Checksum of each parameter, in the first step of a pass and some others; without DDP, in each:
     weights: dict[str, int] | None
     rates: list[float]  # learning rate of each group of parameters
-    # A number that stands for all gradients (see `projection`): as this rank has computed them,
-    # before DDP reduces them, and as the optimizer takes them. None after the first steps, with a
-    # GradScaler, or if they are sharded.
-    own_gradient: float | None
-    taken_gradient: float | None
     # "gradient of NAME" if that is not finite, "loss" if a loss, too, is not, its cause; or "":
     infinite: str
     zero: bool  # all gradients are zero
-    # How many parameters got no gradient, without those that were frozen when DDP wrapped them; in
-    # the first steps, also those that got only what DDP gives them for the other ranks:
-    unused: int
     unwrapped: int  # how many parameters are in no wrapped model
     # Parameters that got into a model, or got a gradient, after DDP had wrapped it:
     unreduced: list[str]
@@ -309,7 +245,6 @@ class Scheduled(Event):
     """A learning rate scheduler takes a step, after an optimizer has taken one."""
 
     metric: float | None  # that ReduceLROnPlateau gets
-    length: int | None  # of the whole schedule in steps, if the scheduler says
 
 
 class SkippedStep(Event):
@@ -368,18 +303,11 @@ class Written(Event):
     old_name: str = ""  # if it is renamed
 
 
-class Read(Event):
-    """A file in the script's folder is opened for reading."""
-
-    path: str
-
-
 class Save(Event):
     """torch.save has returned."""
 
     path: str | None
     keys: list[str]  # the first ones that begin with "module."
-    shard: str  # key of a sharded tensor, of which only this rank's part is saved, or ""
     steps: int  # of the optimizers before
 
 

@@ -20,7 +20,6 @@ from ddp_check import events
 from ddp_check.keeper import kept_folder, signal_processes
 from ddp_check.protocol import HERE, STACKS, VARIABLE, Task
 from ddp_check.run import Run, without_side_training
-from ddp_check.source import parsed
 
 # Checkpoints end so, but so may weights and data that a script needs:
 CHECKPOINT = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".new", ".interrupted")
@@ -259,7 +258,8 @@ def planned(script, arguments=(), nproc=2, timeout=300, launcher=None, **options
 
 def launcher_of(text):
     """Return which launcher a script is written for."""
-    text = ast.unparse(parsed(text))  # without comments
+    with contextlib.suppress(SyntaxError):
+        text = ast.unparse(ast.parse(text))  # without comments
     # It reads RANK, and sets it nowhere, so a launcher has to.
     needs_torchrun = set(re.findall(ASKS, text)) - set(re.findall(SETS, text))
     needs_torchrun |= set(re.findall(MAY_BE_SET, text))

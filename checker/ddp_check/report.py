@@ -1,10 +1,8 @@
 """The report: what a run and its drills have shown, for people and for programs."""
 
-import os
 import re
 import textwrap
 from collections import Counter
-from pathlib import Path
 
 from ddp_check import events
 from ddp_check.drills import DRILLS, conclude
@@ -176,23 +174,6 @@ def as_data(plan, verdicts):
         "translated": translated(plan),
         "results": results,
     }
-
-
-def annotations(plan, verdicts):
-    """Return GitHub's commands that show the verdicts beside the lines of the script."""
-    lines, top = [], os.environ.get("GITHUB_WORKSPACE") or Path.cwd()  # of the paths
-    for result in as_data(plan, verdicts)["results"]:
-        file = os.path.relpath(result["file"] or plan.path, top)
-        position = f"file={escaped(file, ',:')},line={result['line'] or 1}"
-        position += f",title={escaped(result['title'], ',:')}"
-        if result["level"]:
-            lines.append(f"::{result['level']} {position}::{escaped(result['text'])}")
-    return "\n".join(lines)
-
-
-def escaped(text, more=""):
-    """Return a text as GitHub's commands need it."""
-    return text.translate({ord(sign): f"%{ord(sign):02X}" for sign in f"%\r\n{more}"})
 
 
 def list_of_rules():

@@ -12,13 +12,12 @@ from pathlib import Path
 from ddp_check import events
 from ddp_check.passes import passes_in
 from ddp_check.protocol import FRAME, own_frame
-from ddp_check.ranks import differing_ranks, of_lowest_rank
+from ddp_check.ranks import of_lowest_rank
 
 LACKS_GPUS = r"(?i)cuda|nccl|nvidia|\bgpu|accelerator"  # in an error message
 # In an error that may only follow from what another rank did:
 OF_OTHERS = r"(?i)gloo|nccl|connection|timed ?out|reduction|unpickl|\brank|\bpeer|\bstore"
 FEW = 8  # numbers that ranks exchange: losses and counts, not parts of a model
-SENDS = r"\b(i?send|send_object_list|batch_isend_irecv)\("
 PREFIX = r"(?:\[rank\d+\]: ?)?"  # that PyTorch puts before each line of a traceback
 CHAINED = r"\s+(?:\[rank\d+\]:\s*)*(?:During handling of|The above exception was)"
 # The last line of a traceback, or what an argument parser says; but see `ends_rank`:
@@ -182,8 +181,9 @@ class Run:
 
     @property
     def draws_numbers(self):
-        """Whether random numbers are drawn between steps, as for dropout."""
-        return any(step.random for step in self.all(events.Step))
+        """Whether random numbers are drawn between steps, not only when a pass begins."""
+        changes = sum(old.rng != new.rng for old, new in pairwise(self.steps))
+        return changes > len(of_lowest_rank(self.passes_by_rank))
 
     @property
     def joins(self):
@@ -240,59 +240,14 @@ class Run:
         return None
 
     @cached_property
-    def averages_weights(self):
-        """Whether the ranks take steps of their own, and average their weights now and then.
-
-        A hook for local SGD says so, or it is inferred. With an average after every 4th step, say,
-        gradients differ in step 1, and weights, as they are before a step, in step 2, but not in 5.
-        Broadcasting rank 0's looks the same, so parts of the model have to be added up or gathered,
-        too.
-        """
+    def goes_another_way(self):
+        """Whether the ranks exchange something else than DDP's gradients, or only one trains."""
         if any("localsgd" in event.name.lower() for event in self.all(events.CommHook)):
             return True
-        calls = [call for call in self.all(events.Collective) if call.elements > FEW]
-        shares_weights = any(call.sums or "all_gather" in call.name for call in calls)
-        if self.all(events.Wrap) or not shares_weights or not self.first_difference("gradients"):
-            return False
-        first = self.first_difference("weights")
-        if not first:  # perhaps they average after each step: then they never differ before one
-            return bool(self.final_weights) and differing_ranks(self.final_weights) is None
-        # Is there a set of weights that every rank has later on, each perhaps in another step?
-        later = [
-            {tuple(step.weights.values()) for step in steps[first.number :] if step.weights}
-            for steps in self.by_rank(events.Step).values()
-        ]
-        return bool(set.intersection(*later))
-
-    @property
-    def only_trainer(self):
-        """The only rank that takes steps, if others take none and no model is wrapped, or None."""
-        training = [rank for rank, steps in self.by_rank(events.Step).items() if steps]
-        is_alone = len(training) == 1 < self.world_size and self.returncode == 0
-        return training[0] if is_alone and not self.all(events.Wrap) else None
-
-    @cached_property
-    def trains_own_parameters(self):
-        """Whether each rank seems to train parameters of its own on purpose.
-
-        Gradients differ from the first step on, and the ranks exchange more than losses and counts.
-        - A table of embeddings, of which each rank has some rows, beside a model in DDP: the first
-          gradient that differs is an unwrapped parameter's, and there is an exchange in each step.
-        - An ensemble, or a pipeline, with no model wrapped over all ranks: weights differ as early,
-          each rank has all the data, and there is some exchange, perhaps by dist.send().
-        """
-        calls = self.of_lowest_rank(events.Collective)
-        exchanges = [call for call in calls if call.elements > FEW or "gather_object" in call.name]
-        weights, gradients = map(self.first_difference, ("weights", "gradients"))
-        if self.averages_weights or not gradients or gradients.number > 1:
-            return False
-        if any(wrap.ranks == self.world_size for wrap in self.all(events.Wrap)):
-            unwrapped = str(gradients.name).startswith(events.PARAMETER)
-            return unwrapped and len(exchanges) >= len(self.step_rows)
-        if not weights or weights.number > 1:
-            return False
-        divided = any(data_pass.distributed for data_pass in self.all(events.PassBegun))
-        return not divided and bool(exchanges or re.search(SENDS, self.source))
+        calls = [call for call in self.all(events.Collective) if not call.in_model]
+        training = [steps for steps in self.by_rank(events.Step).values() if steps]
+        exchanges = any(call.elements > FEW or "object" in call.name for call in calls)
+        return not self.all(events.Wrap) and (exchanges or len(training) == 1)
 
     @property
     def final_weights(self):
@@ -320,13 +275,6 @@ class Run:
         outside = r"/(socket|ssl|subprocess)\.py$"  # it waits for the network, or a download
         for_network = any(re.search(outside, path) for path, _, _ in frames)
         return bool(self.joins or joining) and not for_network
-
-    @property
-    def for_nccl(self):
-        """Whether the script uses only NCCL, so faults of gloo do not affect it."""
-        # A translated call tells it, or else the text, in which "cpu:gloo,cuda:nccl" uses both.
-        calls = {event.call for event in self.all(events.Translated)}
-        return '"nccl"' in calls or ("nccl" in self.source and "cpu:gloo" not in self.source)
 
     @cached_property
     def files(self):

@@ -38,7 +38,7 @@ def test_a_sitecustomize_of_the_machine_runs_too(tmp_path):
 
 
 def test_events_are_read_as_they_were_written():
-    written = events.Save(where="a.py:3", path=None, keys=["module.a"], shard="", steps=3)
+    written = events.Save(where="a.py:3", path=None, keys=["module.a"], steps=3)
     assert events.read(str(written)) == written
     assert json.loads(str(written))["kind"] == "Save"
 

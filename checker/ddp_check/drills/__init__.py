@@ -11,11 +11,10 @@ from ddp_check.rules.base import BROKEN, FRAGILE, PASS, WRONG, Verdict, unseen
 DRILLS = {
     "kill": resume.kill,
     "sigterm": resume.sigterm,
-    "own-folders": resume.own_folders,
     "world-size": world_size.world_size,
 }
 CANNOT_DECIDE = {  # drill: what says, of the undisturbed run, why it would decide nothing
-    **dict.fromkeys(("kill", "sigterm", "own-folders"), resume.cannot_resume),
+    **dict.fromkeys(("kill", "sigterm"), resume.cannot_resume),
     "world-size": world_size.cannot_compare,
 }
 

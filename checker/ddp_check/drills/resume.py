@@ -48,20 +48,6 @@ def sigterm(plan):
         yield "it resumes", not_applicable(f"nothing handles SIGTERM: {lost} steps are lost")
 
 
-def own_folders(plan):
-    """if only rank 0 finds the checkpoint, all ranks go on from it, or the run ends"""
-    title = "the ranks resume together"
-    if plan.launcher == "python":
-        yield title, not_applicable("it starts its ranks itself, all in one folder")
-        return
-    killed = plan.run("split", during=kill_a_rank(plan), pause=pause_of(plan))
-    if reason := not_interrupted(plan, killed):
-        yield title, unseen(reason)
-    else:
-        resumed = plan.run("split", arguments=plan.restart_arguments, others_in="elsewhere")
-        yield title, resumed_together(plan, resumed)
-
-
 def cannot_resume(run):
     """Return why the undisturbed run shows that no interruption can be resumed, or ""."""
     if run.returncode != 0:
@@ -300,45 +286,9 @@ def random_numbers(run, pairs):
     """
     sources = {event.source for event in run.all(events.Drawn)}
     others = sorted(sources - {"torch"})
-    differ = any(old.random != now.random for old, now in pairs)
+    differ = any(old.rng != now.rng for old, now in pairs)
     if others and not differ:
         return f"that {' and '.join(others)} draws"
     loaders = [of_lowest_rank(epoch) for epoch in run.training_passes]
     shuffles = any(loader.shuffle and not loader.distributed for loader in loaders)
     return "(dropout, batches)" if differ or sources or shuffles or run.draws_numbers else ""
-
-
-def resumed_together(plan, resumed):
-    """Return the verdict on a run that was resumed where only rank 0 finds the checkpoint."""
-    loads = loads_of_resume(plan, resumed)
-    if not loads.get(0):
-        return unseen("rank 0 loads nothing when it is started again")
-    if any(loads[rank] for rank in loads if rank):
-        return unseen("each rank finds the checkpoint: its path is the same from any folder")
-    if resumed.returncode is None and not resumed.hangs:
-        return unseen(launch.script_ends(resumed).text)
-    step_counts = {rank: len(steps) for rank, steps in resumed.by_rank(events.Step).items()}
-    if resumed.returncode and not any(step_counts.values()):
-        return passed(f"the run ends before its first step: {resumed.ending}")
-    if resumed.returncode == 0 and len(set(step_counts.values())) == 1:
-        # All may have gone on from the checkpoint: new faults and the weights tell.
-        faults = new_faults(plan, resumed)
-        first = faults[0] if faults else same_weights(plan, resumed)
-        if first.status == base.PASS:
-            return passed("what rank 0 has loaded reaches the others")
-        if first.status not in (base.WRONG, base.FRAGILE):
-            return unseen(first.text)
-        reason = first.text
-    else:
-        reason = others_begin_anew(resumed, step_counts)
-    text = f"only rank 0 finds the checkpoint, and nothing says so: {reason}"
-    return wrong(text, loads[0][0].where, "unseen_checkpoint")
-
-
-def others_begin_anew(resumed, step_counts):
-    """Return in words that the other ranks have begun at the first step, and how that ends."""
-    counts = [f"{count} steps on rank {rank}" for rank, count in step_counts.items()]
-    text = f"it resumes, and the others begin anew, with {' and '.join(counts[:2])}"
-    if resumed.returncode == 0:
-        return text
-    return f"{text}; then {'it hangs' if resumed.returncode is None else resumed.ending}"

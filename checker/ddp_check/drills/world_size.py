@@ -31,12 +31,8 @@ def cannot_compare(run):
         return "there is one process only: run it with --nproc 2"
     if not run.all(events.Wrap):
         return "no model is wrapped in DistributedDataParallel"
-    if run.averages_weights:
+    if run.goes_another_way:
         return "the ranks average their weights: one process does something else"
-    if changed := [name for step in run.all(events.Step) for name in step.buffers_changed]:
-        return f"{changed[0]} changes in training: run the drill with SyncBatchNorm or GroupNorm"
-    if run.draws_numbers:
-        return "random numbers are drawn while it trains: run the drill without dropout and noise"
     return ""
 
 
@@ -54,7 +50,9 @@ def steps_agree(plan):
         return unseen(f"{one.world_size} and {many.world_size} ranks, not 1 and {plan.nproc}")
     if verdict := other_samples(many, one):
         return verdict
-    if many.all(events.GradientLost):
+    if many.draws_numbers:
+        return unseen("random numbers are drawn while it trains, for other than dropout")
+    if any(call.cuts_gradient and call.elements > 1 for call in many.all(events.Collective)):
         return unseen("both runs lack the gradient of what is gathered")
     rates_verdict = other_rates(many, one)
     # Other rates change the weights, so only the gradients of the first step can be compared.

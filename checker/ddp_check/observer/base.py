@@ -48,9 +48,6 @@ class State:
     descriptor: int = -1  # of the file that this process reports to
     rank: int | str | None = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
     reported: set = field(default_factory=set)  # what need not be reported again
-    # Randomness:
-    in_loader: bool = False  # a DataLoader makes its next batch
-    credited_up_to: torch.Tensor | None = None  # state of PyTorch's generator at the last look
     # The group:
     in_collective: bool = False
     gpu: int = 0  # that "cuda" means
@@ -58,7 +55,6 @@ class State:
     passes: int = 0  # over a DataLoader
     pass_of_batch: int = 0  # that gave the latest batch
     no_step_in_pass: bool = True  # since the last pass began
-    batch_is_unused: bool = False  # no model was called since the last batch
     batch_is_unevaluated: bool = False  # no model was called without gradients since the last batch
     # Models:
     in_forward: bool = False  # of DDP, which calls the unwrapped model

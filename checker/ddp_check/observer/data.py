@@ -14,9 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ddp_check import events
 from ddp_check.observer.base import TASK, ask, harmless, is_first, report, state
-from ddp_check.observer.group import after_gather
 from ddp_check.observer.patches import patch
-from ddp_check.observer.randomness import ignoring_draws
 from ddp_check.observer.values import (
     UNKNOWN_SAMPLES,
     checksum,
@@ -59,8 +57,7 @@ def begin(original, self, loader, *first_iter):
     _reset(loader, True)  that iterator is still in its __init__: the same pass
     _reset(loader)        persistent workers begin another pass
     """
-    with ignoring_draws():  # it draws a seed for its workers
-        original(self, loader, *first_iter)
+    original(self, loader, *first_iter)
     if not any(first_iter):
         with harmless():
             begin_pass(self, loader)
@@ -68,7 +65,6 @@ def begin(original, self, loader, *first_iter):
 
 def begin_pass(iterator, loader):
     """Report a pass, with what is known of its data set and its sampler."""
-    after_gather.stop()
     state.passes += 1
     state.no_step_in_pass = True
     dataset, subset = ask(without_subsets, loader.dataset, default=(loader.dataset, None))
@@ -154,8 +150,7 @@ def make_loader(original, self, dataset, batch_size=1, *args, **kwargs):
 @patch(f"{ITERATOR}._next_index")
 def next_index(original, self):
     """Remember the indices of a batch until it is returned."""
-    with ignoring_draws():  # workers are given the first batches before `next_batch`
-        index = original(self)
+    index = original(self)
     with harmless():
         self._ddp_check.requested.append(index if isinstance(index, list | tuple) else [index])
     return index
@@ -164,10 +159,8 @@ def next_index(original, self):
 @patch(f"{ITERATOR}.__next__")
 def next_batch(original, self):
     """Report a batch that is returned, or the end of the pass."""
-    after_gather.pause()
     try:
-        with ignoring_draws():  # a sampler draws the order; `fetch` reports random samples
-            batch = original(self)
+        batch = original(self)
     except StopIteration:
         with harmless():
             end_pass(self._ddp_check)
@@ -182,7 +175,6 @@ def end_pass(pass_state):
     report(events.PassEnded, pass_number=pass_state.pass_number)
     if state.no_step_in_pass:  # an evaluation: its samples are none of the next step's
         state.since_step.sample_count = pass_state.sample_count_before
-    after_gather.resume()
 
 
 def report_batch(pass_state, batch):
@@ -196,7 +188,7 @@ def report_batch(pass_state, batch):
     if pass_state.in_order:
         samples = ask(describe_samples, batch, count, default=UNKNOWN_SAMPLES)
     state.since_step.sample_count += len(indices or samples["checksums"] or ())
-    state.batch_is_unevaluated = state.batch_is_unused = True
+    state.batch_is_unevaluated = True
     state.pass_of_batch = pass_state.pass_number
     report(
         events.Batch,

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from ddp_check.events import Load, Print, Read, Save, ShardedLoad, ShardedSave, Written
+from ddp_check.events import Load, Print, Save, ShardedLoad, ShardedSave, Written
 from ddp_check.imports import after_import
-from ddp_check.observer.base import TASK, ask, harmless, is_first, report, script_line, state
+from ddp_check.observer.base import TASK, ask, harmless, report, script_line, state
 from ddp_check.observer.patches import intercept, patch
 from ddp_check.protocol import is_own
 
@@ -101,8 +101,6 @@ def audit_open(path, mode, flags):
         return
     if writes and not set("ar") & set(mode):  # "r+" is also how np.memmap reads
         report(Written, path=real)
-    elif not writes and is_first("read", real, state.steps):
-        report(Read, path=real)
 
 
 def make_own_file(path, truncates=True):
@@ -216,7 +214,6 @@ def report_save(obj, file, steps):
         Save,
         path=os.path.realpath(path) if isinstance(path, str | os.PathLike) else None,
         keys=keys[:3],
-        shard=next((str(key) for key, value in items if ask(is_shard, value)), ""),
         steps=steps,
     )
 
@@ -225,11 +222,6 @@ def items_in(obj):
     """Return the items of a dictionary, and of those inside it."""
     items = [*obj.items()] if isinstance(obj, dict) else []
     return items + [item for _, value in items for item in items_in(value)]
-
-
-def is_shard(value):
-    """Return whether a value is a DTensor of which this rank holds, and saves, only a part."""
-    return not all(placement.is_replicate() for placement in value.placements)
 
 
 @patch("torch.load")

@@ -27,18 +27,15 @@ from ddp_check.observer.base import (
     state,
 )
 from ddp_check.observer.patches import C10D, DDP, patch
-from ddp_check.observer.randomness import credit_draws, credit_script
 from ddp_check.observer.values import (
     checksum,
     checksums,
-    describe_samples,
     in_double_precision,
     is_finite,
     mesh_dimensions,
     tensors_in,
 )
 
-MAX_STEPS = 1000  # of which samples are noted
 SHARDED = {"FSDPModule", "FullyShardedDataParallel"}  # importing them would take seconds
 model_numbers = {}  # identity of a module in a wrapped model -> the number of that model
 reduced_by_ddp = {}  # identity of a parameter whose gradient a DDP model reduces -> itself
@@ -66,7 +63,6 @@ def wrap(original, self, module, *args, **kwargs):
     if TASK.scale:
         save_for_checker(f"start{number}", module.state_dict())
     with harmless():
-        credit_draws(None)  # what was drawn before made the model
         model_numbers.update((id(part), number) for part in module.modules())
         trainable = [value for value in module.parameters() if value.requires_grad]
         reduced_by_ddp.update((id(value), value) for value in trainable)
@@ -155,9 +151,6 @@ def note_inputs(_, args, kwargs):
         if torch.is_grad_enabled():
             total = checksum(tensors_in([args, kwargs]), quick=True)
             state.since_step.inputs.append(total)
-            if not state.passes and state.steps < MAX_STEPS:
-                samples = describe_samples([args, kwargs], None)["checksums"]
-                state.since_step.samples += samples or []
 
 
 # ---------------------------------------------------------------- calls of modules
@@ -173,9 +166,6 @@ def enter_module(module, args):
         return
     is_outermost = state.in_module == 1
     with harmless():
-        if is_outermost:
-            credit_script()
-            state.batch_is_unused = False
         if torch.is_grad_enabled():  # at any depth: the model may be a part of another
             note_bypass(module)
             watch_sharded_inputs(module)
@@ -185,13 +175,10 @@ def enter_module(module, args):
 
 @functools.partial(hooks.register_module_forward_hook, always_call=True)
 def leave_module(module, _, __):
-    """Credit the model with what was drawn during the outermost call."""
+    """Observe that a module has been called."""
     if is_compiling():
         return
     state.in_module -= 1
-    if state.in_module == 0 and not is_recorded():
-        with harmless():
-            credit_draws("model")
 
 
 def note_bypass(module):

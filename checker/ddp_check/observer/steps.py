@@ -1,14 +1,11 @@
 """Observes the steps of optimizers, schedulers and GradScalers."""
 
-import inspect
 import math
 import re
 import time
-import weakref
 from collections import Counter
 
 import torch
-from torch.nn.parameter import is_lazy
 from torch.optim import lr_scheduler
 from torch.optim import optimizer as optimizers
 
@@ -24,7 +21,6 @@ from ddp_check.observer.base import (
     save_for_checker,
     state,
 )
-from ddp_check.observer.group import after_gather
 from ddp_check.observer.models import (
     buffer_checksums,
     buffers_at_start,
@@ -32,13 +28,11 @@ from ddp_check.observer.models import (
     reduced_by_ddp,
 )
 from ddp_check.observer.patches import SCALER, patch
-from ddp_check.observer.randomness import credit_draws, credit_script
-from ddp_check.observer.values import checksums, is_finite, local_part, mesh_dimensions
+from ddp_check.observer.values import checksum, checksums, is_finite, local_part, mesh_dimensions
 from ddp_check.protocol import STEPS
 
 STATISTICS = r"(^|\.)(running_|num_batches_)\w+( of model \d+)?$"  # of normalization layers
 BATCH_COUNT = "num_batches_tracked"  # of BatchNorm, which uses it only without a momentum
-MAX_PROJECTED = 1 << 16  # elements of a parameter that enter a projection
 SCHEDULERS = [  # that have a step() of their own
     "LRScheduler",
     "ReduceLROnPlateau",
@@ -46,8 +40,6 @@ SCHEDULERS = [  # that have a step() of their own
     "SequentialLR",
     "CosineAnnealingWarmRestarts",
 ]
-
-own_gradients = {}  # identity of a parameter -> its `OwnGradient`, in the first steps
 
 
 @optimizers.register_optimizer_step_pre_hook
@@ -63,8 +55,6 @@ def enter_step(optimizer, args, kwargs):
     if TASK.pause:  # time.sleep(0) takes 0.05 ms, too
         time.sleep(TASK.pause)
     with harmless():
-        after_gather.stop()
-        credit_script()
         if TASK.scale and state.steps <= STEPS and state.wrapped:
             save_gradients()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -120,17 +110,6 @@ class OptimizerParameters:
         return [name for name in names if id(self.by_name[name]) not in reduced_by_ddp]
 
     @property
-    def unused(self):
-        """How many got no gradient here, or were frozen in any model after DDP had wrapped it."""
-        count = sum(not value.requires_grad for value in reduced_by_ddp.values())
-        for value in self.by_name.values():
-            own = own_gradients.get(id(value))
-            # No projection: only DDP gave it a gradient, for the other ranks.
-            is_unused = value.grad is None or (own is not None and own.projection is None)
-            count += value.requires_grad and is_unused
-        return count
-
-    @property
     def bypassed(self):
         """The lines that call a model with gradients itself, while its wrapper is not called."""
         since = state.since_step
@@ -154,13 +133,12 @@ def report_step(optimizer, closure):
     report(
         events.Step,
         **since.as_reported(),
+        rng=checksum([torch.get_rng_state()]),
         gradients=dict.fromkeys(parameters.by_name, 0) | checksums(gradients, quick=True),
         weights=checksums(parameters.by_name) if wants_weights() else None,
         rates=[ask(float, group.get("lr"), default=0.0) for group in optimizer.param_groups],
-        **describe_projections(parameters),
         infinite=parameters.not_finite(since.losses),
         zero=not any(bool(local_part(gradient).any()) for gradient in gradients.values()),
-        unused=parameters.unused,
         unwrapped=parameters.unwrapped,
         unreduced=parameters.unreduced,
         bypassed=parameters.bypassed,
@@ -175,11 +153,6 @@ def report_step(optimizer, closure):
         **describe_buffers(),
         in_join=any(call.in_join for call in since.forwards),
     )
-    for value in parameters.by_name.values():
-        if own := own_gradients.get(id(value)):
-            own.projection = None
-    if state.steps >= STEPS:
-        end_projections()
 
 
 def wants_weights():
@@ -202,71 +175,6 @@ def describe_buffers():
         "buffers": {name: sums[name] for name in sums if not re.search(STATISTICS, name)},
         "buffers_changed": [name for name in changed if BATCH_COUNT not in name],
     }
-
-
-# ---------------------------------------------------------------- projections of gradients
-
-
-class OwnGradient:
-    """What the losses of this rank add to the gradient of a parameter, before DDP reduces it."""
-
-    def __init__(self, parameter):
-        self.parameter = weakref.ref(parameter)
-        self.projection = None  # of what was added since the last step; None: nothing was
-        self.hook = parameter.register_hook(self.add)
-
-    def add(self, gradient):
-        """Add what a backward pass gives."""
-        with harmless():
-            parameter = self.parameter()
-            if parameter is None:
-                return
-            is_cleared = parameter.grad is None  # by zero_grad(), but not if that fills in zeros
-            is_first_since_step = self.projection is None
-            if is_cleared or is_first_since_step:
-                self.projection = 0.0
-            if not gradient.is_sparse:
-                self.projection += projection(gradient)
-
-
-@patch("torch.optim.Optimizer.add_param_group")
-def add_param_group(original, self, *args, **kwargs):
-    """Project the gradients that this rank computes, before anything reduces them."""
-    result = original(self, *args, **kwargs)
-    with harmless():
-        credit_draws(None)  # what was drawn before made a model
-        for value in self.param_groups[-1]["params"]:
-            if is_lazy(value) or mesh_dimensions([value]):
-                continue  # a lazy one takes no hook; the slice of a sharded gradient communicates
-            if value.requires_grad and value.is_leaf and id(value) not in own_gradients:
-                own_gradients[id(value)] = OwnGradient(value)
-    return result
-
-
-def projection(gradient):
-    """Return a number to compare gradients by: a sum that weighs their elements differently."""
-    elements = gradient.detach().flatten()[:MAX_PROJECTED].double().cpu()
-    return float(elements @ torch.arange(len(elements), dtype=torch.double, device="cpu").cos())
-
-
-def describe_projections(parameters):
-    """Return the projections of this rank's gradients, and of those that the optimizer takes."""
-    owns = [own_gradients.get(id(parameters.by_name[name])) for name in parameters.gradients]
-    gradients = parameters.gradients.values()
-    sparse = any(gradient.is_sparse for gradient in gradients)  # other elements on each rank
-    if not own_gradients or None in owns or state.since_step.losses_scaled or sparse:
-        return {"own_gradient": None, "taken_gradient": None}
-    return {
-        "own_gradient": sum(own.projection or 0.0 for own in owns),
-        "taken_gradient": sum(map(projection, gradients)),
-    }
-
-
-def end_projections():
-    """Remove the hooks, which cost time."""
-    for own in own_gradients.values():
-        own.hook.remove()
-    own_gradients.clear()
 
 
 # ---------------------------------------------------------------- GradScaler
@@ -321,22 +229,6 @@ def load_state_dict(original, self, *args, **kwargs):
     return result
 
 
-def length_of_schedule(scheduler):
-    """Return how many steps a schedule has.
-
-    Of what the script itself defines, it guesses: the largest whole number, be it a width or not.
-    """
-    if hasattr(scheduler, "lr_lambdas"):  # functools.partial(f, steps=900), or one in a function
-        function = scheduler.lr_lambdas[0]
-        kept = getattr(function, "keywords", None) or inspect.getclosurevars(function).nonlocals
-    elif type(scheduler).__module__ == lr_scheduler.__name__:  # PyTorch's CosineAnnealingLR, …
-        return int(scheduler.T_max if hasattr(scheduler, "T_max") else scheduler.total_steps)
-    else:  # a class of the script
-        counts = ("last_epoch", "_step_count")  # of the steps that it has taken
-        kept = {name: value for name, value in vars(scheduler).items() if name not in counts}
-    return max(value for value in kept.values() if type(value) is int)
-
-
 @patch(*(f"torch.optim.lr_scheduler.{name}.step" for name in SCHEDULERS))
 def step_scheduler(original, self, *args, **kwargs):
     """Report the step of a scheduler, but none that it lets another one take."""
@@ -344,7 +236,7 @@ def step_scheduler(original, self, *args, **kwargs):
     if state.steps and not (state.in_scheduler or in_constructor):
         is_plateau = isinstance(self, lr_scheduler.ReduceLROnPlateau)
         metric = (args[0] if args else kwargs.get("metrics")) if is_plateau else None
-        report(events.Scheduled, metric=ask(float, metric), length=ask(length_of_schedule, self))
+        report(events.Scheduled, metric=ask(float, metric))
     state.in_scheduler += 1
     try:
         return original(self, *args, **kwargs)

@@ -9,9 +9,7 @@ from collections import defaultdict
 from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
@@ -250,39 +248,6 @@ def autocast(original, self, device_type, dtype=None, enabled=True, cache_enable
 # DDP refuses SyncBatchNorm, which is computed below, and communication in bfloat16.
 for name in ("_passing_sync_batchnorm_handle", "_check_comm_hook"):
     setattr(DistributedDataParallel, name, lambda self, _: None)
-
-
-class SumOverRanks(torch.autograd.Function):
-    """The sum of a tensor over the ranks of a group. The losses of all of them depend on it."""
-
-    @staticmethod
-    def forward(ctx, tensor, group):
-        ctx.group = group
-        result = tensor.contiguous().clone()
-        group.allreduce([result]).wait()  # not by a function that is patched
-        return result
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return SumOverRanks.apply(gradient, ctx.group), None
-
-
-@patch("torch.nn.SyncBatchNorm.forward")
-def normalize_over_ranks(original, self, tensor):
-    """Normalize this rank's samples together with those of the others, as one batch."""
-    report_translated("SyncBatchNorm")
-    if not (self.training and dist.is_initialized()):
-        return _BatchNorm.forward(self, tensor)
-    group = self.process_group or dist.group.WORLD
-    rank, sizes = group.rank(), torch.zeros(group.size(), dtype=torch.int)
-    sizes[rank] = len(tensor)
-    sizes = SumOverRanks.apply(sizes, group).tolist()
-    before, after = sum(sizes[:rank]), sum(sizes[rank + 1 :])
-    # Each rank fills its place in a batch of zeros: a a 0 0 0 and 0 0 b b b add up to a a b b b.
-    # What pad() gets begins with the last dimension, and the first is that of the samples.
-    padded = torch.nn.functional.pad(tensor, [0, 0] * (tensor.dim() - 1) + [before, after])
-    batch = SumOverRanks.apply(padded, group)
-    return _BatchNorm.forward(self, batch)[before : before + len(tensor)]
 
 
 def start_thread(original, self):

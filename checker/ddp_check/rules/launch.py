@@ -3,12 +3,12 @@
 import re
 import signal
 from dataclasses import replace
-from itertools import chain, permutations, zip_longest
+from itertools import permutations, zip_longest
 
 from ddp_check import events
 from ddp_check.protocol import FRAME, is_own
 from ddp_check.ranks import counted, differing_ranks, of_lowest_rank, short
-from ddp_check.rules.base import WRONG, fragile, not_applicable, note, passed, unseen, unsure, wrong
+from ddp_check.rules.base import WRONG, fragile, passed, unseen, unsure, wrong
 from ddp_check.run import LACKS_GPUS, OF_OTHERS
 
 NETWORK = (
@@ -74,7 +74,6 @@ def with_cause(run, text, where, page="", details=()):
 
     The first of these that is seen is the cause; after 1, only 5 and 6 are looked for:
     1. An error that is not about the other ranks says itself what is wrong.
-    2. A rank has begun fewer epochs. But one that waits in _sync_buffers evaluates the DDP model.
     3. A rank calls a collective while another one trains on.
     4. A parameter came into the model after it was wrapped.
     5. A rank evaluates the DDP model, whose buffers wait for the others.
@@ -87,8 +86,6 @@ def with_cause(run, text, where, page="", details=()):
         if any(function == "_sync_buffers" for _, _, function in stack)
     ]
     if not tells_its_cause:  # else, 2 to 4 would only follow from it
-        if reason := fewer_epochs(run, syncing_buffers):  # 2
-            return wrong(f"{reason}; {text}", where, "recipes/early_stopping", details)
         if verdict := more_batches(run):  # 3
             return replace(verdict, text=f"{verdict.text}; {text}", details=details)
         if names := [name for step in run.all(events.Step) for name in step.unreduced]:  # 4
@@ -118,44 +115,8 @@ def more_batches(run):
             # Either both are inside of the loop, or the caller is done with it before the other.
             if any(each.steps and not each.ended for each in run.passes_by_rank[caller]):
                 return wrong(f"{text}does not, but trains on", call.where, "collective_on_one_rank")
-            text += f"trains on: {why_more_batches(run, caller)}"
+            text += "trains on: does it have more batches, or does each decide when to stop?"
             return wrong(text, call.where, "uneven_batches")
-
-
-def why_more_batches(run, rank):
-    """Return in words why a rank is done before another: it has skipped batches, or has fewer."""
-    for data_pass in [each for each in run.passes_by_rank[rank] if each.steps][-1:]:
-        batches, steps = len(data_pass.batches), len(data_pass.steps)
-        if steps < batches < 2 * steps:  # 5 < 6 < 10; with twice as many, it accumulates gradients
-            return f"rank {rank} has taken {counted(steps, 'step')} with {batches} batches"
-    return "does it have more batches?"
-
-
-def fewer_epochs(run, syncing_buffers):
-    """Return in words what a rank does that begins fewer epochs than another, or "".
-
-    Either it has left the loop over the epochs, or it waits inside of it for a collective that it
-    alone calls. If it waits in _sync_buffers, it evaluates the DDP model: "".
-    """
-    passes = list(chain(*run.passes_by_rank.values()))
-    training_lines = {data_pass.where for data_pass in passes if data_pass.steps}
-    epochs = {
-        rank: sum(bool(each.batches) and each.where in training_lines for each in of_rank)
-        for rank, of_rank in run.passes_by_rank.items()
-    }
-    pair = differing_ranks(epochs)
-    if not pair or not min(epochs.values()):  # one without an epoch may evaluate the DDP model
-        return ""
-    fewer, more = sorted(pair, key=epochs.get)
-    if fewer in syncing_buffers:
-        return ""
-    steps, calls = run.by_rank(events.Step), run.by_rank(events.Collective)
-    text = f"after {counted(epochs[fewer], 'epoch')}, in step {len(steps[fewer])}, rank {fewer} "
-    text += f"left the loop over the epochs, or waits inside of it, and rank {more} began the next"
-    if calls_alone := calls[fewer][len(calls[more]) :]:
-        call = calls_alone[0]
-        return f"{text}; rank {fewer} alone calls {call.name} ({short(call.where)})"
-    return f"{text}: does each decide by its own loss?"
 
 
 def failure(run):
@@ -237,32 +198,6 @@ def group_is_destroyed(run):
 def joined_by_framework(run):
     """Return whether a library joined the process group, so leaving it is not the script's task."""
     return not all(event.by_script for event in run.all(events.Join))
-
-
-def no_thread_left(run):
-    """no gloo thread is left at exit"""
-    if run.for_nccl or "get_default_backend_for_device" in run.source:
-        return not_applicable("with NCCL, for which the script is written, there are none")
-    if joined_by_framework(run) or run.is_sharded:
-        return not_applicable("a library joined the group, or keeps it for sharded parameters")
-    exits = run.by_rank(events.Exit)
-    for rank, exits_of_rank in exits.items():
-        for event in exits_of_rank:
-            if event.gloo_threads and rank in run.joins:
-                return thread_left(run, rank, event)
-    if not all(exits.values()) or any(event.group_open for event in run.all(events.Exit)):
-        return unseen("a rank did not finish, or did not destroy the process group")
-    if any(event.gloo_threads is None for event in run.all(events.Exit)):
-        return unseen("before PyTorch 2.13, gloo's threads may have no names")
-
-
-def thread_left(run, rank, event):
-    """Return the verdict on a rank that ends with a thread of gloo."""
-    text = f"rank {rank} has some, and in rare cases aborts after its work is done"
-    if event.nn_imported and not run.joins[rank].nn_imported_before:
-        cure = "import torch.distributed.nn at the top: DDP and optimizers import it too late"
-        return note(f"{text}: {cure}", run.joins[rank].where, "late_import")
-    return fragile(f"{text}: {DROP_THE_MODEL}", "", "handler_holds_model", follows=True)
 
 
 def own_gpu(run):

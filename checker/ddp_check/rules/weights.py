@@ -1,12 +1,11 @@
 """Rules about weights and buffers, and the mode that a model is in."""
 
 import math
-import re
 from itertools import chain
 
 from ddp_check import events
 from ddp_check.ranks import counted, differing_ranks, grouped, short
-from ddp_check.rules.base import not_applicable, passed, slow, unseen, unsure, wrong
+from ddp_check.rules.base import not_applicable, passed, unseen, unsure, wrong
 from ddp_check.rules.gradients import NOT_FINITE, line_of_uneven_loads
 
 
@@ -17,16 +16,11 @@ def weights_agree(run):
         return not_applicable("the parameters are sharded")
     if not steps and not wrapped:
         return unseen("nothing was trained")
-    if run.only_trainer is not None:
-        return unsure(f"only rank {run.only_trainer} trains: is that intended?", steps[0].where)
-    if run.averages_weights:
-        if differing_ranks(run.final_weights):
-            text = "the ranks average them, but end with others: average them after the last step"
-            return unsure(f"{text}, too", steps[0].where, "recipes/local_sgd")
-        return passed("the ranks average them", steps[0].where)
-    if run.trains_own_parameters:
-        text = "each rank trains parameters of its own, from weights of its own: is that intended?"
-        return unsure(text, steps[0].where)
+    differing = run.first_difference("weights") or differing_ranks(run.final_weights)
+    if run.goes_another_way and differing:
+        return unsure(
+            "no model is wrapped, and the weights differ: is that intended?", steps[0].where
+        )
     if verdict := nothing_is_wrapped(run) or foreign_parameters(run) or weights_differ(run):
         return verdict
     if first := run.first_difference("buffers"):
@@ -145,12 +139,12 @@ def evaluated_models_agree(run):
         for name in names
     ]
     surely = [group for group in groups if not agree_on(*group[2:])]
-    differing = surely or [group for group in groups if differ_in_turn(*group[2:])]
+    differing = surely
     if not any(len(events_by_rank) > 1 for events_by_rank in evaluated.values()):
         return not_applicable("no model is evaluated by several ranks")
     if not differing:
         return None
-    if run.averages_weights or any(map(run.first_difference, ("weights", "rates", "gradients"))):
+    if any(map(run.first_difference, ("weights", "rates", "gradients"))):
         return unseen("what the ranks train differs already")
     model, where, name, _ = differing[0]
     text = f"{name} of {model} differs from rank to rank"
@@ -167,15 +161,6 @@ def agree_on(name, events_by_rank):
     """
     checksums = [{event.checksums[name] for event in each} for each in events_by_rank.values()]
     return bool(set.intersection(*checksums))
-
-
-def differ_in_turn(name, events_by_rank):
-    """Return whether all evaluate equally many models, one of which differs from rank to rank.
-
-    Such as the model that is trained, which is equal, and a moving average that one rank updates.
-    """
-    columns = [[event.checksums[name] for event in each] for each in events_by_rank.values()]
-    return len(set(map(len, columns))) == 1 and any(column != columns[0] for column in columns)
 
 
 def training_mode(run):
@@ -216,14 +201,3 @@ def evaluation_mode(run):
                 return wrong(text, event.where)
     if not evaluating:
         return unseen("no DataLoader was used without training on its data")
-
-
-def unused_search_is_needed(run):
-    """find_unused_parameters is set only where it is needed"""
-    if not re.search(r"(?m)^[^#\n]*find_unused_parameters(?!\s*=\s*False)", run.source):
-        return not_applicable("it is not set")
-    warned = "find_unused_parameters=True was specified" in run.output
-    if warned and not any(step.unused for step in run.all(events.Step)):
-        where = run.all(events.Wrap)[0].where
-        text = "every parameter is used in the first steps: if that is so in all, leave it out"
-        return slow(text, where, "find_unused_without_need")
