@@ -13,6 +13,7 @@ import os
 import shlex
 import signal
 import sys
+import traceback
 from pathlib import Path
 
 try:
@@ -75,7 +76,17 @@ def parse_args():
 
 
 def main():
-    args = parse_args()
+    """Run the command. If the checker itself fails, that is exit code 2: it says nothing."""
+    try:
+        check(parse_args())
+    except Exception:
+        traceback.print_exc()
+        print("ddp-check itself failed, which says nothing about the script", file=sys.stderr)
+        sys.exit(2)
+
+
+def check(args):
+    """Run the script and the drills, print the report, and exit."""
     for number in (signal.SIGINT, signal.SIGPIPE):  # as in `ddp-check train.py | head`
         signal.signal(number, signal.SIG_DFL)  # end at once, silently: the keeper cleans up
     how = {name: value for name, value in vars(args).items() if name not in SHOWN}

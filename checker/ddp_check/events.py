@@ -96,10 +96,8 @@ class Collective(Event):
     """The script, or a library on its behalf, calls a collective on all ranks."""
 
     name: str
-    sums: bool  # it adds numbers up, or averages them
     in_model: bool  # during a forward pass of DDP, or a backward pass
     elements: int  # of its largest tensor
-    of_small_gradient: bool  # its tensor is the gradient of a parameter of few elements
     requires_gradient: bool  # an input does, so a loss may depend on the result
     # requires_gradient, and gradients are enabled: backward() cannot pass through the result
     cuts_gradient: bool
@@ -113,8 +111,6 @@ class Totalled(Event):
     """Numbers of all ranks were reduced, or gathered: they may count samples."""
 
     values: list[int]  # the results that are whole numbers, and their sum if that is one
-    own: list[float]  # what this rank added; empty if these are many, or were gathered
-    total: list[float]  # the result, in the same order
 
 
 # ---------------------------------------------------------------- data
@@ -129,9 +125,7 @@ class PassBegun(Event):
     iterable: bool  # the data set is an IterableDataset: its samples have no index
     subset_checksum: int  # of the indices that a Subset keeps, or 0
     distributed: bool  # the sampler is a DistributedSampler
-    replicas: int  # among which it divides the samples, or 0
     shuffle: bool | None  # None: the sampler does not say
-    tensor_checksum: int  # of a TensorDataset's tensors, or 0
     dataset_checksum: int  # the same for equal data sets
     persistent: bool  # its workers stay for the next pass
 
@@ -144,8 +138,6 @@ class Batch(Event):
     base_indices: list[int] | None  # the same samples in the data set below all Subsets
     checksums: list[int] | None  # of each sample
     label_checksums: list[int] | None  # of the smallest part of each, if it has several
-    width: int | None  # elements of a sample; where padding changes it, checksums differ
-    label_size: int | None  # elements of the smallest part: with one for each token, more than 1
 
 
 class PassEnded(Event):
@@ -167,9 +159,8 @@ class EpochSet(Event):
 class Drawn(Event):
     """Random numbers were drawn to make samples, by this generator for the first time in a pass."""
 
-    source: str  # "torch", "random", "numpy", or "generator" for those that the data set keeps
-    before: int  # checksums of the generator's state
-    after: int
+    source: str  # "torch", "random", "numpy", or "generator": the data set has one of its own
+    state: int  # checksum of the generator's state before and after
     pass_number: int  # for a persistent worker, the first of its passes
     worker: int | None  # of the DataLoader, or None for the training process
 
@@ -182,7 +173,6 @@ class Wrap(Event):
 
     names: list[str]  # of its parameters
     frozen: list[str]  # those of them that are not trained
-    ranks: int  # over which its gradients are averaged
 
 
 class CommHook(Event):
@@ -208,7 +198,7 @@ class BetweenSteps:
 class Step(Event, BetweenSteps):
     """An optimizer is about to take a step."""
 
-    rng: int  # checksum of the state of PyTorch's generator
+    rng: dict[str, int]  # checksum of the state of each global generator of random numbers
     gradients: dict[str, int]  # checksum of each parameter's gradient, 0 without one
     # Checksum of each parameter, in the first step of a pass and some others; without DDP, in each:
     weights: dict[str, int] | None
@@ -225,12 +215,10 @@ class Step(Event, BetweenSteps):
     has_state: bool  # the optimizer has taken a step before, or its state was loaded
     closure: bool  # step() was given one, which computes the gradients
     synced: bool  # the last forward pass of DDP asked for a reduction, or there was none
-    reductions: int  # backward passes that reduced gradients, of the model with the most
-    reduced: list[int]  # checksums of what the script itself added up over the ranks
-    reduced_all: bool  # that is as much as all gradients
+    reductions: int  # backward passes that reduced gradients, since the last zero_grad()
+    stale: bool  # the gradients of the step before were still there when backward() began
     training: bool  # the wrapped models with these parameters, if any, are in training mode
     buffers: dict[str, int]  # checksum of each buffer, without BatchNorm's statistics
-    buffers_changed: list[str]  # since their model was wrapped, statistics included
     in_join: bool  # it is taken inside join()
 
 
@@ -238,7 +226,6 @@ class Clipped(Event):
     """Gradients are clipped."""
 
     scaled: bool  # a GradScaler's factor is in them
-    norm: float | None  # of all of them together, before; None: they are clipped by their values
 
 
 class Scheduled(Event):
@@ -274,17 +261,16 @@ class Evaluated(Event):
     steps: int  # of the optimizers before
     # Of each parameter and buffer, without BatchNorm's statistics if it does not use them:
     checksums: dict[str, int]
-    noisy: str  # if all is in training mode, a layer that then changes what it returns; or ""
+    training: bool  # the model is in training mode
+    noisy: str  # a layer in training mode that then changes what it returns, or ""
     wrapped: bool  # in DistributedDataParallel
     pass_number: int  # of the pass that gave the latest batch, or 0 if there was none
-    inputs: int  # checksum of what the model is called with
 
 
 class Final(Event):
     """The weights of a model at the end."""
 
     weights: dict[str, int]  # checksum of each parameter
-    finite: bool
 
 
 # ---------------------------------------------------------------- output and files
@@ -308,23 +294,12 @@ class Save(Event):
 
     path: str | None
     keys: list[str]  # the first ones that begin with "module."
+    wrapper: bool  # a model is saved as an object, with the wrapper around it
     steps: int  # of the optimizers before
-
-
-class ShardedSave(Event):
-    """torch.distributed.checkpoint has saved a checkpoint, all of it."""
-
-    steps: int  # of the optimizers before it began
-
-
-class ShardedLoad(Event):
-    """torch.distributed.checkpoint is about to load a checkpoint."""
 
 
 class Load(Event):
     """torch.load is called by the script."""
-
-    weights_only: bool
 
 
 KINDS = {kind.__name__: kind for kind in Event.__subclasses__()}

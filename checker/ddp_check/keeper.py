@@ -36,13 +36,25 @@ def kept_folder():
         keeper.communicate()  # closes the pipe that it waits at
 
 
+def reports_to(process, folder):
+    """Return whether a process is observed, and reports to a folder or inside it."""
+    task = process.environ().get(VARIABLE)
+    return bool(task) and Path(json.loads(task)["events"]).is_relative_to(folder)
+
+
+def observed_process(pid, folder):
+    """Return the process with this ID, or None if it has ended, and another may have its ID."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        return process if reports_to(process, folder) else None
+
+
 def signal_processes(folder, method):
     """Terminate or kill all observed processes that report to a folder or inside it; count them."""
     count = 0
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            task = process.environ().get(VARIABLE)
-            if task and Path(json.loads(task)["events"]).is_relative_to(folder):
+            if reports_to(process, folder):
                 getattr(process, method)()
                 count += 1
     return count

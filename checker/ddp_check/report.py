@@ -11,6 +11,13 @@ from ddp_check.rules import RULES, base
 
 SUMMARIES = ("nothing wrong", "wrong", "no verdict")  # by exit code
 WIDTH, INDENT = 80, 9  # columns of the report, and of what precedes the text in its lines
+CENTRAL = {  # rules that a reader of "nothing wrong" relies on: what they look at
+    "weights_agree": "all ranks have the same weights",
+    "gradients_are_averaged": "each step takes the mean gradient",
+    "ranks_share_data": "the ranks share out the data",
+    "order_changes": "the order changes from epoch to epoch",
+    "each_sample_is_evaluated_once": "each sample is evaluated once",
+}
 COLOURS = {"FAIL": 31, "ERROR": 35, "WARN": 33, "unsure": 36, "pass": 32}
 
 
@@ -28,7 +35,18 @@ def summary(plan, verdicts):
     code, run = exit_code(plan, verdicts), plan.undisturbed
     if broken := [verdict.rule for verdict in verdicts if verdict.status == base.BROKEN]:
         return f"{SUMMARIES[code]}, and the checker itself failed in {', '.join(broken)}"
+    if code == 0 and unseen_of_the_central(verdicts):
+        return "nothing wrong in what was seen"
     return "no training was seen" if code == 2 and run.returncode == 0 else SUMMARIES[code]
+
+
+def unseen_of_the_central(verdicts):
+    """Return which of the central rules had nothing to look at, and why, in words."""
+    return [
+        f"{CENTRAL[each.rule]} ({each.text})"
+        for each in verdicts
+        if each.rule in CENTRAL and each.status == base.UNSEEN
+    ]
 
 
 def message(verdict):
@@ -99,7 +117,7 @@ def text_of(plan, verdicts, drills=(), everything=False):
     folded = [] if everything else [each for each in verdicts if each.status in base.FOLDED]
     lines = [
         wrapped(f"{plan.script}: {summary(plan, verdicts)}: {numbers}"),
-        wrapped(reason_of(plan, verdicts)),
+        *map(wrapped, reasons(plan, verdicts)),
         wrapped(f"ran: {plan.nproc} processes under {plan.launcher}, {where}, {run.seconds:.0f} s"),
         "",
         *(lines_of(verdict) for verdict in verdicts if verdict not in folded),
@@ -113,17 +131,26 @@ def text_of(plan, verdicts, drills=(), everything=False):
     return "\n".join([*lines, "", *map(wrapped, conclusions + changes(plan))]).rstrip("\n")
 
 
-def reason_of(plan, verdicts):
-    """Return the first of the ranked verdicts, or what else is the reason for the summary."""
+def reasons(plan, verdicts):
+    """Return the first of the ranked verdicts, what was not seen, or why there is no verdict."""
+    lines = []
     if verdicts[0].status in base.LEVELS:
-        return f"first: {message(verdicts[0])}"
-    if exit_code(plan, verdicts) == 2:
-        if plan.undisturbed.all(events.SkippedStep):
-            return "the GradScaler skipped each step, as no gradient was finite"
-        text = "no optimizer of torch.optim took a step, so it says little that rules pass: "
-        return f"{text}does the script change its weights by hand?"
+        lines.append(f"first: {message(verdicts[0])}")
+    elif exit_code(plan, verdicts) == 2:
+        return [why_no_verdict(plan.undisturbed)]
+    not_seen = unseen_of_the_central(verdicts)
+    if exit_code(plan, verdicts) == 0 and not_seen:
+        lines.append(f"not seen: {'; '.join(not_seen)}")
     passing = sum(verdict.status == base.PASS for verdict in verdicts)
-    return f"all {passing} rules that saw something pass"
+    return lines or [f"all {passing} rules that saw something pass"]
+
+
+def why_no_verdict(run):
+    """Return why a run without a fault says little."""
+    if run.all(events.SkippedStep):
+        return "the GradScaler skipped each step, as no gradient was finite"
+    text = "no optimizer of torch.optim took a step, so it says little that rules pass: "
+    return f"{text}does the script change its weights by hand?"
 
 
 def changes(plan):
@@ -167,6 +194,7 @@ def as_data(plan, verdicts):
     return {
         "script": str(plan.script),
         "verdict": summary(plan, verdicts),
+        "not_seen": unseen_of_the_central(verdicts),
         "exit_code": exit_code(plan, verdicts),
         "processes": plan.nproc,
         "launcher": plan.launcher,

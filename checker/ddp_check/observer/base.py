@@ -28,12 +28,10 @@ class SinceStep(BetweenSteps):
     """What has happened since an optimizer took its last step: what `Step` tells, and more."""
 
     forwards: list = field(default_factory=list)  # calls of DDP, as `Forward`
-    # (number of a DDP model, number of a backward pass since the step that reduced its gradients):
-    reductions: set = field(default_factory=set)
+    reductions: int = 0  # backward passes that reduced gradients, since the last zero_grad()
     bypasses: dict = field(default_factory=dict)  # number of a model -> a line that calls it itself
     losses_scaled: int = 0  # by a GradScaler
-    # (checksum, number of elements) of each tensor that the script itself adds up over the ranks:
-    added_up: list = field(default_factory=list)
+    stale: bool = False  # the gradients of the step before were there when backward() began
 
     def as_reported(self):
         """Return the fields that `Step` shares."""
@@ -70,7 +68,6 @@ class State:
     # Files:
     unfinished_line: str = ""  # of what is printed
     changes_files: bool = False  # the observer itself does
-    in_sharded_save: bool = False  # which calls torch.save for its parts
 
 
 state = State()

@@ -17,7 +17,6 @@ from ddp_check.observer.base import TASK, ask, harmless, is_first, report, state
 from ddp_check.observer.patches import patch
 from ddp_check.observer.values import (
     UNKNOWN_SAMPLES,
-    checksum,
     describe_samples,
     fingerprint,
     in_double_precision,
@@ -25,7 +24,6 @@ from ddp_check.observer.values import (
 )
 
 ITERATOR = "torch.utils.data.dataloader._BaseDataLoaderIter"
-MAX_OBJECTS = 1000  # of a data set that are searched for generators
 MAX_WATCHED = 10  # first batches of a pass: to ask NumPy for its state takes 0.2 ms
 MAX_WRAPPERS = 3  # around a batch sampler, such as Accelerate's
 
@@ -39,14 +37,6 @@ class PassState:
     sample_count_before: int  # value of `since_step.sample_count` when it began
     in_order: bool  # workers return batches as they were requested
     requested: deque = field(default_factory=deque)  # indices of batches, not returned yet
-
-
-@dataclass
-class FetcherState:
-    """What the observer keeps at the fetcher, which reads the samples of a pass."""
-
-    generators: dict  # source of random numbers -> its generators
-    batches: int = 0  # that were read
 
 
 @patch(f"{ITERATOR}.__init__", f"{ITERATOR}._reset")
@@ -84,9 +74,7 @@ def begin_pass(iterator, loader):
         iterable=iterable,
         subset_checksum=0 if subset is None else zlib.crc32(repr(subset).encode()),
         distributed=distributed,
-        replicas=sampler.num_replicas if distributed else 0,
         shuffle=shuffles(sampler),
-        tensor_checksum=checksum(ask(getattr, dataset, "tensors", default=()), quick=True),
         dataset_checksum=ask(fingerprint, dataset, default=0),
         persistent=loader.persistent_workers,
     )
@@ -184,10 +172,11 @@ def report_batch(pass_state, batch):
     base_indices = indices
     if pass_state.subset is not None:
         base_indices = ask(lambda: [pass_state.subset[index] for index in indices])
-    samples, count = UNKNOWN_SAMPLES, None if indices is None else len(indices)
-    if pass_state.in_order:
-        samples = ask(describe_samples, batch, count, default=UNKNOWN_SAMPLES)
+    count = None if indices is None else len(indices)
+    samples = ask(describe_samples, batch, count, default=UNKNOWN_SAMPLES)
     state.since_step.sample_count += len(indices or samples["checksums"] or ())
+    if not pass_state.in_order:  # this may be the batch of other indices
+        indices, base_indices, samples = None, None, UNKNOWN_SAMPLES
     state.batch_is_unevaluated = True
     state.pass_of_batch = pass_state.pass_number
     report(
@@ -205,23 +194,13 @@ def report_batch(pass_state, batch):
 def generators_of(dataset):
     """Return the global generators of random numbers, and those that a data set keeps."""
     numpy = sys.modules.get("numpy.random")
-    global_generators = {
+    below, _ = ask(without_subsets, dataset, default=(dataset, None))
+    return {
         "torch": [torch.default_generator],
         "random": [random._inst],
         "numpy": [numpy.mtrand._rand] if numpy else [],
+        "generator": [*filter(is_generator, parts_of(below))],
     }
-    return {**global_generators, "generator": [*filter(is_generator, objects_in(dataset))]}
-
-
-def objects_in(dataset):
-    """Return a data set, its parts, and theirs."""
-    objects = [dataset]
-    for value in objects:  # the list grows by the parts of each
-        if len(objects) >= MAX_OBJECTS:
-            break
-        if not is_generator(value):
-            objects += ask(parts_of, value, default=[])
-    return objects
 
 
 def is_generator(value):
@@ -231,17 +210,11 @@ def is_generator(value):
     return ask(hasattr, value, "bit_generator")  # NumPy's
 
 
-def states_by_source(fetcher):
-    """Return {source of random numbers: checksum of its state} of all that may make samples.
-
-    After the first batches of a pass, it is empty.
-    """
-    watched = fetcher._ddp_check
-    if watched.batches > MAX_WATCHED:
-        return {}
+def states_by_source(generators):
+    """Return {source of random numbers: checksum of its state}."""
     return {
-        source: ask(checksum_of_states, generators, default=0)
-        for source, generators in watched.generators.items()
+        source: ask(checksum_of_states, of_source, default=0)
+        for source, of_source in generators.items()
     }
 
 
@@ -259,16 +232,16 @@ def checksum_of_states(generators):
 
 @patch("torch.utils.data._utils.fetch._MapDatasetFetcher.fetch")
 def fetch(original, self, indices):
-    """Report the state from which each generator makes this process's first random sample."""
-    before = {}
+    """Report which generators make random samples, by the first batches of a pass."""
+    generators, before = {}, {}
     with harmless():
-        if not hasattr(self, "_ddp_check"):
-            self._ddp_check = FetcherState(generators_of(self.dataset))
-        self._ddp_check.batches += 1
-        before = states_by_source(self)
+        self._ddp_check_batches = getattr(self, "_ddp_check_batches", 0) + 1
+        if self._ddp_check_batches <= MAX_WATCHED:
+            generators = generators_of(getattr(self.dataset, "_ddp_check_inner", self.dataset))
+        before = states_by_source(generators)
     batch = original(self, indices)
     with harmless():
-        report_drawn(before, states_by_source(self))
+        report_drawn(before, states_by_source(generators))
     return batch
 
 
@@ -280,8 +253,7 @@ def report_drawn(before, after):
             report(
                 events.Drawn,
                 source=source,
-                before=before[source],
-                after=after[source],
+                state=zlib.crc32(f"{before[source]} {after[source]}".encode()),
                 pass_number=state.passes,
                 worker=worker.id if worker else None,
             )

@@ -11,15 +11,17 @@ import time
 from pathlib import Path
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from ddp_check.events import Load, Print, Save, ShardedLoad, ShardedSave, Written
-from ddp_check.imports import after_import
-from ddp_check.observer.base import TASK, ask, harmless, report, script_line, state
+from ddp_check.events import Load, Print, Save, Written
+from ddp_check.observer.base import TASK, ask, callers, harmless, report, script_line, state
 from ddp_check.observer.patches import intercept, patch
 from ddp_check.protocol import is_own
 
 CODE = (".py", ".pyc")
 TEMPORARY = f"{os.path.realpath(os.environ['TMPDIR'])}{os.sep}"
+SHARDED = "torch/distributed/checkpoint"  # saves the parts of a sharded checkpoint with torch.save
+MAX_WAIT = 10  # seconds for a folder that another rank makes: a drill may kill that rank
 MAX_LINE = 200  # characters of a printed line that are kept
 # Audit events by which a folder changes, and how many paths they begin with:
 CHANGES = {"os.mkdir": 1, "os.remove": 1, "os.rmdir": 1, "os.rename": 2, "shutil.rmtree": 1}
@@ -152,7 +154,8 @@ def replace_link(link):
         try:
             own.mkdir()  # only one rank can: it goes on, and the others wait until it is done
         except FileExistsError:
-            while leads_outside(str(link)):
+            end = time.monotonic() + MAX_WAIT
+            while leads_outside(str(link)) and time.monotonic() < end:
                 time.sleep(0.001)
             return
         for name in os.listdir(original):
@@ -197,7 +200,8 @@ def save(original, obj, f, *args, **kwargs):
     result = original(obj, f, *args, **kwargs)
     is_storage = isinstance(obj, torch.TypedStorage | torch.UntypedStorage)  # pickle saves them so
     with harmless():
-        if script_line() and not (is_storage or state.in_sharded_save):
+        in_checkpoint = any(SHARDED in code.co_filename for code in callers())
+        if script_line() and not (is_storage or in_checkpoint):
             report_save(obj, f, steps)
     return result
 
@@ -206,6 +210,7 @@ def report_save(obj, file, steps):
     """Report that an object was saved to a path or an open file."""
     path = file if isinstance(file, str | os.PathLike) else ask(getattr, file, "name")
     items = ask(items_in, obj, default=[])
+    saved = [obj, *(value for _, value in items)]
     # Only keys of a wrapped model's parameters: the prefix of a moving average is no fault.
     places = {value.data_ptr() for module in state.wrapped for value in module.parameters()}
     prefixed = [(key, value) for key, value in items if ask(str.startswith, key, "module.")]
@@ -214,6 +219,7 @@ def report_save(obj, file, steps):
         Save,
         path=os.path.realpath(path) if isinstance(path, str | os.PathLike) else None,
         keys=keys[:3],
+        wrapper=any(isinstance(value, DistributedDataParallel) for value in saved),
         steps=steps,
     )
 
@@ -229,48 +235,5 @@ def load(original, *args, **kwargs):
     """Report a file that the script itself loads."""
     with harmless():
         if script_line(direct=True):
-            weights_only = kwargs.get("weights_only")
-            if weights_only is None:  # PyTorch's default
-                weights_only = kwargs.get("pickle_module") is None
-            report(Load, weights_only=bool(weights_only))
+            report(Load)
     return original(*args, **kwargs)
-
-
-def watch_sharded_checkpoints():
-    """Observe torch.distributed.checkpoint, once the script has imported it: it takes seconds."""
-
-    @patch("torch.distributed.checkpoint.save")
-    def save_sharded(original, *args, **kwargs):
-        """Report a sharded checkpoint once it is saved."""
-        steps = state.steps
-        state.in_sharded_save = True
-        try:
-            result = original(*args, **kwargs)
-        finally:
-            state.in_sharded_save = False
-        report(ShardedSave, steps=steps)
-        return result
-
-    @patch("torch.distributed.checkpoint.async_save")
-    def save_later(original, *args, **kwargs):
-        """Report a sharded checkpoint once it is saved by another thread."""
-        line, steps = script_line(), state.steps
-
-        def report_saved(future):
-            if not future.exception():
-                report(ShardedSave, line, steps=steps)
-
-        result = original(*args, **kwargs)
-        # It is a future, or has one:
-        future = ask(lambda: result.upload_completion, default=result)
-        ask(lambda: future.add_done_callback(report_saved))
-        return result
-
-    @patch("torch.distributed.checkpoint.load")
-    def load_sharded(original, *args, **kwargs):
-        """Report a sharded checkpoint before it is loaded."""
-        report(ShardedLoad)
-        return original(*args, **kwargs)
-
-
-after_import("torch.distributed.checkpoint", watch_sharded_checkpoints)

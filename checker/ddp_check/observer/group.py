@@ -24,13 +24,11 @@ from ddp_check.observer.base import (
     state,
 )
 from ddp_check.observer.patches import C10D, patch
-from ddp_check.observer.values import checksum, tensors_in
+from ddp_check.observer.values import tensors_in
 
 COLLECTIVE = "all_|reduce(?!_op)|broadcast|gather|scatter|barrier|monitored_barrier"
 REDUCTIONS = ("all_reduce", "reduce")
 LISTS_OF_PARTS = ("tensor_list", "gather_list", "object_list", "object_gather_list")
-SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-FEW = 8  # numbers, that each may be printed
 MAX_COUNTS = 64  # numbers that are added up at once, among which may be that of the samples
 
 
@@ -84,9 +82,6 @@ class Call:
         arguments = [*named.values()]
         self.tensors = tensors_in(arguments)  # what it is given, and what it fills
         self.parts = parts_in(named)  # of the ranks, in a gather
-        operations = [value for value in arguments if isinstance(value, dist.ReduceOp)]
-        self.sums = self.name in REDUCTIONS and all(each in SUMS for each in operations)
-        self.own_numbers = few_numbers(self.tensors) if self.sums else []  # what this rank adds
         # These two are fields of `Collective`:
         outside_step = not depth_of_steps()  # in which an optimizer may gather the parameters
         self.requires_gradient = outside_step and any(
@@ -97,16 +92,12 @@ class Call:
     def announce(self):
         """Report the call before it is made."""
         elements = max((tensor.numel() for tensor in self.tensors), default=0)
-        if self.sums and elements > 1 and not (state.in_forward or depth_of_steps()):
-            state.since_step.added_up.append((checksum(self.tensors), elements))
         report(
             events.Collective,
             where=self.line,
             name=self.name,
-            sums=self.sums,
             in_model=state.in_forward or in_backward(),
             elements=elements,
-            of_small_gradient=elements <= MAX_COUNTS and any(map(is_gradient, self.tensors)),
             requires_gradient=self.requires_gradient,
             cuts_gradient=self.cuts_gradient,
         )
@@ -124,20 +115,12 @@ class Call:
             self.report_numbers(ask(sum, tensors_in(self.parts)))
 
     def report_numbers(self, tensor):
-        """Report what the ranks gave together: numbers of samples, or a single one like a loss."""
-        if not isinstance(tensor, torch.Tensor):
-            return  # parts of different lengths have no sum
-        if tensor.numel() > MAX_COUNTS and tensor.is_floating_point():
-            return
-        numbers = ask(lambda: [*tensor.flatten()[:MAX_COUNTS].tolist(), tensor.sum().item()])
-        whole = [int(value) for value in numbers or () if ask(lambda value: value % 1 == 0, value)]
-        total = few_numbers(self.tensors) if self.own_numbers else []
-        report(events.Totalled, values=whole, own=self.own_numbers, total=total)
-
-
-def is_gradient(tensor):
-    """Return whether a tensor is the gradient of a parameter that an optimizer has."""
-    return any(tensor is value.grad for value in state.parameters.values())
+        """Report the whole numbers that the ranks gave together: they may count samples."""
+        if isinstance(tensor, torch.Tensor) and tensor.numel() <= MAX_COUNTS:
+            numbers = ask(lambda: [*tensor.flatten().tolist(), tensor.sum().item()], default=[])
+            is_whole = [ask(lambda value: value % 1 == 0, number) for number in numbers]
+            whole = [int(number) for number, is_one in zip(numbers, is_whole) if is_one]
+            report(events.Totalled, values=whole)
 
 
 def parts_in(arguments):
@@ -147,13 +130,6 @@ def parts_in(arguments):
         # Two parts of 3 numbers lie one behind another, in an output of shape (2, 3) or (6,).
         return [*arguments["output_tensor"].detach().view(shape)]
     return next((arguments[name] for name in LISTS_OF_PARTS if arguments.get(name)), [])
-
-
-def few_numbers(tensors):
-    """Return the values of the only tensor, if they are few."""
-    if len(tensors) != 1 or tensors[0].numel() > FEW:
-        return []
-    return ask(lambda: [*map(float, tensors[0].detach().flatten().tolist())], default=[])
 
 
 def is_on_all_ranks(args, kwargs):

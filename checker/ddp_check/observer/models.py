@@ -1,7 +1,6 @@
 """Observes models wrapped in DDP, and calls of any model."""
 
 import functools
-import inspect
 import os
 import time
 from typing import NamedTuple
@@ -31,7 +30,6 @@ from ddp_check.observer.values import (
     checksum,
     checksums,
     in_double_precision,
-    is_finite,
     mesh_dimensions,
     tensors_in,
 )
@@ -39,7 +37,6 @@ from ddp_check.observer.values import (
 SHARDED = {"FSDPModule", "FullyShardedDataParallel"}  # importing them would take seconds
 model_numbers = {}  # identity of a module in a wrapped model -> the number of that model
 reduced_by_ddp = {}  # identity of a parameter whose gradient a DDP model reduces -> itself
-buffers_at_start = {}  # name of a buffer -> its checksum when its model was wrapped
 
 
 class Forward(NamedTuple):
@@ -67,11 +64,9 @@ def wrap(original, self, module, *args, **kwargs):
         trainable = [value for value in module.parameters() if value.requires_grad]
         reduced_by_ddp.update((id(value), value) for value in trainable)
         state.wrapped.append(module)
-        buffers_at_start.update(buffer_checksums(module, number))
         parameters = dict(module.named_parameters())
         frozen = [name for name, value in parameters.items() if not value.requires_grad]
-        ranks = self.process_group.size()
-        report(events.Wrap, names=[*parameters], frozen=frozen, ranks=ranks)
+        report(events.Wrap, names=[*parameters], frozen=frozen)
 
 
 def model_suffix(number):
@@ -91,12 +86,11 @@ def buffer_checksums(module, number):
 
 
 @patch(f"{DDP}.register_comm_hook")
-def register_comm_hook(original, *args, **kwargs):
+def register_comm_hook(original, self, state, hook):
     """Report a hook that replaces the mean of the gradients."""
-    hook = inspect.signature(original).bind(*args, **kwargs).arguments["hook"]
     name = ask(lambda: f"{hook.__module__}.{hook.__qualname__}", default="")
     report(events.CommHook, name=name)
-    return original(*args, **kwargs)
+    return original(self, state, hook)
 
 
 @patch(f"{DDP}.forward")
@@ -116,32 +110,15 @@ def forward(original, self, /, *args, **kwargs):
     if TASK.scale:
         args, kwargs = in_double_precision((args, kwargs))
     try:
-        result = original(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
     finally:
         state.in_forward = False
-    with harmless():
-        watch_reduction(self, result)
-    return result
-
-
-def watch_reduction(model, result):
-    """Note each backward pass that reduces the gradients of a DDP model."""
-    number = model_numbers.get(id(model.module), -1)
-
-    def note(_):
-        if state.since_step.backwards:  # not in torch.autograd.grad(), which reduces nothing
-            state.since_step.reductions.add((number, state.since_step.backwards))
-
-    outputs = tensors_in(result) if model.require_backward_grad_sync else ()
-    for tensor in outputs:
-        if tensor.grad_fn:
-            tensor.register_hook(note)
 
 
 @patch("torch.optim.Optimizer.zero_grad", "torch.nn.Module.zero_grad")
 def zero_grad(original, self, *args, **kwargs):
     """Forget the reductions of gradients that are dropped, as SAM drops those of its first step."""
-    state.since_step.reductions.clear()
+    state.since_step.reductions = 0
     return original(self, *args, **kwargs)
 
 
@@ -170,7 +147,7 @@ def enter_module(module, args):
             note_bypass(module)
             watch_sharded_inputs(module)
         elif is_outermost or is_wrapped(module):
-            report_evaluation(module, args)
+            report_evaluation(module)
 
 
 @functools.partial(hooks.register_module_forward_hook, always_call=True)
@@ -203,7 +180,7 @@ def is_wrapped(module):
     return any(module is model for model in state.wrapped)
 
 
-def report_evaluation(module, args):
+def report_evaluation(module):
     """Report that a batch is evaluated, and, now and then, the model that does it."""
     if isinstance(module, DistributedDataParallel):
         return  # it calls the wrapped model, and gives it rank 0's buffers before
@@ -226,10 +203,10 @@ def report_evaluation(module, args):
         model=type(module).__name__,
         steps=state.steps,
         checksums=checksums(used),
+        training=module.training,
         noisy=type(noisy[0]).__name__ if noisy and module.training else "",
         wrapped=is_wrapped(module),
         pass_number=state.pass_of_batch,
-        inputs=checksum(tensors_in(args), quick=True),
     )
 
 
@@ -252,10 +229,7 @@ def describe_models():
         values = enumerate(state.parameters.values())
         models = [{f"{events.PARAMETER}{number}": value for number, value in values}]
     for weights in models:
-        # What is frozen may be infinite on purpose, such as a mask.
-        trained = [value for value in weights.values() if value.requires_grad]
-        finite = all(ask(is_finite, value, default=True) for value in trained)
-        report(events.Final, weights=checksums(weights), finite=finite)
+        report(events.Final, weights=checksums(weights))
     if any(models):
         save_for_checker("final", [module.state_dict() for module in state.wrapped] or models)
 

@@ -1,9 +1,11 @@
 """Observes the steps of optimizers, schedulers and GradScalers."""
 
 import math
+import random
 import re
+import sys
 import time
-from collections import Counter
+import zlib
 
 import torch
 from torch.optim import lr_scheduler
@@ -23,16 +25,14 @@ from ddp_check.observer.base import (
 )
 from ddp_check.observer.models import (
     buffer_checksums,
-    buffers_at_start,
     model_suffix,
     reduced_by_ddp,
 )
 from ddp_check.observer.patches import SCALER, patch
-from ddp_check.observer.values import checksum, checksums, is_finite, local_part, mesh_dimensions
+from ddp_check.observer.values import checksums, is_finite, local_part, mesh_dimensions
 from ddp_check.protocol import STEPS
 
 STATISTICS = r"(^|\.)(running_|num_batches_)\w+( of model \d+)?$"  # of normalization layers
-BATCH_COUNT = "num_batches_tracked"  # of BatchNorm, which uses it only without a momentum
 SCHEDULERS = [  # that have a step() of their own
     "LRScheduler",
     "ReduceLROnPlateau",
@@ -129,11 +129,10 @@ def report_step(optimizer, closure):
     """Report the step that an optimizer is about to take, with what happened since the last one."""
     since, parameters = state.since_step, OptimizerParameters(optimizer)
     gradients = parameters.gradients
-    elements = sum(gradient.numel() for gradient in gradients.values())
     report(
         events.Step,
         **since.as_reported(),
-        rng=checksum([torch.get_rng_state()]),
+        rng=generator_states(),
         gradients=dict.fromkeys(parameters.by_name, 0) | checksums(gradients, quick=True),
         weights=checksums(parameters.by_name) if wants_weights() else None,
         rates=[ask(float, group.get("lr"), default=0.0) for group in optimizer.param_groups],
@@ -146,11 +145,10 @@ def report_step(optimizer, closure):
         has_state=bool(optimizer.state),
         closure=closure,
         synced=not since.forwards or since.forwards[-1].synced,
-        reductions=max(Counter(model for model, _ in since.reductions).values(), default=0),
-        reduced=[total for total, _ in since.added_up],
-        reduced_all=sum(count for _, count in since.added_up) >= elements,
+        reductions=since.reductions,
+        stale=since.stale,
         training=all(state.wrapped[number].training for number in parameters.models.values()),
-        **describe_buffers(),
+        buffers=describe_buffers(),
         in_join=any(call.in_join for call in since.forwards),
     )
 
@@ -162,19 +160,21 @@ def wants_weights():
     return state.no_step_in_pass or not state.wrapped or is_early_or_rare
 
 
-def describe_buffers():
-    """Return checksums of the buffers, and the names of those that have changed.
+def generator_states():
+    """Return a checksum of the state of each global generator: {source of random numbers: …}."""
+    numpy = sys.modules.get("numpy.random")
+    states = {"torch": torch.get_rng_state().numpy(), "random": repr(random.getstate()).encode()}
+    if numpy:
+        states["numpy"] = repr([*map(str, numpy.get_state(legacy=False).values())]).encode()
+    return {source: zlib.crc32(content) for source, content in states.items()}
 
-    BatchNorm's statistics may differ from rank to rank, but that they change is of interest.
-    """
+
+def describe_buffers():
+    """Return checksums of the buffers, but BatchNorm's statistics may differ from rank to rank."""
     sums = {}
     for number, module in enumerate(state.wrapped):
         sums |= buffer_checksums(module, number)
-    changed = [name for name in sorted(sums) if sums[name] != buffers_at_start.get(name)]
-    return {
-        "buffers": {name: sums[name] for name in sums if not re.search(STATISTICS, name)},
-        "buffers_changed": [name for name in changed if BATCH_COUNT not in name],
-    }
+    return {name: value for name, value in sums.items() if not re.search(STATISTICS, name)}
 
 
 # ---------------------------------------------------------------- GradScaler
@@ -209,11 +209,8 @@ def clip(original, *args, **kwargs):
     since = state.since_step
     # If a GradScaler has scaled one of two losses, these may be the gradients of the other:
     all_scaled = since.backwards <= since.losses_scaled
-    norm = original(*args, **kwargs)
-    scaled = state.gradients_scaled and all_scaled
-    value = norm.item() if type(norm) is torch.Tensor else None
-    report(events.Clipped, scaled=scaled, norm=value)
-    return norm
+    report(events.Clipped, scaled=state.gradients_scaled and all_scaled)
+    return original(*args, **kwargs)
 
 
 @patch("torch.nn.Module.load_state_dict", "torch.optim.Optimizer.load_state_dict")

@@ -4,7 +4,6 @@ import contextlib
 import inspect
 import os
 import re
-import threading
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -83,8 +82,6 @@ class OnTheCPU(TorchFunctionMode):
             report_gpu(args[1] if len(args) > 1 else kwargs.get("device"))
             return args[0]
         args, kwargs = without_gpus(*numbers_as_devices(func, args, kwargs))
-        if func in (torch.histc, Tensor.histc) and not args[0].is_floating_point():
-            return func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)  # GPUs can do it
         return func(*args, **kwargs)
 
 
@@ -250,17 +247,4 @@ for name in ("_passing_sync_batchnorm_handle", "_check_comm_hook"):
     setattr(DistributedDataParallel, name, lambda self, _: None)
 
 
-def start_thread(original, self):
-    """Start a thread of the script, for a mode holds only in the thread that enters it."""
-    run = self.run
-
-    def run_on_the_cpu():
-        with OnTheCPU():
-            run()
-
-    self.run = run_on_the_cpu
-    original(self)
-
-
-intercept(threading.Thread, "start", start_thread)
 OnTheCPU().__enter__()

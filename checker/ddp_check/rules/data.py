@@ -21,30 +21,45 @@ ENOUGH_SAMPLES = 8  # fewer may be equal, or in the same order, by chance
 
 def ranks_share_data(run):
     """the ranks share out the data"""
-    if any(step.mesh_dimensions > 1 for step in run.all(events.Step)):
+    steps = run.all(events.Step)
+    if any(step.mesh_dimensions > 1 or (run.is_sharded and not step.inputs) for step in steps):
         return not_applicable("ranks that share a model have to have the same batches")
-    epochs = run.training_passes if run.world_size > 1 else []
-    verdicts = [*map(sets_differ, epochs[:1]), *map(shared_in, epochs)]
-    rows = [row for row in run.step_rows if run.world_size > 1 and any(step.inputs for step in row)]
-    if not verdicts and rows and all(step.inputs == row[0].inputs for row in rows for step in row):
-        same = all(step.losses == row[0].losses for row in rows for step in row)
-        text = "in each step, all ranks train on the same batch"
-        verdicts = [(wrong if same else unsure)(text, rows[0][0].where, "no_sampler")]
-    return worst(verdicts) or (None if epochs or verdicts else unseen("no sample is known"))
+    if run.world_size < 2:
+        return unseen("there is one rank only")
+    epochs = run.training_passes
+    if not epochs:
+        return same_inputs(run)
+    verdicts = [own_data_sets(epochs[0])]
+    verdicts += [shared_in(run, number, epoch) for number, epoch in enumerate(epochs, 1)]
+    return worst(verdicts)
 
 
-def sets_differ(epoch):
+def same_inputs(run):
+    """Return the verdict without a DataLoader, by what enters the models."""
+    rows = [row for row in run.step_rows if all(step.inputs for step in row)]
+    if not rows or any(step.inputs != row[0].inputs for row in rows for step in row):
+        return unseen("no DataLoader gives the samples")
+    where = rows[0][0].where
+    if all(step.losses == row[0].losses for row in rows for step in row):
+        text = "in each step, all ranks train on the same batch: give each rank a part of its rows"
+        return wrong(text, where)
+    text = "all ranks give the model the same batch in each step, and have other losses: does each "
+    return unsure(f"{text}train on its own part of the result, as of a graph?", where)
+
+
+def own_data_sets(epoch):
     """Return the verdict if each rank has a data set of its own, or None."""
     first = of_lowest_rank(epoch)
-    if differ(epoch, "dataset_checksum"):
-        text = "each rank has a data set of its own"
-        if first.distributed:
-            text = f"{text}, which the sampler divides again: do indices mean the same samples?"
-            return unsure(text, first.where, "split_differs_by_rank")
-        return unseen(text)
+    if not differ(epoch, "dataset_checksum"):
+        return None
+    text = "each rank has a data set of its own"
+    if first.distributed:
+        text += ", which the sampler divides again, so the same index means different samples"
+        return unsure(text, first.where, "split_differs_by_rank")
+    return unseen(text, first.where)
 
 
-def shared_in(epoch):
+def shared_in(run, number, epoch):
     """Return the verdict on the samples that several ranks have in an epoch, or None."""
     first, keys = of_lowest_rank(epoch), [keys_of(each) for each in epoch.values()]
     if None in keys:
@@ -53,9 +68,18 @@ def shared_in(epoch):
     shared = sum(map(len, distinct)) - len(set.union(*distinct))
     if shared < ENOUGH_SAMPLES or shared <= loaded / len(keys) / 4:  # padding, or chance
         return None
-    text = f"{shared} of {counted(loaded, 'sample')} are seen by several ranks"
-    surely = all(of_rank == distinct[0] for of_rank in distinct) or differ(epoch, "subset_checksum")
-    return (wrong if surely else unsure)(text, first.where, "no_sampler")
+    text = f"epoch {number}: {shared} of {loaded} samples are seen by several ranks"
+    if differ(epoch, "subset_checksum"):
+        text += ": the split differs from rank to rank"
+        return wrong(text, first.where, "rank_seeds_split_data")
+    if not all(of_rank == distinct[0] for of_rank in distinct):
+        return unsure(f"{text}: is that intended?", first.where, "no_sampler")
+    text = f"epoch {number}: each rank trains on the same {len(distinct[0])} samples"
+    checksums = [each.values("checksums") for each in epoch.values()]
+    same_batches = checksums[0] is not None and all(each == checksums[0] for each in checksums)
+    if same_batches and any(step.inputs != row[0].inputs for row in run.step_rows for step in row):
+        return unsure(f"{text}: does each take its part of each batch?", first.where, "no_sampler")
+    return wrong(text, first.where, "no_sampler")
 
 
 def keys_of(data_pass):
@@ -74,9 +98,9 @@ def order_changes(run):
     goes_on = any(load.time > saved for load in run.all(events.StateLoaded))
     wraps = [] if goes_on else run.of_lowest_rank(events.Wrap)
     for data_pass in map(of_lowest_rank, run.training_passes):
-        data = data_pass.subset_checksum, data_pass.tensor_checksum  # each fold has its own
         trial = sum(wrap.time < data_pass.time for wrap in wraps)
-        loops.setdefault((data_pass.where, trial, *data), []).append(data_pass)
+        fold = data_pass.subset_checksum
+        loops.setdefault((data_pass.where, trial, fold), []).append(data_pass)
     longest = max(loops.values(), key=len, default=[])
     if len(longest) < 2:
         return read_once(longest) or unseen("fewer than two epochs with a DataLoader: run more")
@@ -135,14 +159,21 @@ def random_numbers_differ(run):
     """ranks draw different random numbers in training"""
     if verdict := same_augmentation(run):
         return verdict
-    if run.world_size < 2 or not run.draws_numbers:
+    sources = run.sources_drawn
+    if run.world_size < 2 or not sources:
         return unseen("no random numbers are drawn between steps")
-    if any(step.rng != row[0].rng for row in run.step_rows for step in row):
-        return passed("not the same from rank to rank", run.steps[0].where)
+    rows, where = run.step_rows, run.steps[0].where
+    same = [
+        source
+        for source in sources
+        if all(step.rng.get(source) == row[0].rng[source] for row in rows for step in row)
+    ]
+    if not same:
+        return passed("not the same from rank to rank", where)
     if run.translate and re.search(SEEDS_GPU_BY_RANK, run.source):
         return unseen("on GPUs, they come from another generator, which the script seeds by rank")
-    text = "all ranks draw the same: should they? If not, add 1000 * rank to torch.manual_seed"
-    return unsure(text, run.steps[0].where, "same_augmentation")
+    text = f"all ranks draw the same numbers ({', '.join(same)}): should they? If not, add 1000 * "
+    return unsure(f"{text}rank to the seed", where, "same_augmentation")
 
 
 def generator_states(run):
@@ -156,7 +187,7 @@ def generator_states(run):
     }
     states_by_rank = [
         {
-            (event.worker, event.source): (event.before, event.after)
+            (event.worker, event.source): event.state
             for event in reversed(drawn)  # the first counts
             if event.pass_number in trained[rank]
         }

@@ -1,7 +1,6 @@
 """Rules about losses, gradients and learning rates."""
 
 import math
-from collections import Counter
 
 from ddp_check import events
 from ddp_check.numbers import close
@@ -20,8 +19,6 @@ def values_are_finite(run):
         rank, step = min(steps.items(), key=lambda item: item[1].infinite != "loss")
         text = f"from step {first.number} on; on rank {rank}, the {step.infinite} is not finite"
         return wrong(text, step.where)
-    if any(not event.finite for event in run.all(events.Final)):
-        return wrong("the final weights are not finite", run.all(events.Step)[-1].where)
     for step in run.all(events.Step):
         if not all(map(math.isfinite, step.losses)):
             text = "a loss is not finite, and no gradient that a step takes: does the script clean "
@@ -32,10 +29,14 @@ def gradients_are_averaged(run):
     """each step takes the mean gradient of all ranks"""
     if run.is_sharded:
         return not_applicable("the gradients are sharded")
+    if run.goes_another_way:
+        return not_applicable("the ranks exchange something else than gradients")
     if any(step.closure for step in run.all(events.Step)):
         return unseen("a closure computes the gradients")
-    # Infinite numbers do not hide these three:
+    # Infinite numbers do not hide these:
     if verdict := all_zero(run) or unequal_step_counts(run) or gradients_differ(run):
+        return verdict
+    if verdict := never_zeroed(run):
         return verdict
     if run.first_infinite:
         return NOT_FINITE
@@ -61,6 +62,14 @@ def all_zero(run):
             return verdict(text, step.where, follows=bool(step.unwrapped))
 
 
+def never_zeroed(run):
+    """Return the verdict on steps that take the gradients of all steps before them, too."""
+    steps = run.steps[1:]
+    if steps and all(step.stale for step in steps):
+        text = "each step takes the gradients of those before it: zero_grad() is never called"
+        return wrong(text, steps[0].where, WRONG_RESULTS)
+
+
 def unequal_step_counts(run):
     """Return the verdict on ranks that do not take equally many steps."""
     if counts := counts_that_differ(run, events.Step):
@@ -84,43 +93,20 @@ def gradients_differ(run):
     first = run.first_difference("gradients")
     if not first:
         return None
-    step, name, wrapped = first.row[0], first.name, run.all(events.Wrap)
-    if run.goes_another_way:
-        text = "the gradients differ: do the ranks average their weights, or train apart?"
-        return unsure(text, step.where, follows=True)
-    in_no_model = name.startswith(events.PARAMETER)
-    reduction_line = line_of_reduction(run) if step.reduced else ""  # the script's own
+    step, name = first.row[0], first.name
     text = f"step {first.number}: the gradients differ from rank to rank, first that of {name}"
     if step.bypassed:
         text += f"; the model is called without its wrapper at {short(step.bypassed[0])}"
         return wrong(text, step.bypassed[0], "forward_through_module")
-    for wrap in run.of_lowest_rank(events.Wrap):
-        if wrap.ranks < run.world_size:
-            text += f"; DDP averages over a process group of {counted(wrap.ranks, 'rank')}"
-            return wrong(text, wrap.where)
     if not step.synced:  # on the lowest rank
         text += "; the last backward() was under no_sync"
         return wrong(text, step.where, "accumulation_without_no_sync")
     if name in step.unreduced:
         text += ", which DDP does not reduce: it was frozen or not there when DDP wrapped them"
         return wrong(text, run.of_lowest_rank(events.Wrap)[-1].where)
-    if not in_no_model and not run.all(events.CommHook):  # such a hook may be why
-        if step.backwards:
-            text += "; were they changed after DDP had averaged them?"
-        else:
-            text += "; no backward() has given them: torch.autograd.grad() goes past DDP"
-    if not wrapped and reduction_line and step.reduced_all:
-        text += "; the optimizer does not take what is added up: is it written back to .grad?"
-    # Another rule tells of parameters in no wrapped model, and if nothing is wrapped or reduced.
-    told_elsewhere = (step.unwrapped and in_no_model) or not (wrapped or reduction_line)
-    return wrong(text, reduction_line or step.where, follows=bool(told_elsewhere))
-
-
-def line_of_reduction(run):
-    """Return the line in which the script most often adds up tensors over the ranks, or ""."""
-    calls = [call for call in run.all(events.Collective) if call.sums and call.elements > 1]
-    lines = Counter(call.where for call in calls)
-    return max(lines, key=lines.get) if lines else ""
+    # Another rule tells that nothing is wrapped, or the optimizer has other parameters.
+    told_elsewhere = not run.all(events.Wrap) or name.startswith(events.PARAMETER)
+    return wrong(text, step.where, follows=told_elsewhere)
 
 
 def two_that_differ(values, layout):
@@ -162,23 +148,11 @@ def gradients_pass_collectives(run):
 
 
 def clipping_comes_last(run):
-    """gradients are clipped after they are averaged and unscaled"""
+    """gradients are clipped when no GradScaler's factor is in them"""
     for event in run.all(events.Clipped):
         if event.scaled:
-            text = "the GradScaler's factor is still in them: call scaler.unscale_(optimizer) first"
+            text = "the factor is still in them: call scaler.unscale_(optimizer) first"
             return wrong(text, event.where, "recipes/fp16_scaler")
-    calls = run.by_rank(events.Clipped)
-    # A norm may be that of a part, that of a model of the rank's own, or not that of the same step.
-    if run.is_sharded or run.own_steps or differing_ranks({r: len(calls[r]) for r in calls}):
-        return None
-    for row in zip(*calls.values()):
-        norms = [call.norm for call in row if call.norm is not None and math.isfinite(call.norm)]
-        if len(norms) < len(row) or all(close(norm, norms[0], 1e-3) for norm in norms):
-            continue  # averaged gradients have one norm, but for its rounding
-        # The norms differ here, and the gradients do not when the steps take them.
-        if not run.first_difference("gradients"):
-            text = f"each rank clips its own, of norm {two_that_differ(norms, '.3g')}, and they "
-            return wrong(f"{text}are averaged afterwards", row[0].where)
 
 
 def rates_are_equal(run):

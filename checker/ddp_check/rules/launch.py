@@ -2,14 +2,13 @@
 
 import re
 import signal
-from dataclasses import replace
 from itertools import permutations, zip_longest
 
 from ddp_check import events
+from ddp_check.ending import LACKS_GPUS, OF_OTHERS
 from ddp_check.protocol import FRAME, is_own
 from ddp_check.ranks import counted, differing_ranks, of_lowest_rank, short
 from ddp_check.rules.base import WRONG, fragile, passed, unseen, unsure, wrong
-from ddp_check.run import LACKS_GPUS, OF_OTHERS
 
 NETWORK = (
     r"URLError|gaierror|ConnectionError|MaxRetryError|name resolution|OfflineMode|HTTPError"
@@ -36,7 +35,7 @@ PAGES = {  # part of an error: the pitfall that explains it
 def script_ends(run):
     """the script ends"""
     text = f"after {run.seconds:.0f} s"
-    rank, code = run.first_failure
+    rank, code = run.end.first_failure
     if run.returncode == 0:
         return passed(text)
     if run.hangs:
@@ -70,37 +69,49 @@ def hang(run):
 
 
 def with_cause(run, text, where, page="", details=()):
-    """Return the verdict on a run that fails or hangs, with the cause if a rank is not there.
+    """Return the verdict on a run that fails or hangs, with its cause if that is seen.
 
-    The first of these that is seen is the cause; after 1, only 5 and 6 are looked for:
-    1. An error that is not about the other ranks says itself what is wrong.
-    3. A rank calls a collective while another one trains on.
-    4. A parameter came into the model after it was wrapped.
-    5. A rank evaluates the DDP model, whose buffers wait for the others.
-    6. The ranks have called different collectives.
+    An error that is not about the other ranks says itself what is wrong: the causes before the
+    buffers would only follow from it.
     """
-    tells_its_cause = run.returncode and run.raised and not re.search(OF_OTHERS, run.ending)  # 1
-    syncing_buffers = [
-        rank
-        for rank, stack in run.stacks.items()
-        if any(function == "_sync_buffers" for _, _, function in stack)
-    ]
-    if not tells_its_cause:  # else, 2 to 4 would only follow from it
-        if verdict := more_batches(run):  # 3
-            return replace(verdict, text=f"{verdict.text}; {text}", details=details)
-        if names := [name for step in run.all(events.Step) for name in step.unreduced]:  # 4
-            reason = f"{names[0]} came into the model after it was wrapped"
-            return wrong(f"{reason}; {text}", where, page, details)
-    if syncing_buffers or "_sync_buffers" in str(details):  # 5
-        return wrong(f"{BUFFERS}; {text}", where, "rank_0_evaluates_the_wrapper", details)
-    cause = same_collectives(run)
-    if cause and cause.status == WRONG:  # 6
-        return wrong(f"{cause.text}; {text}", cause.where, cause.page or page, details)
+    tells_its_cause = run.returncode and run.end.errors and not re.search(OF_OTHERS, run.end.text)
+    cause = (not tells_its_cause and early_cause(run)) or late_cause(run, details)
+    if cause:
+        page = cause.page or page
+        return wrong(f"{cause.text}; {text}", cause.where or where, page, details)
     return wrong(text, where, page, details)
 
 
-def more_batches(run):
-    """Return the verdict if a rank calls a collective while another is in a backward pass.
+def early_cause(run):
+    """Return a verdict if the ranks have different numbers of batches, or models, or None."""
+    if cause := uneven_passes(run) or collective_while_training(run):
+        return cause
+    if names := [name for step in run.all(events.Step) for name in step.unreduced]:
+        return wrong(f"{names[0]} came into the model after it was wrapped")
+
+
+def late_cause(run, details):
+    """Return a verdict if a rank waits for the buffers of others, or for another call, or None."""
+    stacks = [function for stack in run.stacks.values() for _, _, function in stack]
+    if "_sync_buffers" in stacks or "_sync_buffers" in str(details):
+        return wrong(BUFFERS, "", "rank_0_evaluates_the_wrapper")
+    cause = same_collectives(run)
+    return cause if cause and cause.status == WRONG else None
+
+
+def uneven_passes(run):
+    """Return a verdict if a rank has had all batches of an epoch, and another has had more."""
+    for number, epoch in enumerate([] if run.in_join else run.training_passes, 1):
+        counts = {rank: len(data_pass.batches) for rank, data_pass in epoch.items()}
+        least, most = min(counts, key=counts.get), max(counts, key=counts.get)
+        if epoch[least].ended and counts[least] < counts[most]:
+            text = f"the ranks have different numbers of batches: in epoch {number}, rank {least} "
+            text += f"has {counts[least]}, and rank {most} at least {counts[most]}"
+            return wrong(text, epoch[least].where, "uneven_batches")
+
+
+def collective_while_training(run):
+    """Return a verdict if a rank calls a collective while another is in a backward pass.
 
     That the other one is in a further step is seen in its traceback.
     """
@@ -121,23 +132,25 @@ def more_batches(run):
 
 def failure(run):
     """Return the verdict on a run that failed: the fault may not be the script's."""
-    text, details = run.ending, tuple(run.traceback)
+    text, details = run.end.text, tuple(run.end.traceback)
     if cure := cure_of_this_machine(run):
-        return unsure(f"{text}; {cure}", run.error_where, "", details)
-    if re.search(ASKS_LOCAL_RANK, run.source) and re.search("(?i)device|rank", run.ending):
+        return unsure(f"{text}; {cure}", run.end.where, "", details)
+    if re.search(ASKS_LOCAL_RANK, run.source) and re.search("(?i)device|rank", run.end.text):
         text += '; torchrun passes no --local_rank: read int(os.environ["LOCAL_RANK"])'
+    if "mixed torch.Tensor and DTensor" in text and re.search(r"\.forward\(", str(details)):
+        text += "; call model(x), not model.forward(x): only then does FSDP2 gather the parameters"
     page = next((page for message, page in PAGES.items() if message in run.output), "")
-    return with_cause(run, text, run.error_where, page, details)
+    return with_cause(run, text, run.end.where, page, details)
 
 
 def cure_of_this_machine(run):
     """Return what to do if a run failed for what is missing here, or ""."""
-    errors = [match[1] for match in run.raised]
-    if re.search(NETWORK, " ".join([*errors, run.ending, *run.traceback])):
+    errors = [match[1] for match in run.end.errors]
+    if re.search(NETWORK, " ".join([*errors, run.end.text, *run.end.traceback])):
         return "it needs the network: download the data first"
-    if re.match(OF_A_LIBRARY, run.ending) or run.fails_in_an_import:
+    if re.match(OF_A_LIBRARY, run.end.text) or run.end.is_in_an_import:
         return "run the checker in the environment of the script"
-    if re.search(BESIDE, run.ending):
+    if re.search(BESIDE, run.end.text):
         return "it is run in a copy of its folder, which has no such neighbour: use absolute paths"
     if run.translate and is_about_gpus(run):
         return "the checker cannot translate this for the CPU"
@@ -146,12 +159,12 @@ def cure_of_this_machine(run):
 
 def is_about_gpus(run):
     """Return whether a translated run failed in the translation, or for the lack of a GPU."""
-    frames = [at for at, line in enumerate(run.traceback) if FRAME.match(line)]
-    innermost = run.traceback[frames[-1] :] if frames else [""]
+    frames = [at for at, line in enumerate(run.end.traceback) if FRAME.match(line)]
+    innermost = run.end.traceback[frames[-1] :] if frames else [""]
     # In __torch_function__, the observer passes a call on: its error is PyTorch's, or the script's.
     if "ddp_check/observer" in innermost[0] and not innermost[0].endswith("in __torch_function__"):
         return True
-    text = " ".join([run.ending, *innermost[1:]])
+    text = " ".join([run.end.text, *innermost[1:]])
     return bool(re.search(UNTRANSLATED, text)) and "Invalid device string" not in text
 
 
@@ -161,13 +174,12 @@ def one_group(run):
     if not joins and run.returncode == 0 and run.all(events.Step):
         return wrong(f"{none_joined}: each trains on its own; diffs/README.md shows what to add")
     if not joins and run.returncode == 0:
-        _, _, last = run.printed.strip().rpartition("\n")
-        return unsure(f"{none_joined} or trained: {last or 'nothing is printed'}")
+        return unsure(f"{none_joined} or trained: {run.end.last_line}")
+    if run.returncode == 0 and (missing := run.events_by_rank.keys() - joins.keys()):
+        return wrong(f"rank {min(missing)} did not join")
     for event in run.all(events.OtherMachine):
         text = f"the ranks meet at {event.host}, not this machine (changed for this run)"
         return fragile(f"{text}: let the launcher set MASTER_ADDR", event.where)
-    if run.returncode == 0 and (missing := run.events_by_rank.keys() - joins.keys()):
-        return wrong(f"rank {min(missing)} did not join")
     if not joins:
         return unseen(f"{none_joined} before the script failed")
     return passed(counted(len(joins), "rank"), of_lowest_rank(joins).where)

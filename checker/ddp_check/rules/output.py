@@ -117,9 +117,12 @@ def written_by_several(run, writes_by_path):
 
 
 def plain_names(run):
-    """no saved name begins with the prefix module."""
+    """a plain model can load what is saved"""
     names = {name for wrap in run.all(events.Wrap) for name in wrap.names}
     for event in run.all(events.Save):
+        if event.wrapper:
+            text = "the DDP wrapper itself is saved, and loading it needs a process group: save "
+            return fragile(f"{text}model.module.state_dict()", event.where, "module_prefix_saved")
         if prefixed := [key for key in event.keys if key not in names]:
             text = f"a key is {prefixed[0]}: only a wrapped model can load it"
             return fragile(text, event.where, "module_prefix_saved")

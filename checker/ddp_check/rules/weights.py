@@ -18,9 +18,8 @@ def weights_agree(run):
         return unseen("nothing was trained")
     differing = run.first_difference("weights") or differing_ranks(run.final_weights)
     if run.goes_another_way and differing:
-        return unsure(
-            "no model is wrapped, and the weights differ: is that intended?", steps[0].where
-        )
+        text = "the weights differ from rank to rank: are they averaged now and then?"
+        return unsure(text, steps[0].where)
     if verdict := nothing_is_wrapped(run) or foreign_parameters(run) or weights_differ(run):
         return verdict
     if first := run.first_difference("buffers"):
@@ -28,9 +27,6 @@ def weights_agree(run):
         return unsure(f"{text}should it hold what all ranks have seen?", first.row[0].where)
     if run.first_infinite:
         return NOT_FINITE
-    if run.own_steps:
-        text = "before, each rank has trained a model that is not wrapped: is that intended?"
-        return unsure(text, wrapped[0].where)
     return passed("bit for bit", (wrapped or steps)[0].where)
 
 
@@ -41,10 +37,8 @@ def nothing_is_wrapped(run):
         return None
     if len(calls) >= len(rows) > 0 and not run.first_difference("gradients"):
         return None  # they may average their gradients by hand
-    step, text = run.all(events.Step)[0], "no model is wrapped in DistributedDataParallel"
-    if step.reduced:  # by hand, which another rule looks at
-        return wrong(f"{text}, and not all gradients are reduced", step.where, follows=True)
-    return wrong(f"{text}: each rank trains its own", step.where)
+    text = "no model is wrapped in DistributedDataParallel: each rank trains its own"
+    return wrong(text, run.all(events.Step)[0].where)
 
 
 def foreign_parameters(run):
@@ -120,8 +114,6 @@ def with_earlier_cause(run, number, say, text, where=""):
 
 def evaluated_models_agree(run):
     """all ranks evaluate the same model, buffers included"""
-    if run.own_steps:
-        return unseen("each rank has trained a model of its own before")
     if run.in_join:
         return unseen("the ranks take different numbers of steps in join()")
     steps = run.all(events.Step)
@@ -194,10 +186,17 @@ def evaluation_mode(run):
         for data_pass in passes
         if data_pass.batches and data_pass.dataset not in trained
     }
-    for rank, evaluated in run.by_rank(events.Evaluated).items():
-        for event in evaluated:
-            if event.wrapped and event.noisy and (rank, event.pass_number) in evaluating:
-                text = f"it is in training mode: {event.noisy} changes what it returns"
-                return wrong(text, event.where)
-    if not evaluating:
-        return unseen("no DataLoader was used without training on its data")
+    evaluated = [
+        event
+        for rank, of_rank in run.by_rank(events.Evaluated).items()
+        for event in of_rank
+        if event.wrapped and (rank, event.pass_number) in evaluating
+    ]
+    for event in evaluated:
+        if event.noisy:
+            text = f"it is in training mode: {event.noisy} changes what it returns"
+            return wrong(text, event.where)
+    if not evaluated:
+        return unseen("no model that is trained is evaluated on other data from a DataLoader")
+    if all(event.training for event in evaluated):
+        return not_applicable("eval() is not called, and no layer of the model would change")
