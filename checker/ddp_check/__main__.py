@@ -8,8 +8,6 @@ exit code: 0: nothing is wrong; 1: something is; 2: the script could not be run 
 """
 
 import argparse
-import json
-import os
 import shlex
 import signal
 import sys
@@ -26,7 +24,7 @@ except ModuleNotFoundError as error:
     sys.exit(2)
 USAGE = """ddp-check [options] script [arguments]    (--help shows the options)
        ddp-check --drill kill train.py --epochs 2"""
-SHOWN = ("drill", "all", "output", "format")  # options that are not about how the script is run
+SHOWN = ("drill", "all", "output")  # options that are not about how the script is run
 
 
 def option_parser():
@@ -47,8 +45,6 @@ def option_parser():
     add("--restart-args", metavar="'…'", type=shlex.split, help="follow the others on a restart")
     add("--all", action="store_true", help="also say why something was not seen")
     add("--output", action="store_true", help="then show all that the script printed")
-    add("--format", choices=["text", "json"], default="text", help="(text)")
-    add("--json", dest="format", action="store_const", const="json", help="as --format json")
     lists = {"action": "version", "version": report.list_of_rules()}
     add("--rules", help="print what is looked at, a line each, and exit", **lists)
     add("--version", action="version", version=f"ddp-check {__version__}")
@@ -100,16 +96,10 @@ def check(args):
 
 
 def show(plan, verdicts, args):
-    """Print the report, in the format that was asked for."""
-    if args.format == "json":
-        print(json.dumps(report.as_data(plan, verdicts), indent=2))
-    else:
-        text = report.text_of(plan, verdicts, args.drill, args.all)
-        in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        print(report.coloured(text) if in_colour else text)
+    """Print the report, and what the script printed if that was asked for."""
+    print(report.text_of(plan, verdicts, args.drill, args.all))
     if args.output:
-        text = f"\nThe script printed:\n{plan.undisturbed.output}"
-        print(text, file=sys.stderr if args.format == "json" else sys.stdout)
+        print(f"\nThe script printed:\n{plan.undisturbed.output}")
 
 
 if __name__ == "__main__":

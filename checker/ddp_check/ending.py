@@ -81,18 +81,6 @@ class Ending:
         return next(filter(None, map(own_frame, reversed(self.traceback))), "")
 
     @property
-    def is_in_an_import(self):
-        """Whether the error is that of a library while the script imports it."""
-        # Here, the script's innermost statement is `import timm`; the error comes from below it:
-        #   File "train.py", line 7, in <module>
-        #     import timm
-        #   File "/usr/lib/python3/site-packages/timm/__init__.py", line 1, in <module>
-        frames = [at for at, line in enumerate(self.traceback) if FRAME.match(line)]
-        own = [at for at in frames if own_frame(self.traceback[at])]
-        statement = self.traceback[own[-1] + 1] if own and own[-1] != frames[-1] else ""
-        return bool(re.match(r"\s*(import|from)\s", statement))
-
-    @property
     def text(self):
         """How a script that failed has ended, in words; not for one killed after the timeout."""
         if first := self.error:

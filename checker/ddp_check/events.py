@@ -6,7 +6,7 @@ could not be read, and None if it is not known.
 """
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 PARAMETER = "parameter "  # and a number: the name of a parameter that is in no wrapped model
 
@@ -50,8 +50,6 @@ class Join(Event):
     """It joined a process group."""
 
     rank: int
-    port: int | str | None  # at which the ranks met
-    by_script: bool  # not by a library
 
 
 class Leave(Event):
@@ -61,7 +59,6 @@ class Leave(Event):
 class Exit(Event):
     """It ends, and Python's atexit functions run."""
 
-    group_open: bool  # the process group was not destroyed
     modules: list[str]  # files in the script's folder that it has imported
 
 
@@ -73,12 +70,6 @@ class OtherMachine(Event):
 
 class SigtermHandler(Event):
     """It set a handler for SIGTERM."""
-
-
-class Translated(Event):
-    """It made a call for a GPU, which was translated for the CPU."""
-
-    call: str  # as the script could have written it
 
 
 class Gpu(Event):
@@ -101,10 +92,6 @@ class Collective(Event):
     requires_gradient: bool  # an input does, so a loss may depend on the result
     # requires_gradient, and gradients are enabled: backward() cannot pass through the result
     cuts_gradient: bool
-
-
-class PartsOverwritten(Event):
-    """Several ranks' parts were gathered into one tensor, which holds the last of them."""
 
 
 class Totalled(Event):
@@ -172,7 +159,6 @@ class Wrap(Event):
     """A model was wrapped in DistributedDataParallel."""
 
     names: list[str]  # of its parameters
-    frozen: list[str]  # those of them that are not trained
 
 
 class CommHook(Event):
@@ -181,22 +167,16 @@ class CommHook(Event):
     name: str  # of the hook, with its module
 
 
-@dataclass(kw_only=True)
-class BetweenSteps:
-    """What is counted or collected since an optimizer took its last step.
+class Step(Event):
+    """An optimizer is about to take a step.
 
-    Any optimizer's step begins it anew: if two step after one backward pass, the `Step` of the
-    second has no losses.
+    If two optimizers step after one backward pass, the second step has no losses and no inputs.
     """
 
-    losses: list[float] = field(default_factory=list)  # whose backward pass came
-    backwards: int = 0  # backward passes
-    sample_count: int = 0  # of those that a DataLoader returned
-    inputs: list[int] = field(default_factory=list)  # checksums of the batches that entered models
-
-
-class Step(Event, BetweenSteps):
-    """An optimizer is about to take a step."""
+    losses: list[float]  # whose backward pass came since the step before
+    backwards: int  # backward passes since then
+    sample_count: int  # of the batches that a DataLoader returned since then
+    inputs: list[int]  # checksums of the batches that entered models since then
 
     rng: dict[str, int]  # checksum of the state of each global generator of random numbers
     gradients: dict[str, int]  # checksum of each parameter's gradient, 0 without one
@@ -206,7 +186,6 @@ class Step(Event, BetweenSteps):
     # "gradient of NAME" if that is not finite, "loss" if a loss, too, is not, its cause; or "":
     infinite: str
     zero: bool  # all gradients are zero
-    unwrapped: int  # how many parameters are in no wrapped model
     # Parameters that got into a model, or got a gradient, after DDP had wrapped it:
     unreduced: list[str]
     # Lines that call a wrapped model whose wrapper was not called, and which has gradients:
@@ -218,7 +197,6 @@ class Step(Event, BetweenSteps):
     reductions: int  # backward passes that reduced gradients, since the last zero_grad()
     stale: bool  # the gradients of the step before were still there when backward() began
     training: bool  # the wrapped models with these parameters, if any, are in training mode
-    buffers: dict[str, int]  # checksum of each buffer, without BatchNorm's statistics
     in_join: bool  # it is taken inside join()
 
 
@@ -232,10 +210,6 @@ class Scheduled(Event):
     """A learning rate scheduler takes a step, after an optimizer has taken one."""
 
     metric: float | None  # that ReduceLROnPlateau gets
-
-
-class SkippedStep(Event):
-    """A GradScaler has skipped an optimizer's step, as a gradient was not finite."""
 
 
 class StateLoaded(Event):
@@ -252,18 +226,10 @@ class NothingLoaded(Event):
 
 
 class Evaluated(Event):
-    """A model is called without gradients, for the first time since a pass over data began.
+    """A wrapped model is called without gradients, for the first time since a pass began."""
 
-    It is reported again when 1, 2, 4, 8, … steps have been taken.
-    """
-
-    model: str  # its class
-    steps: int  # of the optimizers before
-    # Of each parameter and buffer, without BatchNorm's statistics if it does not use them:
-    checksums: dict[str, int]
     training: bool  # the model is in training mode
     noisy: str  # a layer in training mode that then changes what it returns, or ""
-    wrapped: bool  # in DistributedDataParallel
     pass_number: int  # of the pass that gave the latest batch, or 0 if there was none
 
 
@@ -274,12 +240,6 @@ class Final(Event):
 
 
 # ---------------------------------------------------------------- output and files
-
-
-class Print(Event):
-    """A line is printed, or logged."""
-
-    text: str
 
 
 class Written(Event):

@@ -36,17 +36,15 @@ def kept_folder():
         keeper.communicate()  # closes the pipe that it waits at
 
 
-def reports_to(process, folder):
-    """Return whether a process is observed, and reports to a folder or inside it."""
-    task = process.environ().get(VARIABLE)
-    return bool(task) and Path(json.loads(task)["events"]).is_relative_to(folder)
-
-
 def observed_process(pid, folder):
-    """Return the process with this ID, or None if it has ended, and another may have its ID."""
+    """Return the process that reports to this folder under this ID, or None if it has ended.
+
+    Another process may have got its ID, but not its file of events.
+    """
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
-        return process if reports_to(process, folder) else None
+        if any(file.path == f"{folder}/{pid}.jsonl" for file in process.open_files()):
+            return process
 
 
 def signal_processes(folder, method):
@@ -54,7 +52,8 @@ def signal_processes(folder, method):
     count = 0
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if reports_to(process, folder):
+            task = process.environ().get(VARIABLE)
+            if task and Path(json.loads(task)["events"]).is_relative_to(folder):
                 getattr(process, method)()
                 count += 1
     return count

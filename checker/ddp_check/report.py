@@ -1,6 +1,5 @@
 """The report: what a run and its drills have shown, for people and for programs."""
 
-import re
 import textwrap
 from collections import Counter
 
@@ -18,7 +17,6 @@ CENTRAL = {  # rules that a reader of "nothing wrong" relies on: what they look 
     "order_changes": "the order changes from epoch to epoch",
     "each_sample_is_evaluated_once": "each sample is evaluated once",
 }
-COLOURS = {"FAIL": 31, "ERROR": 35, "WARN": 33, "unsure": 36, "pass": 32}
 
 
 def exit_code(plan, verdicts):
@@ -74,12 +72,6 @@ def wrapped(text, label=""):
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def coloured(report):
-    """Return a report with the labels of its lines in colour, for a terminal."""
-    label = rf"^({'|'.join(COLOURS)})(?= )"
-    return re.sub(label, lambda m: f"\033[{COLOURS[m[1]]}m{m[1]}\033[0m", report, flags=re.M)
 
 
 def lines_of(verdict):
@@ -147,8 +139,6 @@ def reasons(plan, verdicts):
 
 def why_no_verdict(run):
     """Return why a run without a fault says little."""
-    if run.all(events.SkippedStep):
-        return "the GradScaler skipped each step, as no gradient was finite"
     text = "no optimizer of torch.optim took a step, so it says little that rules pass: "
     return f"{text}does the script change its weights by hand?"
 
@@ -160,48 +150,9 @@ def changes(plan):
         texts.append(f"Without a GPU, the script ended with: {plan.lacking}")
     if plan.with_checkpoints:
         texts.append("The checkpoints beside the script are used: without them, it fails.")
-    if calls := translated(plan):
-        texts.append(f"Translated for the CPU: {', '.join(calls)}")
     for event in run.all(events.Trouble):
         texts.append(f"A fault of the checker, which the script has not noticed: {event.error}")
     return list(dict.fromkeys(texts))
-
-
-def translated(plan):
-    """Return the calls that were translated for the CPU, each with its line."""
-    calls = plan.undisturbed.all(events.Translated)
-    return list(dict.fromkeys(f"{call.call} ({short(call.where)})" for call in calls))
-
-
-def as_data(plan, verdicts):
-    """Return the report as it is written in JSON."""
-    results = []
-    for verdict in ranked(verdicts):
-        path, _, number = verdict.where.rpartition(":")
-        results.append(
-            {
-                "rule": verdict.rule,
-                "title": verdict.title,
-                "verdict": verdict.status,
-                "level": base.LEVELS.get(verdict.status, ""),
-                "text": verdict.text,
-                "file": path,
-                "line": int(number) if number.isdigit() else None,
-                "page": page_of(verdict),
-                "details": list(verdict.details),
-            }
-        )
-    return {
-        "script": str(plan.script),
-        "verdict": summary(plan, verdicts),
-        "not_seen": unseen_of_the_central(verdicts),
-        "exit_code": exit_code(plan, verdicts),
-        "processes": plan.nproc,
-        "launcher": plan.launcher,
-        "seconds": round(plan.undisturbed.seconds, 1),
-        "translated": translated(plan),
-        "results": results,
-    }
 
 
 def list_of_rules():

@@ -1,6 +1,5 @@
 """The checker as a tool: its options, what its report says, and that it leaves nothing behind."""
 
-import json
 import os
 import re
 import shutil
@@ -19,16 +18,12 @@ from ddp_check.__main__ import parse_args
 from ddp_check.drills import perform
 from ddp_check.plan import launcher_of, planned
 from ddp_check.report import (
-    as_data,
     changes,
-    coloured,
     exit_code,
-    lines_of,
-    reason_of,
     text_of,
 )
 from ddp_check.rules import RULES, judge
-from ddp_check.rules.base import UNSURE, WRONG, Verdict
+from ddp_check.rules.base import UNSURE, WRONG
 from ddp_check.run import Run
 from support.jobs import Job, finished, run
 from support.scripts import ON_PATH, ROOT, write
@@ -284,26 +279,6 @@ def test_the_verdict_comes_first(script, fork_ranks):
     assert max(map(len, more)) <= 80
 
 
-def test_labels_have_colours_on_a_terminal_alone():
-    report = lines_of(Verdict(WRONG, "no FAIL", title="the script ends"))
-    assert report == "FAIL     the script ends: no FAIL"
-    assert coloured(report) == "\033[31mFAIL\033[0m     the script ends: no FAIL"
-
-
-def test_a_report_for_programs(tmp_path, monkeypatch):
-    """JSON has every verdict with its file and line."""
-    plan = plan_of("05", tmp_path)
-    verdicts = judge(plan.undisturbed)
-    report = json.loads(json.dumps(as_data(plan, verdicts)))
-    assert (report["verdict"], report["exit_code"]) == ("nothing wrong", 0)
-    results = {result["rule"]: result for result in report["results"]}
-    assert {*results} == {*named(verdicts)}
-    averaged = results["gradients_are_averaged"]
-    lines = Path(averaged["file"]).read_text(encoding="utf-8").splitlines()
-    assert "optimizer.step()" in lines[averaged["line"] - 1]
-    assert (averaged["verdict"], averaged["page"]) == ("pass", "")
-
-
 # ---------------------------------------------------------------- the command
 
 
@@ -367,12 +342,6 @@ def test_a_drill_of_a_script_that_did_not_end():
     plan = SimpleNamespace(undisturbed=Run(2, Path(), returncode=None))
     (verdict,) = perform("world-size", plan)
     assert verdict.text.startswith("the script fails without the drill: still busy after 0 s")
-
-
-def test_why_no_training_was_seen():
-    run = Run(2, Path(), returncode=0, events_by_rank={0: [events.SkippedStep()]})
-    reason = reason_of(SimpleNamespace(undisturbed=run), judge(run))
-    assert reason == "the GradScaler skipped each step, as no gradient was finite"
 
 
 # Has a child, as torchrun has, and leaves a temporary folder behind.

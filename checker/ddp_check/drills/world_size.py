@@ -17,7 +17,7 @@ from ddp_check.protocol import STEPS
 from ddp_check.ranks import counted, short
 from ddp_check.rules import launch
 from ddp_check.rules.base import passed, unseen, unsure, wrong
-from ddp_check.rules.gradients import WRONG_RESULTS
+from ddp_check.rules.gradients import PAGE
 
 TOLERANCE = 1e-5  # of a gradient in float64, relative to its largest value
 COUNT_TOLERANCE = 0.3  # of numbers of samples, as loaders fetch some ahead
@@ -187,11 +187,9 @@ def other_gradients(many, one, number):
     hooks = [event.name for event in many.all(events.CommHook)]
     if hooks:
         return unseen(f"{hooks[0]} reduces the gradients in its own way", step.where)
-    which = "all gradients" if len(differing) == len(pairs) else f"the gradient of {worst}"
     looks, where, page = appearance(many, number, [pairs[name] for name in differing])
-    text = f"step {number}: {looks}. Compared with one process, {which} "
-    text += f"{'are' if which == 'all gradients' else 'is'} off by up to {off[worst]:.1e} of the "
-    text += f"largest value ({len(differing)} of {counted(len(pairs), 'parameter')})"
+    text = f"step {number}: {looks} ({len(differing)} of {counted(len(pairs), 'gradient')} differ "
+    text += f"from those of one process, {worst} by {off[worst]:.1e} of its largest value)"
     return wrong(text + "; the steps before agree" * (number > 1), where or step.where, page)
 
 
@@ -210,22 +208,22 @@ def appearance(many, number, pairs):
             page = "forward_through_module"
             return f"{text}without its wrapper at {short(lines[0])}", lines[0], page
         text = "each rank has the gradients of its own part: they differ from rank to rank"
-        return text, "", WRONG_RESULTS
+        return text, "", PAGE
     if is_multiple and close(factor, size, 1e-3):
         text = f"the gradients are the sum over the ranks, {size} times the mean: is a loss or a "
-        return f"{text}gradient added up over the ranks?", "", WRONG_RESULTS
+        return f"{text}gradient added up over the ranks?", "", PAGE
     if is_multiple and close(factor, 1 / size, 1e-3):
         text = f"the gradients are 1/{size} of the mean: is the loss divided by the number of "
-        return f"{text}ranks, although DDP divides already?", "", WRONG_RESULTS
+        return f"{text}ranks, although DDP divides already?", "", PAGE
     if is_multiple:
         text = f"the gradients are {factor:.3g} times those of one process: does the loss count "
-        return f"{text}samples or micro-batches?", "", WRONG_RESULTS
+        return f"{text}samples or micro-batches?", "", PAGE
     if cuts_gradients(many):
         text = "the gradients lack a part: a collective that cuts the gradient is in the loss"
         return text, "", "recipes/contrastive"
     text = "the gradients are no multiple of those of one process: is the loss a mean over another "
     text += "number of elements on each rank (a mask, padding), or does it take what is gathered "
-    return f"{text}in another order?", "", WRONG_RESULTS
+    return f"{text}in another order?", "", PAGE
 
 
 def cuts_gradients(run):

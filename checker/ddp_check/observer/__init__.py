@@ -8,9 +8,8 @@ patches     how functions of PyTorch are replaced; `patch`
 values      checksums of tensors, batches and data sets
 group       the process group, collectives, and what they gather
 data        passes over DataLoaders, and random numbers that make samples
-losses      losses and their backward passes
 models      wrapped models, and calls of any model
-steps       steps of optimizers, schedulers and GradScalers
+steps       losses, and steps of optimizers, schedulers and GradScalers
 files       what is printed, written and loaded
 translate   calls for GPUs, which become calls for the CPU
 level       what the drill world-size leaves out of a run: dropout, a rank's own statistics, chance

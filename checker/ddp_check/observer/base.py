@@ -8,14 +8,14 @@ import os
 import sys
 import time
 import traceback
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 from torch._C import DisableTorchFunction, _current_graph_task_id, _len_torch_dispatch_stack
 from torch.optim import optimizer
 from torch.utils.data import get_worker_info
 
-from ddp_check.events import BetweenSteps, Drawn, Start, Trouble
+from ddp_check.events import Drawn, Start, Trouble
 from ddp_check.protocol import HERE, STACKS, VARIABLE, Task, is_own
 
 TASK = Task(**json.loads(os.environ[VARIABLE]))
@@ -24,18 +24,18 @@ torch_save, torch_load = torch.save, torch.load  # before they are patched
 
 
 @dataclass
-class SinceStep(BetweenSteps):
-    """What has happened since an optimizer took its last step: what `Step` tells, and more."""
+class SinceStep:
+    """What has happened since an optimizer took its last step."""
+
+    losses: list = field(default_factory=list)  # these four are fields of `Step`
+    backwards: int = 0
+    sample_count: int = 0
+    inputs: list = field(default_factory=list)
 
     forwards: list = field(default_factory=list)  # calls of DDP, as `Forward`
     reductions: int = 0  # backward passes that reduced gradients, since the last zero_grad()
     bypasses: dict = field(default_factory=dict)  # number of a model -> a line that calls it itself
-    losses_scaled: int = 0  # by a GradScaler
     stale: bool = False  # the gradients of the step before were there when backward() began
-
-    def as_reported(self):
-        """Return the fields that `Step` shares."""
-        return {shared.name: getattr(self, shared.name) for shared in fields(BetweenSteps)}
 
 
 @dataclass
@@ -66,7 +66,6 @@ class State:
     gradients_scaled: bool = False  # a GradScaler's factor is in them
     parameters: dict = field(default_factory=dict)  # of the optimizers, by identity
     # Files:
-    unfinished_line: str = ""  # of what is printed
     changes_files: bool = False  # the observer itself does
 
 

@@ -1,66 +1,24 @@
-"""Observes what is printed, written and loaded."""
+"""Observes what is written and loaded, and keeps the user's own files unchanged."""
 
 import contextlib
-import copy
-import logging
 import os
-import re
 import shutil
 import sys
-import time
 from pathlib import Path
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_check.events import Load, Print, Save, Written
+from ddp_check.events import Load, Save, Written
 from ddp_check.observer.base import TASK, ask, callers, harmless, report, script_line, state
-from ddp_check.observer.patches import intercept, patch
-from ddp_check.protocol import is_own
+from ddp_check.observer.patches import patch
 
 CODE = (".py", ".pyc")
 TEMPORARY = f"{os.path.realpath(os.environ['TMPDIR'])}{os.sep}"
 SHARDED = "torch/distributed/checkpoint"  # saves the parts of a sharded checkpoint with torch.save
-MAX_WAIT = 10  # seconds for a folder that another rank makes: a drill may kill that rank
-MAX_LINE = 200  # characters of a printed line that are kept
 # Audit events by which a folder changes, and how many paths they begin with:
 CHANGES = {"os.mkdir": 1, "os.remove": 1, "os.rmdir": 1, "os.rename": 2, "shutil.rmtree": 1}
 AUDITED = {"open", "sqlite3.connect", *CHANGES}  # of many: even id() is an event
-
-stdout = sys.stdout  # the script may give sys.stdout another value; None if it is closed
-stdout_write = getattr(stdout, "write", None)  # before it is replaced
-
-
-def write(text):
-    """Report each line that is written to standard output, and write it."""
-    with harmless():
-        # A progress bar ends each of its lines with a carriage return.
-        *lines, state.unfinished_line = re.split(r"[\r\n]", f"{state.unfinished_line}{text}")
-        for line in filter(str.strip, lines):
-            report(Print, text=line[:MAX_LINE])
-    return stdout_write(text)
-
-
-def log(original, self, record):
-    """Report what the script logs; of standard output it is reported anyway.
-
-    A FileHandler is a StreamHandler, too. With the rank in the name of its file, which may hold
-    what is that rank's own, it is left out.
-    """
-    with harmless():
-        file = os.path.basename(getattr(self, "baseFilename", ""))
-        is_left_out = self.stream is stdout or re.search(rf"(?<!\d){state.rank}(?!\d)", file)
-        if ask(is_own, record.pathname) and not is_left_out:
-            text = ask(self.format, copy.copy(record))  # a formatter may change it
-            if text:
-                report(Print, text=text[:MAX_LINE])
-    return original(self, record)
-
-
-intercept(logging.StreamHandler, "emit", log)
-if stdout:
-    with harmless():
-        stdout.write = write  # not another stream: a script may ask for any attribute of this one
 
 # ---------------------------------------------------------------- files
 
@@ -78,9 +36,8 @@ def audit(event, args):
                 audit_open(*args)
             case "sqlite3.connect" if isinstance(args[0], str):
                 make_own_file(args[0], truncates=False)
-            case "shutil.rmtree" if stands_for_folder(changed[0]):
-                os.unlink(changed[0])
-                os.mkdir(changed[0])  # an empty folder to remove, as it refuses to remove a link
+            case "shutil.rmtree":
+                make_own_folder(changed[0])  # it refuses to remove a link
             case "os.rename" if script_line():
                 old_name, new_name = map(os.path.realpath, changed)
                 path = new_name if new_name.startswith(TASK.folder) else None
@@ -112,57 +69,46 @@ def make_own_file(path, truncates=True):
     """
     path = os.path.abspath(path)
     make_own_folders(path)
-    if leads_outside(path) and os.path.isdir(path):  # as os.open(folder, O_TMPFILE | …) does
-        replace_link(Path(path))
-    elif leads_outside(path):
-        with unobserved():
-            new = f"{path}.{os.getpid()}"
-            if truncates or not os.path.isfile(path):
-                open(new, "w").close()
-            else:
-                shutil.copyfile(path, new)
-            os.replace(new, path)  # at once, for other ranks may use it
+    if not leads_outside(path):
+        return
+    if os.path.isdir(path):  # as os.open(folder, O_TMPFILE | …) does
+        make_own_folder(path)
+        return
+    with unobserved():
+        new = f"{path}.{os.getpid()}"
+        if truncates or not os.path.isfile(path):
+            open(new, "w").close()
+        else:
+            shutil.copyfile(path, new)
+        os.replace(new, path)  # at once, for other ranks may use it
 
 
 def make_own_folders(path):
     """Replace each folder above a path that is a link to the user's."""
     for folder in reversed(Path(path).parents):
-        if leads_outside(str(folder)):
-            replace_link(folder)
+        make_own_folder(str(folder))
+
+
+def make_own_folder(path):
+    """Replace a link to a folder of the user's by a new folder, of links to its entries."""
+    if not leads_outside(path):
+        return
+    new = f"{path}.{os.getpid()}"
+    with unobserved():
+        os.mkdir(new)
+        for entry in os.scandir(path):
+            os.symlink(os.path.realpath(entry.path), os.path.join(new, entry.name))
+        try:
+            os.unlink(path)
+            os.rename(new, path)
+        except OSError:  # another rank has been faster
+            shutil.rmtree(new)
 
 
 def leads_outside(path):
     """Return whether a path in the script's folder is a link that leads out of it."""
     is_link = path.startswith(TASK.folder) and os.path.islink(path)
     return is_link and not os.path.realpath(path).startswith(TASK.folder)
-
-
-def own_folder_of(link):
-    """Return the new folder that takes the place of the user's behind a link."""
-    return link.with_name(f".{link.name}.own")
-
-
-def stands_for_folder(path):
-    """Return whether a path is a link to a folder of the user's, or to the one in its place."""
-    return leads_outside(path) or Path(path).resolve() == own_folder_of(Path(path)).resolve()
-
-
-def replace_link(link):
-    """Point a link to a folder of the user's at a new one, of links to its entries."""
-    original, own = link.resolve(), own_folder_of(link)
-    with unobserved():
-        try:
-            own.mkdir()  # only one rank can: it goes on, and the others wait until it is done
-        except FileExistsError:
-            end = time.monotonic() + MAX_WAIT
-            while leads_outside(str(link)) and time.monotonic() < end:
-                time.sleep(0.001)
-            return
-        for name in os.listdir(original):
-            (own / name).symlink_to(original / name)
-        new_link = own.with_suffix(".link")
-        new_link.symlink_to(own.name)  # relative: it stands beside its link
-        new_link.replace(link)  # at once, too
 
 
 @contextlib.contextmanager

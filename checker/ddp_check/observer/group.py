@@ -55,15 +55,9 @@ def init_process_group(original, *args, **kwargs):
         os.environ["MASTER_ADDR"] = meet_here(os.environ["MASTER_ADDR"])
     result = original(*call.args, **call.kwargs)
     state.rank = dist.get_rank()
-    by_script = bool(script_line(direct=True))
-    if not by_script:  # a framework has called set_device, of which no event tells
+    if not script_line(direct=True):  # a framework has called set_device, of which no event tells
         state.gpu = int(os.environ.get("LOCAL_RANK", 0))
-    report(
-        events.Join,
-        rank=state.rank,
-        port=urlsplit(method).port or os.environ.get("MASTER_PORT"),
-        by_script=by_script,
-    )
+    report(events.Join, rank=state.rank)
     return result
 
 
@@ -104,9 +98,6 @@ class Call:
 
     def report_result(self, result):
         """Report what the call has given, as far as it is of interest."""
-        places = [part.data_ptr() for part in tensors_in(self.parts) if part.numel()]
-        if "gather" in self.name and len({*places}) < len(places):
-            report(events.PartsOverwritten, self.line)
         if isinstance(result, dist.Work):
             return  # it is not done yet
         if self.name in REDUCTIONS:

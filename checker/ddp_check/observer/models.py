@@ -64,25 +64,12 @@ def wrap(original, self, module, *args, **kwargs):
         trainable = [value for value in module.parameters() if value.requires_grad]
         reduced_by_ddp.update((id(value), value) for value in trainable)
         state.wrapped.append(module)
-        parameters = dict(module.named_parameters())
-        frozen = [name for name, value in parameters.items() if not value.requires_grad]
-        report(events.Wrap, names=[*parameters], frozen=frozen)
+        report(events.Wrap, names=[name for name, _ in module.named_parameters()])
 
 
 def model_suffix(number):
     """Return what is appended to the names in a wrapped model, unless it is the first."""
     return f" of model {number + 1}" if number else ""
-
-
-def buffer_checksums(module, number):
-    """Return checksums of the buffers, by name, without those of SyncBatchNorm."""
-    # The path of the model itself is empty, so ".name" is "name".
-    return {
-        f"{path}.{name}{model_suffix(number)}".removeprefix("."): checksum([value], quick=True)
-        for path, part in module.named_modules()
-        if not isinstance(part, nn.SyncBatchNorm)
-        for name, value in part.named_buffers(recurse=False)
-    }
 
 
 @patch(f"{DDP}.register_comm_hook")
@@ -175,39 +162,26 @@ def watch_sharded_inputs(module):
         module.register_forward_pre_hook(note_inputs, with_kwargs=True)
 
 
-def is_wrapped(module):
-    """Return whether a module is the model in a wrapper, by identity: `==` may be the script's."""
-    return any(module is model for model in state.wrapped)
-
-
 def report_evaluation(module):
-    """Report that a batch is evaluated, and, now and then, the model that does it."""
+    """Report that a batch is evaluated, and, once in a pass, that a wrapped model does it."""
     if isinstance(module, DistributedDataParallel):
-        return  # it calls the wrapped model, and gives it rank 0's buffers before
+        return  # it calls the wrapped model
     if state.batch_is_unevaluated:
         report(events.BatchEvaluated)
     state.batch_is_unevaluated = False
-    # Once in a pass, and again, more and more seldom, if steps are taken meanwhile.
-    if not is_first("evaluated", id(module), state.passes, state.steps.bit_length()):
-        return
-    values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    is_around_ddp = any(isinstance(part, DistributedDataParallel) for part in module.modules())
-    if is_around_ddp or not values or mesh_dimensions(values.values()):
-        return
-    noisy = [*filter(is_noisy, module.modules())]
-    # In training mode, BatchNorm takes the statistics of the batch.
-    unused_statistics = {id(value) for part in noisy for value in part.buffers()}
-    used = {name: value for name, value in values.items() if id(value) not in unused_statistics}
-    report(
-        events.Evaluated,
-        model=type(module).__name__,
-        steps=state.steps,
-        checksums=checksums(used),
-        training=module.training,
-        noisy=type(noisy[0]).__name__ if noisy and module.training else "",
-        wrapped=is_wrapped(module),
-        pass_number=state.pass_of_batch,
-    )
+    if is_wrapped(module) and is_first("evaluated", id(module), state.passes):
+        noisy = [type(part).__name__ for part in module.modules() if is_noisy(part)]
+        report(
+            events.Evaluated,
+            training=module.training,
+            noisy=noisy[0] if noisy and module.training else "",
+            pass_number=state.pass_of_batch,
+        )
+
+
+def is_wrapped(module):
+    """Return whether a module is the model in a wrapper, by identity: `==` may be the script's."""
+    return any(module is model for model in state.wrapped)
 
 
 def is_noisy(module):

@@ -6,10 +6,8 @@ import os
 import signal
 import sys
 
-import torch.distributed as dist
-
 from ddp_check.events import Exit, SigtermHandler
-from ddp_check.observer import data, files, group, losses, steps  # noqa: F401  # each observes a subject
+from ddp_check.observer import data, files, group, steps  # noqa: F401  # each observes a subject
 from ddp_check.observer.base import TASK, ask, harmless, is_first, report, script_line, state
 from ddp_check.observer.models import describe_models
 from ddp_check.observer.patches import intercept
@@ -22,12 +20,7 @@ def end():
         return
     with harmless():
         describe_models()
-    group_open = dist.is_initialized()
-    report(
-        Exit,
-        group_open=group_open,
-        modules=modules_of_script(),
-    )
+    report(Exit, modules=modules_of_script())
 
 
 def modules_of_script():

@@ -1,8 +1,7 @@
-"""Observes the steps of optimizers, schedulers and GradScalers."""
+"""Observes losses, and the steps of optimizers, schedulers and GradScalers."""
 
 import math
 import random
-import re
 import sys
 import time
 import zlib
@@ -19,20 +18,26 @@ from ddp_check.observer.base import (
     callers,
     depth_of_steps,
     harmless,
+    in_backward,
     report,
     save_for_checker,
     state,
 )
 from ddp_check.observer.models import (
-    buffer_checksums,
     model_suffix,
     reduced_by_ddp,
 )
 from ddp_check.observer.patches import SCALER, patch
-from ddp_check.observer.values import checksums, is_finite, local_part, mesh_dimensions
+from ddp_check.observer.values import (
+    checksums,
+    is_finite,
+    local_part,
+    mesh_dimensions,
+    tensors_in,
+)
 from ddp_check.protocol import STEPS
 
-STATISTICS = r"(^|\.)(running_|num_batches_)\w+( of model \d+)?$"  # of normalization layers
+FEW, MAX_ELEMENTS = 3, 64  # of the first and last parameters; of each gradient
 SCHEDULERS = [  # that have a step() of their own
     "LRScheduler",
     "ReduceLROnPlateau",
@@ -98,12 +103,6 @@ class OptimizerParameters:
         self.mesh_dimensions = mesh_dimensions(values)
 
     @property
-    def unwrapped(self):
-        """How many that are trained are in no wrapped model; sharded ones need none."""
-        outside = [value for name, value in self.by_name.items() if name not in self.models]
-        return 0 if self.mesh_dimensions else sum(value.requires_grad for value in outside)
-
-    @property
     def unreduced(self):
         """The names of parameters in a wrapped model whose gradients DDP does not reduce."""
         names = [name for name in self.models if name in self.gradients]
@@ -131,14 +130,16 @@ def report_step(optimizer, closure):
     gradients = parameters.gradients
     report(
         events.Step,
-        **since.as_reported(),
+        losses=since.losses,
+        backwards=since.backwards,
+        sample_count=since.sample_count,
+        inputs=since.inputs,
         rng=generator_states(),
         gradients=dict.fromkeys(parameters.by_name, 0) | checksums(gradients, quick=True),
         weights=checksums(parameters.by_name) if wants_weights() else None,
         rates=[ask(float, group.get("lr"), default=0.0) for group in optimizer.param_groups],
         infinite=parameters.not_finite(since.losses),
         zero=not any(bool(local_part(gradient).any()) for gradient in gradients.values()),
-        unwrapped=parameters.unwrapped,
         unreduced=parameters.unreduced,
         bypassed=parameters.bypassed,
         mesh_dimensions=parameters.mesh_dimensions,
@@ -148,7 +149,6 @@ def report_step(optimizer, closure):
         reductions=since.reductions,
         stale=since.stale,
         training=all(state.wrapped[number].training for number in parameters.models.values()),
-        buffers=describe_buffers(),
         in_join=any(call.in_join for call in since.forwards),
     )
 
@@ -169,12 +169,49 @@ def generator_states():
     return {source: zlib.crc32(content) for source, content in states.items()}
 
 
-def describe_buffers():
-    """Return checksums of the buffers, but BatchNorm's statistics may differ from rank to rank."""
-    sums = {}
-    for number, module in enumerate(state.wrapped):
-        sums |= buffer_checksums(module, number)
-    return {name: value for name, value in sums.items() if not re.search(STATISTICS, name)}
+# ---------------------------------------------------------------- losses
+
+
+def note_losses(tensors):
+    """Note the values of these losses, if they are single numbers."""
+    losses = [tensor for tensor in tensors_in(tensors) if tensor.numel() == 1]
+    state.since_step.losses += [loss.detach().float().item() for loss in losses]
+
+
+@patch("torch.autograd.backward")
+def backward(original, tensors, *args, **kwargs):
+    """Note the losses of a backward pass, unless they were noted before they were scaled."""
+    with harmless():
+        is_inner = in_backward()  # that of reentrant checkpointing
+        if not (state.since_step.backwards or is_inner):
+            state.since_step.stale = gradients_are_left()
+        calls = state.since_step.forwards
+        state.since_step.reductions += bool(calls and calls[-1].synced and not is_inner)
+        state.since_step.backwards += not is_inner
+        if not (state.gradients_scaled or is_inner):
+            note_losses(tensors)
+    return original(tensors, *args, **kwargs)
+
+
+@patch(f"{SCALER}.scale")
+def scale(original, self, outputs):
+    """Note losses before a GradScaler scales them."""
+    with harmless():
+        note_losses(outputs)
+        state.gradients_scaled = self.is_enabled()
+    return original(self, outputs)
+
+
+def gradients_are_left():
+    """Return whether all parameters that an optimizer trains still have gradients.
+
+    Some elements of a few of them say so: zeros, and None, are what zero_grad() leaves.
+    """
+    trained = [value for value in state.parameters.values() if value.requires_grad]
+    some = [value.grad for value in (*trained[:FEW], *trained[-FEW:])]
+    return bool(some) and all(
+        grad is not None and bool(local_part(grad).flatten()[:MAX_ELEMENTS].any()) for grad in some
+    )
 
 
 # ---------------------------------------------------------------- GradScaler
@@ -189,13 +226,9 @@ def unscale(original, self, *args, **kwargs):
 
 @patch(f"{SCALER}.step")
 def step_scaled(original, self, *args, **kwargs):
-    """Report a step that a GradScaler skips. In any case, what follows belongs to the next one."""
+    """Let what follows belong to the next step, even if the GradScaler skips this one."""
     state.gradients_scaled = False
-    steps = state.steps
     result = original(self, *args, **kwargs)
-    with harmless():
-        if self.is_enabled() and state.steps == steps:
-            report(events.SkippedStep)
     state.since_step = SinceStep()  # a skipped step has not reset it
     return result
 
@@ -206,10 +239,7 @@ def step_scaled(original, self, *args, **kwargs):
 @patch("torch.nn.utils.clip_grad.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_value_")
 def clip(original, *args, **kwargs):
     """Report that gradients are clipped."""
-    since = state.since_step
-    # If a GradScaler has scaled one of two losses, these may be the gradients of the other:
-    all_scaled = since.backwards <= since.losses_scaled
-    report(events.Clipped, scaled=state.gradients_scaled and all_scaled)
+    report(events.Clipped, scaled=state.gradients_scaled)
     return original(*args, **kwargs)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
-from ddp_check.events import Gpu, Translated
+from ddp_check.events import Gpu
 from ddp_check.observer.base import TASK, is_first, report, script_line, state
 from ddp_check.observer.patches import C10D, DDP, intercept, patch
 
@@ -21,15 +21,8 @@ COUNT = int(os.environ.get("LOCAL_WORLD_SIZE", TASK.nproc))
 ALL_GPUS = ",".join(map(str, range(COUNT)))
 if not os.environ.get("CUDA_VISIBLE_DEVICES") and not os.path.exists("/dev/nvidiactl"):
     os.environ["CUDA_VISIBLE_DEVICES"] = ALL_GPUS  # libraries take their GPU from it
-ATTRIBUTES = {Tensor.get_device: ".get_device()", Tensor.is_cuda.__get__: ".is_cuda"}
+ATTRIBUTES = (Tensor.get_device, Tensor.is_cuda.__get__)
 DEVICE_AT = {Tensor.to: 1, torch._C._nn._parse_to: 0}  # the argument that may be a GPU's number
-
-
-def report_translated(call):
-    """Report a translated call, once per line of the script."""
-    line = script_line()
-    if line and is_first(call, line):
-        report(Translated, line, call=call)
 
 
 def names_gpu(value):
@@ -75,10 +68,8 @@ class OnTheCPU(TorchFunctionMode):
         if func in (Tensor.pin_memory, Tensor.record_stream):
             return args[0]
         if func in ATTRIBUTES and script_line(direct=True):
-            report_translated(ATTRIBUTES[func])
             return state.gpu if func is Tensor.get_device else True
         if func is Tensor.cuda:
-            report_translated(".cuda()")
             report_gpu(args[1] if len(args) > 1 else kwargs.get("device"))
             return args[0]
         args, kwargs = without_gpus(*numbers_as_devices(func, args, kwargs))
@@ -99,7 +90,6 @@ def without_gpus(args, kwargs):
     """Return the arguments of a call with the CPU for each GPU, of which it reports the first."""
     gpus = [value for value in (*args, *kwargs.values()) if names_gpu(value)]
     if gpus:
-        report_translated(f'"{gpus[0]}"')
         report_gpu(gpus[0])
         args = [CPU if names_gpu(value) else value for value in args]
         kwargs = {name: CPU if names_gpu(value) else value for name, value in kwargs.items()}
@@ -126,7 +116,7 @@ class Idle(Ignored):
     """A stream or an event. As an object counts as True, `event.query()` says that it is done."""
 
     def __init__(self, *_, **__):
-        report_translated("a stream or an event")
+        pass
 
     def elapsed_time(self, _):
         return 1.0
@@ -147,8 +137,6 @@ class Generator(torch.Generator):
     """Generates numbers on the CPU."""
 
     def __new__(cls, device=CPU):
-        if isinstance(device, int) or names_gpu(device):
-            report_translated("torch.Generator(device)")
         return super().__new__(cls, CPU)
 
 
@@ -185,10 +173,8 @@ QUIET = "set_device|init$|synchronize|empty_cache|ipc_collect|manual_seed"
 def answer(original, *args, **kwargs):
     """Answer what the script asks about GPUs by `ANSWERS`, and libraries by `QUIET`."""
     name = original.__name__
-    if script_line(direct=True):  # the script asks
-        report_translated(f"{original.__module__}.{name}()")
-    elif not re.match(QUIET, name):  # a library asks, and gets the truth
-        return original(*args, **kwargs)
+    if not (script_line(direct=True) or re.match(QUIET, name)):
+        return original(*args, **kwargs)  # a library asks, and gets the truth
     value = ANSWERS.get(name, 0)
     return value(*args, **kwargs) if callable(value) else value
 
@@ -200,27 +186,19 @@ for owner in (torch.cuda, torch.accelerator):
 
 
 def replace_arguments(name, **replacements):
-    """Let calls of a function have these arguments, and report those that they replace."""
+    """Let calls of a function have these arguments, and report the GPUs that they name."""
 
     @patch(name)
     def on_the_cpu(original, *args, **kwargs):
         """Replace arguments that name GPUs."""
-        signature = inspect.signature(original)
-        call = signature.bind(*args, **kwargs)
-        for argument, replacement in replacements.items():
-            given = call.arguments.get(argument, signature.parameters[argument].default)
-            call.arguments[argument] = replacement
-            if given and given not in (replacement, "cpu", CPU):
-                report_replaced(argument, given)
+        call = inspect.signature(original).bind(*args, **kwargs)
+        for argument in ("device_ids", "output_device", "device_id"):
+            given = call.arguments.get(argument)
+            for device in given if isinstance(given, list | tuple) else [given]:
+                if argument in replacements and device is not None:
+                    report_gpu(device)
+        call.arguments |= replacements
         return original(*call.args, **call.kwargs)
-
-
-def report_replaced(argument, given):
-    """Report an argument that was replaced, and the GPUs that it names."""
-    report_translated(f'"{given}"' if isinstance(given, str) else argument)
-    if argument in ("device_ids", "output_device", "device_id"):
-        for device in given if isinstance(given, list | tuple) else [given]:
-            report_gpu(device)
 
 
 replace_arguments(f"{DDP}.__init__", device_ids=None, output_device=None)
@@ -237,7 +215,6 @@ replace_arguments("torch.distributed.device_mesh.init_device_mesh", device_type=
 def autocast(original, self, device_type, dtype=None, enabled=True, cache_enabled=None):
     """Compute in float32 what a GPU computes with fewer bits, in which most CPUs are slow."""
     if device_type != "cpu":
-        report_translated(f'"{device_type}"')
         device_type, enabled = "cpu", False
     original(self, device_type, dtype, enabled, cache_enabled)
 

@@ -22,7 +22,6 @@ SUBJECTS = {  # event: (what is counted when a rule passes, what is said if a ru
     events.Clipped: ("call", "no gradient is clipped"),
     events.Evaluated: ("evaluation", "no model was called without gradients"),
     events.Gpu: ("GPU", "no GPU is named, or GPU calls were not translated (--translate yes)"),
-    events.Print: ("line", "nothing is printed"),
     events.Save: ("save", "nothing is saved with torch.save"),
     events.StateLoaded: ("state", "no state is loaded"),
 }
@@ -35,23 +34,18 @@ RULES = {  # rule: what it needs to look at
     gradients.rates_are_equal: [events.Step],
     gradients.clipping_comes_last: [events.Clipped],
     weights.weights_agree: [],
-    weights.evaluated_models_agree: [events.Evaluated],
     data.ranks_share_data: [events.Step],
     data.order_changes: [events.Step, events.PassBegun],
     weights.training_mode: [events.Step, events.Wrap],
     weights.evaluation_mode: [events.Evaluated, events.PassBegun, events.Wrap],
     data.random_numbers_differ: [events.Step],
     launch.own_gpu: [events.Gpu],
-    output.one_rank_prints: [events.Print],
     output.one_rank_writes: [],
     output.plain_names: [events.Save],
     output.loaded_names_fit: [events.StateLoaded],
     evaluation.each_sample_is_evaluated_once: [events.PassBegun],
     evaluation.result_is_of_all: [events.PassBegun],
     launch.same_collectives: [events.Collective],
-    launch.port_is_free: [events.Join],
-    launch.group_is_destroyed: [events.Join],
-    output.gathered_parts_are_apart: [events.Collective],
 }
 assert {kind for kinds in RULES.values() for kind in kinds} <= SUBJECTS.keys()
 

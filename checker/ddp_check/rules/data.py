@@ -22,7 +22,8 @@ ENOUGH_SAMPLES = 8  # fewer may be equal, or in the same order, by chance
 def ranks_share_data(run):
     """the ranks share out the data"""
     steps = run.all(events.Step)
-    if any(step.mesh_dimensions > 1 or (run.is_sharded and not step.inputs) for step in steps):
+    is_tensor_parallel = run.is_sharded and not any(step.inputs for step in steps)
+    if is_tensor_parallel or any(step.mesh_dimensions > 1 for step in steps):
         return not_applicable("ranks that share a model have to have the same batches")
     if run.world_size < 2:
         return unseen("there is one rank only")

@@ -15,23 +15,10 @@ CUTS = r"\[\s*:\s*len\("  # in a script that cuts off what a sampler has padded
 
 
 def evaluations(run):
-    """Return the evaluations; in a run that failed, those that all ranks have reached.
-
-    The parts of one begin in the same line, or at least read the same data: as where rank 0 begins
-    its part inside the script's own bar, `for batch in bar(part) if rank == 0 else part`.
-    """
-    passes_by_rank = evaluating_passes(run)
-    by_line = grouped(passes_by_rank, lambda each: (each.sample_count, each.where))
-    lines_of_all = [line for line, of_ranks in by_line.items() if len(of_ranks) == run.world_size]
-
-    def loop_of(data_pass):
-        """Return its line if all ranks have passes there, else what it reads."""
-        line = data_pass.sample_count, data_pass.where
-        return line if line in lines_of_all else data_pass.dataset
-
-    by_loop = grouped(passes_by_rank, loop_of).values()
+    """Return the evaluations; in a run that failed, those that all ranks have reached."""
+    by_data = grouped(evaluating_passes(run), lambda each: each.dataset).values()
     ranks_needed = 1 if run.returncode == 0 else run.world_size
-    enough = [of_ranks for of_ranks in by_loop if len(of_ranks) >= ranks_needed]
+    enough = [of_ranks for of_ranks in by_data if len(of_ranks) >= ranks_needed]
     return [parts for of_ranks in enough for parts in zip(*of_ranks.values())]
 
 

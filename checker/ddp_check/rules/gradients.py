@@ -4,11 +4,11 @@ import math
 
 from ddp_check import events
 from ddp_check.numbers import close
-from ddp_check.ranks import counted, differing_ranks, grouped, short
+from ddp_check.ranks import counted, differing_ranks, short
 from ddp_check.rules.base import not_applicable, passed, slow, unseen, unsure, wrong
 
 NOT_FINITE = unseen("they are not finite: equal ones prove nothing")
-WRONG_RESULTS = "lookup/wrong_results"  # the page about wrong results without an error
+PAGE = "lookup/wrong_results"  # the page about wrong results without an error
 
 
 def values_are_finite(run):
@@ -29,7 +29,7 @@ def gradients_are_averaged(run):
     """each step takes the mean gradient of all ranks"""
     if run.is_sharded:
         return not_applicable("the gradients are sharded")
-    if run.goes_another_way:
+    if run.goes_another_way and run.first_difference("gradients"):
         return not_applicable("the ranks exchange something else than gradients")
     if any(step.closure for step in run.all(events.Step)):
         return unseen("a closure computes the gradients")
@@ -53,13 +53,11 @@ def all_zero(run):
         rows_by_optimizer.setdefault(tuple(row[0].gradients), []).append(row)
     for rows in rows_by_optimizer.values():
         if all(step.zero for row in rows for step in row):
-            step, text = rows[0][0], f"all gradients are zero, in {counted(len(rows), 'step')}"
-            text += ": does zero_grad() come after backward(), or was the optimizer given other "
-            text += "parameters than the model's, as before fully_shard()?"
+            text = f"all gradients are zero, in {counted(len(rows), 'step')}: does zero_grad() "
+            text += "come after backward(), or has the optimizer other parameters than the model?"
             # Of several optimizers, one may wait for its turn, as a GAN's discriminator may.
-            verdict = wrong if len(rows_by_optimizer) == 1 else unsure
-            # If they are in no wrapped model, a rule about weights tells the cause.
-            return verdict(text, step.where, follows=bool(step.unwrapped))
+            say = wrong if len(rows_by_optimizer) == 1 else unsure
+            return say(text, rows[0][0].where, "optimizer_of_other_parameters")
 
 
 def never_zeroed(run):
@@ -67,7 +65,7 @@ def never_zeroed(run):
     steps = run.steps[1:]
     if steps and all(step.stale for step in steps):
         text = "each step takes the gradients of those before it: zero_grad() is never called"
-        return wrong(text, steps[0].where, WRONG_RESULTS)
+        return wrong(text, steps[0].where, PAGE)
 
 
 def unequal_step_counts(run):
@@ -157,52 +155,31 @@ def clipping_comes_last(run):
 
 def rates_are_equal(run):
     """all ranks have the same learning rate"""
-    reason = ""  # why they differ, or will differ in a longer run
-    metrics_row = differing_metrics(run)
-    counts = counts_that_differ(run, events.Scheduled)
+    metrics_row, first = differing_metrics(run), run.first_difference("rates")
+    reason = ""
     if metrics_row:
         values = two_that_differ([event.metric for event in metrics_row], ".4g")
         reason = f"the scheduler gets another value on each rank, {values}"
-    elif counts:
+    elif counts := counts_that_differ(run, events.Scheduled):
         reason = f"the scheduler takes {counts}"
-    elif line := line_of_uneven_loads(run, lambda load: not load.by_model):
-        reason = f"not all ranks load the state of their optimizer ({short(line)})"
-    if first := run.first_difference("rates"):
-        return rates_differ(run, first, reason)
+    if first:
+        text = f"from step {first.number} on, they differ from rank to rank"
+        group = first.name  # the position of a group of parameters, which a rank may lack
+        if all(group < len(step.rates) for step in first.row):
+            text += f": {two_that_differ([step.rates[group] for step in first.row], '.3g')}"
+        say = unsure if run.goes_another_way else wrong
+        return say(f"{text}; {reason}" if reason else text, line_of_rates(run, first.row[0]), PAGE)
     if metrics_row:
         text = f"{reason}: sooner or later, they will lower their learning rates at other times"
-        return wrong(text, metrics_row[0].where, WRONG_RESULTS)
-    if counts:
-        text = f"{reason}: should all ranks step it?"
-        return unsure(text, run.all(events.Scheduled)[0].where)
+        return wrong(text, metrics_row[0].where, PAGE)
+    if reason:
+        return unsure(f"{reason}: should all ranks step it?", run.all(events.Scheduled)[0].where)
 
 
-def line_of_uneven_loads(run, counts_as_load):
-    """Return a line in which some ranks load a state and others do not, or ""."""
-    loads = {
-        rank: [load for load in of_rank if counts_as_load(load)]
-        for rank, of_rank in run.by_rank(events.StateLoaded).items()
-    }
-    for where, loads_by_rank in grouped(loads, lambda load: load.where).items():
-        counts = {len(loads_by_rank.get(rank, ())) for rank in run.events_by_rank}
-        if len(counts) > 1:
-            return where
-    return ""
-
-
-def rates_differ(run, first, reason):
-    """Return the verdict on learning rates that differ from a step on, for this reason, or ""."""
-    text = f"from step {first.number} on, they differ from rank to rank"
-    group = first.name  # the position of a group of parameters, which a rank may lack
-    if all(group < len(step.rates) for step in first.row):
-        text += f": {two_that_differ([step.rates[group] for step in first.row], '.3g')}"
-    text = f"{text}; {reason}" if reason else text
-    step = first.row[0]
+def line_of_rates(run, step):
+    """Return the line that has set the learning rates of a step, or else that of the step."""
     before = [event for event in run.all(events.Scheduled) if event.time < step.time]
-    where = max(before, key=lambda event: event.time, default=step).where
-    if run.goes_another_way:
-        return unsure(f"{text}: is that intended?", where, WRONG_RESULTS)
-    return wrong(text, where, WRONG_RESULTS)
+    return max(before, key=lambda event: event.time, default=step).where
 
 
 def differing_metrics(run):

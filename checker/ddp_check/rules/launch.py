@@ -2,7 +2,7 @@
 
 import re
 import signal
-from itertools import permutations, zip_longest
+from itertools import zip_longest
 
 from ddp_check import events
 from ddp_check.ending import LACKS_GPUS, OF_OTHERS
@@ -16,16 +16,11 @@ NETWORK = (
 )
 BESIDE = r"(FileNotFoundError|NotFound|No such file).*\.\./"  # what is missing is there: ../data
 OF_A_LIBRARY = r"ModuleNotFoundError|ImportError: .+/site-packages/"  # missing, or another version
-DROP_THE_MODEL = "drop every reference to the DDP model (del model) before destroy_process_group"
 BUFFERS = "Buffers wait for all ranks to call the DDP model: evaluate model.module"
 UNTRANSLATED = rf"{LACKS_GPUS}|Tensor-likes|not implemented for '|getFuture not implemented"
 UNTRANSLATED += "|must have the same dtype|bias type"  # autocast is left out
 # In a script that knows the option of PyTorch's former launcher alone:
 ASKS_LOCAL_RANK = r"(?s)^(?!.*LOCAL_RANK).*--local[_-]rank"
-DEFAULTS = (  # a port is only a default in `port: int = 29500`, `environ.get("PORT", 29500)`
-    r".*(default[=(]|\.get\(|getenv\(|: *(Optional\[)?(int|str)\]?( \| None)? *=).*"
-    r"|\bif .*MASTER_.*\n.*\n.*"  # `if "MASTER_PORT" not in environ:`, and the next two lines
-)
 PAGES = {  # part of an error: the pitfall that explains it
     "Expected to have finished reduction": "unused_parameters",
     'key(s) in state_dict: "module.': "module_prefix_saved",
@@ -46,9 +41,7 @@ def script_ends(run):
             cure = "no process joined a process group: download the data first, name its --launcher"
         return unsure(f"still busy {text}: {cure}, or raise --timeout")
     if code == -signal.SIGABRT and run.by_rank(events.Exit).get(rank):
-        text += f"; rank {rank} was aborted after its last line, a rare race of gloo's threads"
-        # Where a library has joined the process group, this is not the script's to mend.
-        return passed(text) if joined_by_framework(run) else fragile(text, "", "late_import")
+        return passed(f"{text}; rank {rank} was aborted afterwards, a race of gloo's threads")
     return failure(run)
 
 
@@ -61,9 +54,6 @@ def hang(run):
         waiting.append(f"rank {rank} {at}")
         own_lines += own[:1]
     text = f"still running after {run.seconds:.0f} s; {'; '.join(waiting)}"
-    if run.joins and all(run.by_rank(events.Leave).values()):
-        text += f". All ranks have left the process group. To rule out a race: {DROP_THE_MODEL}"
-        return wrong(text, "", "handler_holds_model")
     where = next(iter(own_lines), "")
     return with_cause(run, text, where, "collective_on_one_rank" if run.joins else "")
 
@@ -84,7 +74,7 @@ def with_cause(run, text, where, page="", details=()):
 
 def early_cause(run):
     """Return a verdict if the ranks have different numbers of batches, or models, or None."""
-    if cause := uneven_passes(run) or collective_while_training(run):
+    if cause := uneven_passes(run):
         return cause
     if names := [name for step in run.all(events.Step) for name in step.unreduced]:
         return wrong(f"{names[0]} came into the model after it was wrapped")
@@ -110,26 +100,6 @@ def uneven_passes(run):
             return wrong(text, epoch[least].where, "uneven_batches")
 
 
-def collective_while_training(run):
-    """Return a verdict if a rank calls a collective while another is in a backward pass.
-
-    That the other one is in a further step is seen in its traceback.
-    """
-    steps, calls = run.by_rank(events.Step), run.by_rank(events.Collective)
-    if "_engine_run_backward(" not in run.output:  # in no rank's traceback
-        return None
-    for caller, trainer in permutations(calls, 2):
-        more_calls = calls[caller][len(calls[trainer]) :]  # both have made those before
-        if more_calls and len(steps[trainer]) >= len(steps[caller]) > 0:
-            call, taken = more_calls[0], counted(len(steps[caller]), "step")
-            text = f"after {taken}, rank {caller} calls {call.name}, and rank {trainer} "
-            # Either both are inside of the loop, or the caller is done with it before the other.
-            if any(each.steps and not each.ended for each in run.passes_by_rank[caller]):
-                return wrong(f"{text}does not, but trains on", call.where, "collective_on_one_rank")
-            text += "trains on: does it have more batches, or does each decide when to stop?"
-            return wrong(text, call.where, "uneven_batches")
-
-
 def failure(run):
     """Return the verdict on a run that failed: the fault may not be the script's."""
     text, details = run.end.text, tuple(run.end.traceback)
@@ -148,7 +118,7 @@ def cure_of_this_machine(run):
     errors = [match[1] for match in run.end.errors]
     if re.search(NETWORK, " ".join([*errors, run.end.text, *run.end.traceback])):
         return "it needs the network: download the data first"
-    if re.match(OF_A_LIBRARY, run.end.text) or run.end.is_in_an_import:
+    if re.match(OF_A_LIBRARY, run.end.text):
         return "run the checker in the environment of the script"
     if re.search(BESIDE, run.end.text):
         return "it is run in a copy of its folder, which has no such neighbour: use absolute paths"
@@ -183,33 +153,6 @@ def one_group(run):
     if not joins:
         return unseen(f"{none_joined} before the script failed")
     return passed(counted(len(joins), "rank"), of_lowest_rank(joins).where)
-
-
-def port_is_free(run):
-    """the script does not fix the port at which the ranks meet"""
-    source_without_defaults = re.sub(DEFAULTS, "", run.source)
-    for join in run.joins.values():
-        if join.port and re.search(rf"\b{join.port}\b", source_without_defaults):
-            reason = f"the port is always {join.port}: two jobs on one node would collide"
-            return fragile(reason, join.where, "fixed_port")
-
-
-def group_is_destroyed(run):
-    """each rank destroys the process group, and ends as Python programs do"""
-    if run.returncode != 0:
-        return unseen("the script did not finish")
-    for rank, exits in run.by_rank(events.Exit).items():
-        if not exits:
-            text = f"rank {rank} ends with os._exit: no atexit function runs"
-            return fragile(text, "", "os_exit")
-        if exits[0].group_open and rank in run.joins and not joined_by_framework(run):
-            text = f"rank {rank} did not call destroy_process_group"
-            return fragile(text, run.joins[rank].where, "destroy_missing")
-
-
-def joined_by_framework(run):
-    """Return whether a library joined the process group, so leaving it is not the script's task."""
-    return not all(event.by_script for event in run.all(events.Join))
 
 
 def own_gpu(run):
