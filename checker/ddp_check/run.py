@@ -184,7 +184,7 @@ class Run:
             return True
         calls = [call for call in self.all(events.Collective) if not call.in_model]
         training = [steps for steps in self.by_rank(events.Step).values() if steps]
-        exchanges = any(call.elements > FEW or "object" in call.name for call in calls)
+        exchanges = any(call.elements > FEW and "reduce" in call.name for call in calls)
         return not self.all(events.Wrap) and (exchanges or len(training) == 1)
 
     @property

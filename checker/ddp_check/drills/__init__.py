@@ -1,7 +1,4 @@
-"""The drills: what is left of a run that is killed, stopped, split or resized.
-
-How to write one stands in rules/base.py.
-"""
+"""The drills: what is left of a run that is killed, stopped or resized."""
 
 from dataclasses import replace
 

@@ -220,14 +220,18 @@ def states_by_source(generators):
 
 def checksum_of_states(generators):
     """Return a checksum of the states of these generators."""
-    total = 0
-    for generator in generators:
-        if isinstance(generator, torch._C.Generator):
-            content = generator.get_state().numpy()
-        else:
-            content = pickle.dumps(generator)
-        total = zlib.crc32(content, total)
-    return total
+    return zlib.crc32(pickle.dumps([state_of(generator) for generator in generators]))
+
+
+def state_of(generator):
+    """Return the state of a generator of PyTorch, Python or NumPy, without how it was seeded."""
+    if isinstance(generator, torch._C.Generator):
+        return generator.get_state().numpy()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if hasattr(generator, "bit_generator"):
+        return generator.bit_generator.state
+    return generator.get_state(legacy=False)  # NumPy's older kind
 
 
 @patch("torch.utils.data._utils.fetch._MapDatasetFetcher.fetch")

@@ -162,11 +162,14 @@ def wants_weights():
 
 def generator_states():
     """Return a checksum of the state of each global generator: {source of random numbers: …}."""
-    numpy = sys.modules.get("numpy.random")
-    states = {"torch": torch.get_rng_state().numpy(), "random": repr(random.getstate()).encode()}
-    if numpy:
-        states["numpy"] = repr([*map(str, numpy.get_state(legacy=False).values())]).encode()
-    return {source: zlib.crc32(content) for source, content in states.items()}
+    states = {"torch": zlib.crc32(torch.get_rng_state().numpy())}
+    states["random"] = hash(
+        random.getstate()
+    )  # whole numbers, of which all processes make one hash
+    if numpy := sys.modules.get("numpy.random"):
+        _, key, position, *_ = numpy.get_state()
+        states["numpy"] = zlib.crc32(key.tobytes(), position)
+    return states
 
 
 # ---------------------------------------------------------------- losses

@@ -1,9 +1,4 @@
-"""The rules that a run is judged by. How to write one stands in rules/base.py.
-
-To add a rule, write it in the module about its subject, and give it a line in the table: the events
-without which it has nothing to look at. Rules are reported in the order of the table, so put a rule
-before those that its fault makes fail.
-"""
+"""The rules that a run is judged by, in the order of the report. See CONTRIBUTING.md."""
 
 import traceback
 from dataclasses import replace

@@ -1,27 +1,4 @@
-"""The verdicts that rules and drills give, and how to write a rule or a drill.
-
-A *rule* is a function of a `Run` (run.py). Its docstring is its title: the sentence that is true of
-a right script. It returns a verdict, or None if it found no fault:
-
-    def clipping_comes_last(run):
-        "gradients are clipped when no scale is in them"
-        for event in run.all(events.Clipped):
-            if event.scaled:
-                return wrong("the scaler's factor is in them", event.where, "recipes/fp16_scaler")
-
-CONTRIBUTING.md says the rest.
-
-A *drill* is a generator, for it runs the script again, and each run may show several things. It
-yields pairs of a title and a verdict:
-
-    def kill(plan):
-        "a killed rank costs no saved step"
-        interrupted = plan.run("interrupted", during=kill_a_rank(plan))
-        yield "it resumes", passed("12 steps, then 20")
-
-`during` is called while the script runs, with its process, the folder of its events, and the time
-at which it will be killed. `CANNOT_DECIDE` (drills/__init__.py) asks the undisturbed run first.
-"""
+"""The verdicts that rules and drills give. CONTRIBUTING.md shows how to write a rule or a drill."""
 
 from dataclasses import dataclass
 from functools import partial
