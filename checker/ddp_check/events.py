@@ -52,10 +52,6 @@ class Join(Event):
     rank: int
 
 
-class Leave(Event):
-    """It is about to destroy the process group."""
-
-
 class Exit(Event):
     """It ends, and Python's atexit functions run."""
 
@@ -70,14 +66,6 @@ class OtherMachine(Event):
 
 class SigtermHandler(Event):
     """It set a handler for SIGTERM."""
-
-
-class Gpu(Event):
-    """It named a GPU, for the first time in this way."""
-
-    by_set_device: bool  # not by a tensor or a module that goes there
-    index: int
-    visible: str  # what the script has set CUDA_VISIBLE_DEVICES to, or ""
 
 
 # ---------------------------------------------------------------- communication
@@ -213,16 +201,11 @@ class Scheduled(Event):
 
 
 class StateLoaded(Event):
-    """A model or an optimizer loads a state."""
+    """A model or an optimizer has loaded a state."""
 
     by_model: bool  # not by an optimizer
     wraps: int  # how many models had been wrapped before
-
-
-class NothingLoaded(Event):
-    """With strict=False, a model has loaded nothing: it has no name that the state has."""
-
-    name: str  # the first in the state
+    unknown: str  # the first name in the state, if the model has none of them; or ""
 
 
 class Evaluated(Event):

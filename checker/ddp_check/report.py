@@ -50,7 +50,7 @@ def unseen_of_the_central(verdicts):
 def message(verdict):
     """Return what a verdict says, in one line."""
     kind = f"{verdict.status}: " if verdict.status in (base.FRAGILE, base.SLOW) else ""
-    has_line = verdict.where and verdict.status != base.NOT_APPLICABLE
+    has_line = verdict.where and (verdict.status in base.LEVELS or verdict.status == base.UNSEEN)
     line = f" ({short(verdict.where)})" if has_line else ""
     return f"{kind}{verdict.title}: {verdict.text}{line}"
 
@@ -124,17 +124,13 @@ def text_of(plan, verdicts, drills=(), everything=False):
 
 
 def reasons(plan, verdicts):
-    """Return the first of the ranked verdicts, what was not seen, or why there is no verdict."""
-    lines = []
-    if verdicts[0].status in base.LEVELS:
-        lines.append(f"first: {message(verdicts[0])}")
-    elif exit_code(plan, verdicts) == 2:
+    """Return the lines about what was not seen, or why there is no verdict."""
+    code, has_faults = exit_code(plan, verdicts), verdicts[0].status in base.LEVELS
+    if code == 2 and not has_faults:
         return [why_no_verdict(plan.undisturbed)]
-    not_seen = unseen_of_the_central(verdicts)
-    if exit_code(plan, verdicts) == 0 and not_seen:
-        lines.append(f"not seen: {'; '.join(not_seen)}")
-    passing = sum(verdict.status == base.PASS for verdict in verdicts)
-    return lines or [f"all {passing} rules that saw something pass"]
+    if code == 0 and (not_seen := unseen_of_the_central(verdicts)):
+        return [f"not seen: {'; '.join(not_seen)}"]
+    return []
 
 
 def why_no_verdict(run):

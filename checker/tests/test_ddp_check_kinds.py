@@ -619,18 +619,6 @@ KINDS = {
         r"^ValueError: no room \(raise ValueError",
     ),
     # ------------------------------------------------------------ GPUs
-    "a GPU that is not there": Kind(
-        GPU, [("targets.to(rank)", "targets.cuda(7)")], r"\(inputs, targets = ", GPUS
-    ),
-    "no set_device": Kind(
-        GPU, [("    torch.cuda.set_device(local)\n", "")], r"\(inputs, targets = ", GPUS
-    ),
-    "a GPU that the script hides": Kind(
-        GPU,
-        [before("    local = ", '    os.environ["CUDA_VISIBLE_DEVICES"] = "0"\n')],
-        r"rank 1 uses GPU 1, but the script sets CUDA_VISIBLE_DEVICES=0 ",
-        GPUS,
-    ),
     "a graph": Kind(
         {"script_ends": UNSURE}, [("cuda.init()", "cuda.CUDAGraph()")], "CUDAGraph", GPUS
     ),
@@ -722,13 +710,6 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
         [before(READY, '    open("notes.txt", "a").close()\n    open("notes.txt", "r+").read()\n')],
         {},
     ),
-    "two GPUs for each rank": (
-        [
-            ('"gloo"', '"nccl"'),
-            before(READY, "    x.cuda(2 * rank), x.cuda(2 * rank + 1)\n"),
-        ],
-        {"own_gpu": PASS},
-    ),
     "in buckets": (BUCKETS, {"gradients_are_averaged": PASS}),
     "hooked": (HOOKED, {"gradients_are_averaged": PASS, "weights_agree": PASS}),
     "two schedulers, and one of two": (
@@ -797,22 +778,19 @@ PLACES = """import torch
 BACKEND = "nccl"
 def place(value, rank):
     torch.cuda.set_device(rank)
-    value = value.cuda(INDEX)
+    value = value.cuda(rank)
     with torch.cuda.device(rank):
         assert value.is_cuda and value.get_device() == torch.cuda.current_device()
     return value.to(torch.device("cuda", value.get_device()))
 """
 
 
-@pytest.mark.parametrize(("index", "says"), [("rank", {}), ("7", GPU)])
-def test_gpus_may_be_used_in_another_file(tmp_path, index, says):
-    """gloo's threads are no fault of a script that is for NCCL."""
-    (tmp_path / "places.py").write_text(PLACES.replace("INDEX", index), encoding="utf-8")
+def test_gpus_may_be_used_in_another_file(tmp_path):
+    (tmp_path / "places.py").write_text(PLACES, encoding="utf-8")
     changes = [("import os\n", "import os\nfrom places import *\n"), ('"gloo"', "BACKEND")]
     changes.append(before(TRAIN, "            inputs = place(inputs, rank)\n"))
-    _, verdicts = judged(write(tmp_path / "train.py", BASE, changes))
-    assert told(verdicts) == says
-    assert verdicts["own_gpu"].where == ("places.py:5" if says else verdicts["own_gpu"].where)
+    run, verdicts = judged(write(tmp_path / "train.py", BASE, changes))
+    assert (told(verdicts), run.translate) == ({}, True)
 
 
 def test_ranks_that_share_a_model_read_the_same(tmp_path):

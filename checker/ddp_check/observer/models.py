@@ -210,10 +210,9 @@ def describe_models():
 
 @patch(f"{C10D}.destroy_process_group")
 def destroy_process_group(original, group=None):
-    """Report the weights before a rank leaves the process group, and that it leaves it."""
+    """Report the weights before a rank leaves the process group."""
     if group in (None, torch.distributed.group.WORLD):
         with harmless():
             describe_models()
-        report(events.Leave)
         time.sleep(0.05)  # gloo's threads forget their last work, or freeing a DDP model could hang
     return original(group)

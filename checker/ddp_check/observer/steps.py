@@ -248,14 +248,18 @@ def clip(original, *args, **kwargs):
 
 @patch("torch.nn.Module.load_state_dict", "torch.optim.Optimizer.load_state_dict")
 def load_state_dict(original, self, *args, **kwargs):
-    """Report that a state is loaded."""
-    by_model = isinstance(self, torch.nn.Module)
-    report(events.StateLoaded, by_model=by_model, wraps=len(state.wrapped))
+    """Report that a state was loaded."""
     result = original(self, *args, **kwargs)
     with harmless():
         unexpected = ask(lambda: result.unexpected_keys)  # an optimizer returns nothing
-        if unexpected and len(unexpected) == len(args[0] if args else kwargs["state_dict"]):
-            report(events.NothingLoaded, name=unexpected[0])
+        state_dict = args[0] if args else kwargs["state_dict"]
+        fits_nothing = unexpected and len(unexpected) == len(state_dict)
+        report(
+            events.StateLoaded,
+            by_model=isinstance(self, torch.nn.Module),
+            wraps=len(state.wrapped),
+            unknown=unexpected[0] if fits_nothing else "",
+        )
     return result
 
 

@@ -1,4 +1,4 @@
-"""Runs a script that was written for GPUs on the CPU: translates its calls and reports them."""
+"""Runs a script that was written for GPUs on the CPU: translates its calls."""
 
 import contextlib
 import inspect
@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
-from ddp_check.events import Gpu
-from ddp_check.observer.base import TASK, is_first, report, script_line, state
+from ddp_check.observer.base import TASK, script_line, state
 from ddp_check.observer.patches import C10D, DDP, intercept, patch
 
 CPU = torch.device("cpu")
@@ -41,19 +40,9 @@ def gpu_index(device):
     return state.gpu if index is None else index
 
 
-def report_gpu(device, by_set_device=False):
-    """Report the GPU that the script names, if it is the first time."""
-    line, index = script_line(), gpu_index(device)
-    if line and index != -1 and is_first("GPU", by_set_device, index):
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        visible = "" if visible == ALL_GPUS else visible
-        report(Gpu, line, by_set_device=by_set_device, index=index, visible=visible)
-
-
 def set_device(device, *_):
     """Take the place of torch.cuda.set_device, which ignores a negative number."""
     device = state.gpu if device is None else device
-    report_gpu(device, by_set_device=True)
     if gpu_index(device) >= 0:
         state.gpu = gpu_index(device)
 
@@ -70,7 +59,6 @@ class OnTheCPU(TorchFunctionMode):
         if func in ATTRIBUTES and script_line(direct=True):
             return state.gpu if func is Tensor.get_device else True
         if func is Tensor.cuda:
-            report_gpu(args[1] if len(args) > 1 else kwargs.get("device"))
             return args[0]
         args, kwargs = without_gpus(*numbers_as_devices(func, args, kwargs))
         return func(*args, **kwargs)
@@ -87,13 +75,9 @@ def numbers_as_devices(func, args, kwargs):
 
 
 def without_gpus(args, kwargs):
-    """Return the arguments of a call with the CPU for each GPU, of which it reports the first."""
-    gpus = [value for value in (*args, *kwargs.values()) if names_gpu(value)]
-    if gpus:
-        report_gpu(gpus[0])
-        args = [CPU if names_gpu(value) else value for value in args]
-        kwargs = {name: CPU if names_gpu(value) else value for name, value in kwargs.items()}
-    return args, kwargs
+    """Return the arguments of a call with the CPU for each GPU."""
+    args = [CPU if names_gpu(value) else value for value in args]
+    return args, {name: CPU if names_gpu(value) else value for name, value in kwargs.items()}
 
 
 class Ignored:
@@ -186,17 +170,12 @@ for owner in (torch.cuda, torch.accelerator):
 
 
 def replace_arguments(name, **replacements):
-    """Let calls of a function have these arguments, and report the GPUs that they name."""
+    """Let calls of a function have these arguments."""
 
     @patch(name)
     def on_the_cpu(original, *args, **kwargs):
         """Replace arguments that name GPUs."""
         call = inspect.signature(original).bind(*args, **kwargs)
-        for argument in ("device_ids", "output_device", "device_id"):
-            given = call.arguments.get(argument)
-            for device in given if isinstance(given, list | tuple) else [given]:
-                if argument in replacements and device is not None:
-                    report_gpu(device)
         call.arguments |= replacements
         return original(*call.args, **call.kwargs)
 

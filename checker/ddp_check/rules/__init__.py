@@ -15,8 +15,7 @@ SUBJECTS = {  # event: (what is counted when a rule passes, what is said if a ru
     events.PassBegun: ("DataLoader", "no DataLoader was used"),
     events.Collective: ("call", "the script calls no collective itself"),
     events.Clipped: ("call", "no gradient is clipped"),
-    events.Evaluated: ("evaluation", "no model was called without gradients"),
-    events.Gpu: ("GPU", "no GPU is named, or GPU calls were not translated (--translate yes)"),
+    events.Evaluated: ("evaluation", "no wrapped model was called without gradients"),
     events.Save: ("save", "nothing is saved with torch.save"),
     events.StateLoaded: ("state", "no state is loaded"),
 }
@@ -34,7 +33,6 @@ RULES = {  # rule: what it needs to look at
     weights.training_mode: [events.Step, events.Wrap],
     weights.evaluation_mode: [events.Evaluated, events.PassBegun, events.Wrap],
     data.random_numbers_differ: [events.Step],
-    launch.own_gpu: [events.Gpu],
     output.one_rank_writes: [],
     output.plain_names: [events.Save],
     output.loaded_names_fit: [events.StateLoaded],

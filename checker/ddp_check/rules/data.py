@@ -177,34 +177,17 @@ def random_numbers_differ(run):
     return unsure(f"{text}rank to the seed", where, "same_augmentation")
 
 
-def generator_states(run):
-    """Return the states of the generators of random samples: {(worker, source): [of each rank]}.
-
-    Only of those that all ranks have used, and not in an evaluation.
-    """
-    trained = {  # rank -> the numbers of its passes
-        rank: {data_pass.pass_number for data_pass in passes if data_pass.is_training}
-        for rank, passes in run.passes_by_rank.items()
-    }
-    states_by_rank = [
-        {
-            (event.worker, event.source): event.state
-            for event in reversed(drawn)  # the first counts
-            if event.pass_number in trained[rank]
-        }
-        for rank, drawn in run.by_rank(events.Drawn).items()
-    ]
-    if len(states_by_rank) < 2:
-        return {}
-    common = set.intersection(*map(set, states_by_rank))
-    return {key: [states[key] for states in states_by_rank] for key in common}
-
-
 def same_augmentation(run):
     """Return the verdict if samples are made with the same random numbers on all ranks."""
-    states = generator_states(run)
-    same = [key for key, of_ranks in states.items() if len(set(of_ranks)) == 1]
-    if not same or not run.training_passes:
+    states = {}  # (worker, source) -> {rank: the state from which it makes its first sample}
+    for rank, passes in run.passes_by_rank.items():
+        trained = {data_pass.pass_number for data_pass in passes if data_pass.is_training}
+        for event in reversed(run.by_rank(events.Drawn)[rank]):
+            if event.pass_number in trained:
+                states.setdefault((event.worker, event.source), {})[rank] = event.state
+    common = {key: {*of.values()} for key, of in states.items() if len(of) == run.world_size > 1}
+    same = [key for key, of_ranks in common.items() if len(of_ranks) == 1]
+    if not same:
         return None
     where = of_lowest_rank(run.training_passes[0]).where
     sources = sorted({source for _, source in same})
@@ -212,5 +195,5 @@ def same_augmentation(run):
     text += "rank to each (in DataLoader workers, to that of torch.manual_seed; a worker_init_fn "
     text += "has to seed by torch.initial_seed())"
     # If other generators differ, equal ones may be meant, as for an image size of the whole batch.
-    verdict = wrong if len(same) == len(states) else unsure
+    verdict = wrong if len(same) == len(common) else unsure
     return verdict(text, where, "same_augmentation")

@@ -26,7 +26,7 @@ def values_are_finite(run):
 
 
 def gradients_are_averaged(run):
-    """each step takes the mean gradient of all ranks"""
+    """all ranks take each step with the same gradients"""
     if run.is_sharded:
         return not_applicable("the gradients are sharded")
     if run.goes_another_way and run.first_difference("gradients"):

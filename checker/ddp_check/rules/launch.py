@@ -155,34 +155,6 @@ def one_group(run):
     return passed(counted(len(joins), "rank"), of_lowest_rank(joins).where)
 
 
-def own_gpu(run):
-    """each rank uses a GPU of its own"""
-    if not run.all(events.Step) and run.returncode != 0:
-        return unseen("no step was taken before the run ended")
-    first_rank = {}  # name of a GPU -> the first rank that uses it
-    used = {  # a GPU that only set_device gets counts only if no tensor or module names any
-        rank: [event for event in named if not event.by_set_device] or named
-        for rank, named in run.by_rank(events.Gpu).items()
-    }
-    gpus_per_rank = min(len({event.index for event in of_rank}) for of_rank in used.values())
-    gpus_of_node = run.nproc * max(1, gpus_per_rank)
-    for rank, events_of_rank in used.items():
-        for event in events_of_rank:
-            visible, reason = [*map(str, range(gpus_of_node))], f"a node has {gpus_of_node}"
-            if event.visible:
-                visible = event.visible.split(",")
-                reason = f"the script sets CUDA_VISIBLE_DEVICES={event.visible}"
-            if not 0 <= event.index < len(visible):
-                page = "" if event.visible else "global_rank_as_device"
-                return wrong(f"rank {rank} uses GPU {event.index}, but {reason}", event.where, page)
-            gpu = visible[event.index]
-            other = first_rank.setdefault(gpu, rank)
-            if other != rank:
-                text = f"ranks {other} and {rank} both use GPU {gpu}"
-                return wrong(f"{text}: {reason}" if event.visible else text, event.where)
-    return passed(counted(len(first_rank), "GPU"), run.all(events.Gpu)[0].where)
-
-
 def same_collectives(run):
     """all ranks call the same collectives in the same order"""
     calls = run.by_rank(events.Collective)

@@ -87,9 +87,9 @@ def plain_names(run):
 
 def loaded_names_fit(run):
     """a model has some of the names that it loads"""
-    if not any(event.by_model for event in run.all(events.StateLoaded)):
-        return unseen("no model loads a state")
-    for event in run.all(events.NothingLoaded):
-        text = f"with strict=False, nothing is loaded: the model has no {event.name}, nor any other"
-        page = "module_prefix_saved" if event.name.startswith("module.") else ""
-        return wrong(text, event.where, page)
+    loads = [event for event in run.all(events.StateLoaded) if event.by_model]
+    for name in [event.unknown for event in loads if event.unknown]:
+        text = f"with strict=False, nothing is loaded: the model has no {name}, nor any other"
+        page = "module_prefix_saved" if name.startswith("module.") else ""
+        return wrong(text, loads[0].where, page)
+    return None if loads else unseen("no model loads a state")
