@@ -83,7 +83,7 @@ class Collective(Event):
 
 
 class Totalled(Event):
-    """Numbers of all ranks were reduced, or gathered: they may count samples."""
+    """Numbers of all ranks were added up: they may count samples."""
 
     values: list[int]  # the results that are whole numbers, and their sum if that is one
 

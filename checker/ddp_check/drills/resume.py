@@ -273,7 +273,7 @@ def not_restored(plan, resumed, text):
             return wrong(f"{text}: is the scheduler restored?", where, INCOMPLETE)
     if draws(plan.undisturbed) or any(old.rng != now.rng for old, now in pairs):
         text += "; the optimizer is restored, and the random numbers are not, which dropout, "
-        return unsure(f"{text}augmentation or a shuffle take", where, "recipes/randomness")
+        return unsure(f"{text}augmentation or a shuffle take", where, "recipes/bitwise_resume")
     if names_that_differ(final_weights(plan.undisturbed), final_weights(plan.run("again"))):
         return unseen("two uninterrupted runs differ as well: seed the script")
     if any(old.inputs != now.inputs for old, now in pairs):

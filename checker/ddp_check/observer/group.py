@@ -28,7 +28,6 @@ from ddp_check.observer.values import tensors_in
 
 COLLECTIVE = "all_|reduce(?!_op)|broadcast|gather|scatter|barrier|monitored_barrier"
 REDUCTIONS = ("all_reduce", "reduce")
-LISTS_OF_PARTS = ("tensor_list", "gather_list", "object_list", "object_gather_list")
 MAX_COUNTS = 64  # numbers that are added up at once, among which may be that of the samples
 
 
@@ -64,63 +63,31 @@ def init_process_group(original, *args, **kwargs):
 # ---------------------------------------------------------------- collectives
 
 
-class Call:
-    """A collective that the script, or a library on its behalf, calls on all ranks.
-
-    It is made before the collective is called, which overwrites what this rank gives.
-    """
-
-    def __init__(self, function, args, kwargs):
-        self.name, self.line = function.__name__, script_line()
-        named = inspect.signature(function).bind(*args, **kwargs).arguments
-        arguments = [*named.values()]
-        self.tensors = tensors_in(arguments)  # what it is given, and what it fills
-        self.parts = parts_in(named)  # of the ranks, in a gather
-        # These two are fields of `Collective`:
-        outside_step = not depth_of_steps()  # in which an optimizer may gather the parameters
-        self.requires_gradient = outside_step and any(
-            tensor.requires_grad for tensor in self.tensors
-        )
-        self.cuts_gradient = self.requires_gradient and torch.is_grad_enabled()
-
-    def announce(self):
-        """Report the call before it is made."""
-        elements = max((tensor.numel() for tensor in self.tensors), default=0)
-        report(
-            events.Collective,
-            where=self.line,
-            name=self.name,
-            in_model=state.in_forward or in_backward(),
-            elements=elements,
-            requires_gradient=self.requires_gradient,
-            cuts_gradient=self.cuts_gradient,
-        )
-
-    def report_result(self, result):
-        """Report what the call has given, as far as it is of interest."""
-        if isinstance(result, dist.Work):
-            return  # it is not done yet
-        if self.name in REDUCTIONS:
-            self.report_numbers(self.tensors[0])
-        elif self.name == "all_gather":
-            self.report_numbers(ask(sum, tensors_in(self.parts)))
-
-    def report_numbers(self, tensor):
-        """Report the whole numbers that the ranks gave together: they may count samples."""
-        if isinstance(tensor, torch.Tensor) and tensor.numel() <= MAX_COUNTS:
-            numbers = ask(lambda: [*tensor.flatten().tolist(), tensor.sum().item()], default=[])
-            is_whole = [ask(lambda value: value % 1 == 0, number) for number in numbers]
-            whole = [int(number) for number, is_one in zip(numbers, is_whole) if is_one]
-            report(events.Totalled, values=whole)
+def report_call(function, args, kwargs):
+    """Report a collective before it is called, and return the tensors that it gets."""
+    named = inspect.signature(function).bind(*args, **kwargs).arguments
+    tensors = tensors_in([*named.values()])
+    outside_step = not depth_of_steps()  # in which an optimizer may gather the parameters
+    requires_gradient = outside_step and any(tensor.requires_grad for tensor in tensors)
+    report(
+        events.Collective,
+        name=function.__name__,
+        in_model=state.in_forward or in_backward(),
+        elements=max((tensor.numel() for tensor in tensors), default=0),
+        requires_gradient=requires_gradient,
+        cuts_gradient=requires_gradient and torch.is_grad_enabled(),
+    )
+    return tensors
 
 
-def parts_in(arguments):
-    """Return what a gather fills with the parts of the ranks: the items of a list, or views."""
-    if "output_tensor" in arguments:
-        shape = dist.get_world_size(), *arguments["input_tensor"].shape
-        # Two parts of 3 numbers lie one behind another, in an output of shape (2, 3) or (6,).
-        return [*arguments["output_tensor"].detach().view(shape)]
-    return next((arguments[name] for name in LISTS_OF_PARTS if arguments.get(name)), [])
+def report_numbers(tensor):
+    """Report the whole numbers that the ranks have added up: they may count samples."""
+    if tensor.numel() <= MAX_COUNTS:
+        numbers = ask(lambda: [*tensor.flatten().tolist(), tensor.sum().item()], default=[])
+        whole = [
+            ask(lambda value: int(value) if value % 1 == 0 else None, each) for each in numbers
+        ]
+        report(events.Totalled, values=[value for value in whole if value is not None])
 
 
 def is_on_all_ranks(args, kwargs):
@@ -137,19 +104,18 @@ def collective(original, *args, **kwargs):
     if state.in_collective or threading.current_thread() is not threading.main_thread():
         return original(*args, **kwargs)
     state.in_collective = True
-    call = None
+    tensors = []
     try:
         with harmless():
             if script_line() and is_on_all_ranks(args, kwargs):
-                call = Call(original, args, kwargs)
-                call.announce()
+                tensors = report_call(original, args, kwargs)
         # gloo refuses gradients in all_gather_into_tensor and all_gather_single, NCCL does not.
         drop_gradient = TASK.translate and "gather_" in original.__name__
         with torch.set_grad_enabled(torch.is_grad_enabled() and not drop_gradient):
             result = original(*args, **kwargs)
     finally:
         state.in_collective = False
-    if call:
-        with harmless():
-            call.report_result(result)
+    with harmless():  # an asynchronous call is not done yet
+        if original.__name__ in REDUCTIONS and tensors and not isinstance(result, dist.Work):
+            report_numbers(tensors[0])
     return result
