@@ -219,9 +219,6 @@ try:
 except ImportError:
     traceback.print_exc()
 raise Exception("bad")""": (WRONG, "^Exception: bad$", "train.py:7"),
-    "import torch\ntorch.device('cuda:None')  # --local_rank is not given": (
-        *(WRONG, "'cuda:None'; torchrun passes no --local_rank: read int", "train.py:2"),
-    ),
     "next(iter([]))": (WRONG, "^StopIteration$", "train.py:1"),
     "def f(:\n    pass": (WRONG, "SyntaxError: invalid syntax$", "train.py:1"),
     "import argparse\np = argparse.ArgumentParser()\np.add_argument('data')\np.parse_args()": (

@@ -127,15 +127,6 @@ sys.addaudithook(audit)
 # ---------------------------------------------------------------- checkpoints
 
 
-@patch("torch.jit.save")
-def save_program(original, m, f, *args, **kwargs):
-    """Keep the user's file from a program that is saved: PyTorch opens it in C++."""
-    with harmless():
-        if isinstance(f, str | os.PathLike):
-            make_own_file(f)
-    return original(m, f, *args, **kwargs)
-
-
 @patch("torch.save")
 def save(original, obj, f, *args, **kwargs):
     """Report a file once it is saved."""

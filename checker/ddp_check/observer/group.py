@@ -1,4 +1,4 @@
-"""Observes the process group, its collectives, and what becomes of what they gather."""
+"""Observes the process group and its collectives."""
 
 import contextlib
 import inspect
@@ -84,10 +84,8 @@ def report_numbers(tensor):
     """Report the whole numbers that the ranks have added up: they may count samples."""
     if tensor.numel() <= MAX_COUNTS:
         numbers = ask(lambda: [*tensor.flatten().tolist(), tensor.sum().item()], default=[])
-        whole = [
-            ask(lambda value: int(value) if value % 1 == 0 else None, each) for each in numbers
-        ]
-        report(events.Totalled, values=[value for value in whole if value is not None])
+        whole = [int(number) for number in numbers if ask(lambda value: value % 1 == 0, number)]
+        report(events.Totalled, values=whole)
 
 
 def is_on_all_ranks(args, kwargs):

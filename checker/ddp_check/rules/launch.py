@@ -19,8 +19,6 @@ OF_A_LIBRARY = r"ModuleNotFoundError|ImportError: .+/site-packages/"  # missing,
 BUFFERS = "Buffers wait for all ranks to call the DDP model: evaluate model.module"
 UNTRANSLATED = rf"{LACKS_GPUS}|Tensor-likes|not implemented for '|getFuture not implemented"
 UNTRANSLATED += "|must have the same dtype|bias type"  # autocast is left out
-# In a script that knows the option of PyTorch's former launcher alone:
-ASKS_LOCAL_RANK = r"(?s)^(?!.*LOCAL_RANK).*--local[_-]rank"
 PAGES = {  # part of an error: the pitfall that explains it
     "Expected to have finished reduction": "unused_parameters",
     'key(s) in state_dict: "module.': "module_prefix_saved",
@@ -105,8 +103,6 @@ def failure(run):
     text, details = run.end.text, tuple(run.end.traceback)
     if cure := cure_of_this_machine(run):
         return unsure(f"{text}; {cure}", run.end.where, "", details)
-    if re.search(ASKS_LOCAL_RANK, run.source) and re.search("(?i)device|rank", run.end.text):
-        text += '; torchrun passes no --local_rank: read int(os.environ["LOCAL_RANK"])'
     if "mixed torch.Tensor and DTensor" in text and re.search(r"\.forward\(", str(details)):
         text += "; call model(x), not model.forward(x): only then does FSDP2 gather the parameters"
     page = next((page for message, page in PAGES.items() if message in run.output), "")
