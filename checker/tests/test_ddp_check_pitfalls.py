@@ -31,20 +31,21 @@ TOLD = {  # pitfall: the rules that tell it, and what they say
     "module_prefix_saved": {"plain_names": "a key is module.0.weight"},
     "no_sampler": {"ranks_share_data": "each rank trains on the same 12942 samples"},
     "no_set_epoch": {"order_changes": "epochs 1 and 2 have the same order"},
-    "optimizer_of_other_parameters": {"gradients_are_averaged": "has the optimizer other"},
+    "optimizer_of_other_parameters": {"gradients_are_averaged": "has 2 parameters of a model"},
     "padded_evaluation": {"each_sample_is_evaluated_once": "360 samples, 359 of them distinct"},
     "rank_0_evaluates_the_wrapper": {"script_ends": "rank 0 is at .* rank 1 is at .* in barrier"},
-    "rank_seeds_split_data": {"ranks_share_data": "samples are seen by several ranks: the split"},
+    "rank_seeds_split_data": {"ranks_share_data": "samples are seen by several ranks"},
     "same_augmentation": {"random_numbers_differ": "all ranks draw the same numbers"},
     "shuffle_beside_sampler": {"script_ends": "^ValueError: "},
     "split_differs_by_rank": {"ranks_share_data": "the same index means different samples"},
-    "uneven_batches": {"script_ends": "trains on: does it have more batches"},
+    "uneven_batches": {"script_ends": "the ranks have different numbers of batches"},
     "unused_parameters": {"script_ends": "^RuntimeError: .* by making sure all"},
     "written_in_place": {"one_rank_writes": "a crash then leaves half a file"},
 }
 SEVERITY = {  # of those that are not wrong
     **dict.fromkeys(("accumulation_undivided", "accumulation_without_no_sync"), SLOW),
     **dict.fromkeys(("module_prefix_saved", "written_in_place"), FRAGILE),
+    **dict.fromkeys(("padded_evaluation", "rank_seeds_split_data"), UNSURE),
     **dict.fromkeys(("same_augmentation", "split_differs_by_rank"), UNSURE),
 }
 MAY_FAIL = ("every_rank_saves",)  # then the run fails, too

@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from ddp_check.observer.patches import patch
 CODE = (".py", ".pyc")
 TEMPORARY = f"{os.path.realpath(os.environ['TMPDIR'])}{os.sep}"
 SHARDED = "torch/distributed/checkpoint"  # saves the parts of a sharded checkpoint with torch.save
+MAX_WAIT = 10  # seconds for a folder that another rank makes: a drill may kill that rank
 # Audit events by which a folder changes, and how many paths they begin with:
 CHANGES = {"os.mkdir": 1, "os.remove": 1, "os.rmdir": 1, "os.rename": 2, "shutil.rmtree": 1}
 AUDITED = {"open", "sqlite3.connect", *CHANGES}  # of many: even id() is an event
@@ -36,8 +38,9 @@ def audit(event, args):
                 audit_open(*args)
             case "sqlite3.connect" if isinstance(args[0], str):
                 make_own_file(args[0], truncates=False)
-            case "shutil.rmtree":
-                make_own_folder(changed[0])  # it refuses to remove a link
+            case "shutil.rmtree" if stands_for_folder(changed[0]):
+                os.unlink(changed[0])
+                os.mkdir(changed[0])  # an empty folder to remove, as it refuses to remove a link
             case "os.rename" if script_line():
                 old_name, new_name = map(os.path.realpath, changed)
                 path = new_name if new_name.startswith(TASK.folder) else None
@@ -90,19 +93,32 @@ def make_own_folders(path):
 
 
 def make_own_folder(path):
-    """Replace a link to a folder of the user's by a new folder, of links to its entries."""
+    """Point a link to a folder of the user's at a new folder, of links to its entries."""
     if not leads_outside(path):
         return
-    new = f"{path}.{os.getpid()}"
+    own = own_folder_of(path)
     with unobserved():
-        os.mkdir(new)
-        for entry in os.scandir(path):
-            os.symlink(os.path.realpath(entry.path), os.path.join(new, entry.name))
         try:
-            os.unlink(path)
-            os.rename(new, path)
-        except OSError:  # another rank has been faster
-            shutil.rmtree(new)
+            os.mkdir(own)  # only one rank can: it goes on, and the others wait until it is done
+        except FileExistsError:
+            end = time.monotonic() + MAX_WAIT
+            while leads_outside(path) and time.monotonic() < end:
+                time.sleep(0.001)
+            return
+        for entry in os.scandir(path):
+            os.symlink(os.path.realpath(entry.path), os.path.join(own, entry.name))
+        os.symlink(os.path.basename(own), f"{own}.link")  # relative: it stands beside its link
+        os.replace(f"{own}.link", path)  # at once, for other ranks may read there
+
+
+def own_folder_of(path):
+    """Return the new folder that takes the place of the user's behind a link."""
+    return os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.own")
+
+
+def stands_for_folder(path):
+    """Return whether a path is a link to a folder of the user's, or to the one in its place."""
+    return leads_outside(path) or os.path.realpath(path) == os.path.realpath(own_folder_of(path))
 
 
 def leads_outside(path):

@@ -32,7 +32,7 @@ def gradients_are_averaged(run):
     # Infinite numbers do not hide these:
     if verdict := all_zero(run) or unequal_step_counts(run) or gradients_differ(run):
         return verdict
-    if verdict := never_zeroed(run):
+    if verdict := never_zeroed(run) or other_parameters(run):
         return verdict
     if run.first_infinite:
         return NOT_FINITE
@@ -62,6 +62,19 @@ def never_zeroed(run):
     if steps and all(step.stale for step in steps):
         text = "each step takes the gradients of those before it: zero_grad() is never called"
         return wrong(text, steps[0].where, PAGE)
+
+
+def other_parameters(run):
+    """Return the verdict on an optimizer that has other parameters than those that are wrapped."""
+    steps, wraps = run.steps, run.of_lowest_rank(events.Wrap)
+    names = {name for step in steps for name in step.gradients}
+    outside = [name for name in sorted(names) if name.startswith(events.PARAMETER)]
+    trained = any(step.gradients.get(name) for step in steps for name in outside)
+    missing = [name for name in wraps[0].names if name not in names] if len(wraps) == 1 else []
+    if outside and missing and not trained:
+        text = f"the optimizer has {counted(len(outside), 'parameter')} of a model that is not "
+        text += f"wrapped, and has not {missing[0]}, which therefore never changes"
+        return wrong(text, steps[0].where, "optimizer_of_other_parameters")
 
 
 def unequal_step_counts(run):

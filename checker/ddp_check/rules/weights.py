@@ -91,7 +91,7 @@ def training_mode(run):
     # evaluation before the first training step, as a test, does not count.
     training_begun = next(step.time for step in steps if step.training)
     evaluated = run.of_lowest_rank(events.Evaluated) or run.all(events.Evaluated)
-    times = [event.time for event in evaluated if event.wrapped and event.time > training_begun]
+    times = [event.time for event in evaluated if event.time > training_begun]
     first = min(times, default=math.inf)
     if all(each.training == (each.time < first) for each in steps):
         return wrong(text, step.where, "eval_never_undone")
