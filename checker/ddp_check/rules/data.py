@@ -74,6 +74,9 @@ def shared_in(run, number, epoch):
         text += ": the split differs from rank to rank"
         return wrong(text, first.where, "rank_seeds_split_data")
     if not all(of_rank == distinct[0] for of_rank in distinct):
+        if any(len(own) < len(key) for own, key in zip(distinct, keys)):
+            text = "the sampler draws with replacement, so ranks may share samples by chance"
+            return unseen(text, first.where)
         return unsure(f"{text}: is that intended?", first.where, "no_sampler")
     text = f"epoch {number}: each rank trains on the same {len(distinct[0])} samples"
     checksums = [each.values("checksums") for each in epoch.values()]
