@@ -15,7 +15,7 @@ from ddp_check.drills import conclude, perform
 from ddp_check.plan import planned
 from ddp_check.report import changes, exit_code, ranked
 from ddp_check.rules import judge
-from ddp_check.rules.base import NOT_APPLICABLE, PASS, SLOW, UNSEEN, UNSURE, WRONG
+from ddp_check.rules.base import FRAGILE, NOT_APPLICABLE, PASS, SLOW, UNSEEN, UNSURE, WRONG
 from support.scripts import write
 
 pytestmark = [pytest.mark.usefixtures("own_folder", "fork_ranks"), pytest.mark.slow]
@@ -620,6 +620,11 @@ KINDS = {
         ADDED,
     ),
     # ------------------------------------------------------------ output
+    "the wrapper as a whole": Kind(
+        {"plain_names": FRAGILE},
+        [("**state, ", '**state, "whole": model, ')],
+        r"the DDP wrapper itself is saved.+\(torch.save",
+    ),
     # https://github.com/MLI-lab/DeepDeWedge/pull/41
     "in turn": Kind(
         {"one_rank_writes": WRONG},
@@ -653,13 +658,6 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
             before("    dist.bar", "    torch.optim.swa_utils.update_bn(loader, model)\n"),
         ],
         {"evaluation_mode": UNSEEN},
-    ),
-    "a default device, and a progress bar on rank 0": (
-        [
-            before(READY, '    torch.set_default_device("cpu")\n'),
-            before("        mine = ", "        part = iter(part) if dist.get_rank() else part\n"),
-        ],
-        {"each_sample_is_evaluated_once": PASS},
     ),
     "a validation at the top of each step, left by a break": (
         [

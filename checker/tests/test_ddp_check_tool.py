@@ -293,6 +293,10 @@ COMMANDS = {  # a line of the shell: its exit code, and what it prints
     f"{CHECK} --all train.py | head -n 1": (0, "train.py: wrong: "),
     f"touch empty.py; {CHECK} empty.py": (2, "empty.py: no training was seen: "),
     f"echo '{JOINS}' > joins.py; {CHECK} joins.py": (2, "joins.py: no training was seen: "),
+    f"touch empty.py; {CHECK} --env RANK= empty.py": (2, "empty.py: no training was seen: "),
+    """python -c "import sys, ddp_check.__main__ as command
+sys.argv[1:], command.check = ['train.py'], lambda args: 1 / 0
+command.main()" """: (2, "ddp-check itself failed, which says nothing about the script"),
     f"{CHECK} --rules": (0, "the script ends\n"),
     f"{CHECK} --version": (0, f"ddp-check {__version__}\n"),
     f"{CHECK} -m nowhere.train": (2, "ddp-check: error: there is no nowhere/train.py\n"),
