@@ -409,10 +409,9 @@ class Kind(NamedTuple):
 
 RANDOM = {"random_numbers_differ": WRONG}
 FINITE, SHARED = {"values_are_finite": WRONG}, {"ranks_share_data": WRONG}
-ORDER, SINGLE = {"order_changes": WRONG}, {"each_sample_is_evaluated_once": WRONG}
+ORDER = {"order_changes": WRONG}
 GRADIENTS, RATES = {"gradients_are_averaged": WRONG}, {"rates_are_equal": WRONG}
-WEIGHTS, EVALUATED = {"weights_agree": WRONG}, {"evaluated_models_agree": WRONG}
-PRINTED_LOSS, GPU = {"printed_loss_is_of_all": UNSURE}, {"own_gpu": WRONG}
+WEIGHTS = {"weights_agree": WRONG}
 ENDS = {"script_ends": WRONG}
 LOADS, EVALUATES = r"\(for inputs, targets in loader", r"\(mine = torch.cat"
 KINDS = {
