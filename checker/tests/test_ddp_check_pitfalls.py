@@ -14,7 +14,6 @@ from support.scripts import LONG, ROOT, write
 pytestmark = pytest.mark.usefixtures("own_folder")
 SHORT = ("2", "--batch-size=256", "--width=4")
 TOLD = {  # pitfall: the rules that tell it, and what they say
-    "accumulation_undivided": {"gradients_are_averaged": "4 backward passes all-reduce"},
     "accumulation_without_no_sync": {"gradients_are_averaged": "4 backward passes all-reduce"},
     "collective_on_one_rank": {
         "script_ends": "rank 0 is at .* in all_reduce; rank 1 is at .* in barrier",
@@ -27,7 +26,6 @@ TOLD = {  # pitfall: the rules that tell it, and what they say
         "weights_agree": "before step 2, the weights differ from rank to rank",
         "gradients_are_averaged": "differ from rank to rank, .* the model is called without",
     },
-    "late_set_epoch": {"order_changes": "epochs 1 and 2 have the same order"},
     "module_prefix_saved": {"plain_names": "a key is module.0.weight"},
     "no_sampler": {"ranks_share_data": "each rank trains on the same 12942 samples"},
     "no_set_epoch": {"order_changes": "epochs 1 and 2 have the same order"},
@@ -36,14 +34,13 @@ TOLD = {  # pitfall: the rules that tell it, and what they say
     "rank_0_evaluates_the_wrapper": {"script_ends": "rank 0 is at .* rank 1 is at .* in barrier"},
     "rank_seeds_split_data": {"ranks_share_data": "samples are seen by several ranks"},
     "same_augmentation": {"random_numbers_differ": "all ranks draw the same numbers"},
-    "shuffle_beside_sampler": {"script_ends": "^ValueError: "},
     "split_differs_by_rank": {"ranks_share_data": "the same index means different samples"},
     "uneven_batches": {"script_ends": "the ranks have different numbers of batches"},
     "unused_parameters": {"script_ends": "^RuntimeError: .* by making sure all"},
     "written_in_place": {"one_rank_writes": "a crash then leaves half a file"},
 }
 SEVERITY = {  # of those that are not wrong
-    **dict.fromkeys(("accumulation_undivided", "accumulation_without_no_sync"), SLOW),
+    "accumulation_without_no_sync": SLOW,
     **dict.fromkeys(("module_prefix_saved", "written_in_place"), FRAGILE),
     **dict.fromkeys(("padded_evaluation", "rank_seeds_split_data"), UNSURE),
     **dict.fromkeys(("same_augmentation", "split_differs_by_rank"), UNSURE),
