@@ -935,6 +935,15 @@ DRILLED = {
     "its own batches": Drilled(
         "world-size", LENGTHS, "the script makes its batches itself, and the drill cannot", UNSEEN
     ),
+    "several DataLoaders": Drilled(
+        "world-size",
+        [
+            before(READY, "    apart = DataLoader(x, 8, sampler=range(rank, 96, size))\n"),
+            (LOOP, "        for (inputs, targets), _ in zip(loader, apart):\n"),
+        ],
+        "a step takes samples from several DataLoaders",
+        UNSEEN,
+    ),
     "SyncBatchNorm": Drilled("world-size", SYNCED, "", PASS),
     "inputs as targets": Drilled("world-size", AUTOENCODER, "", PASS),
     "BatchNorm, dropout and augmentation": Drilled(

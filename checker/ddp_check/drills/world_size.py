@@ -116,6 +116,9 @@ def samples_differ(many, one):
     """Return why the first step has other samples in one process, or ""."""
     if not (many.training_passes and one.training_passes):
         return "no DataLoader gives the samples, so the drill cannot enlarge the batch"
+    of_rank = next(iter(many.passes_by_rank.values()))
+    if sum(many.steps[0] in data_pass.steps for data_pass in of_rank) > 1:
+        return "a step takes samples from several DataLoaders, and its loss may depend on how many"
     passes, (alone,) = [*many.training_passes[0].values()], one.training_passes[0].values()
     if any(None in [batch.base_indices for batch in each.batches] for each in (*passes, alone)):
         return "the samples have no index: a stream, or a loader with in_order=False"
