@@ -185,10 +185,6 @@ SCHEDULE = [
     after(STEP, SCHEDULED),
 ]
 MESH = '    mesh = dist.init_device_mesh("cuda", (size, 1), mesh_dim_names="ab")\n'
-SCHEDULERS = """    Lambda = torch.optim.lr_scheduler.LambdaLR
-    warm, cold, late = (Lambda(optimizer, lambda n: 1) for _ in "wcl")
-    both = torch.optim.lr_scheduler.ChainedScheduler([warm, cold])
-"""
 PLATEAU = [
     r"from step .+ \(schedule.step",
     [
@@ -705,10 +701,6 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
     ),
     "in buckets": (BUCKETS, {"gradients_are_averaged": PASS}),
     "hooked": (HOOKED, {"gradients_are_averaged": PASS, "weights_agree": PASS}),
-    "two schedulers, and one of two": (
-        [before(READY, SCHEDULERS), after(STEP, "            both.step(), late.step()\n")],
-        {"rates_are_equal": PASS},
-    ),
     "a fused optimizer, which skips steps itself": (
         [*SCALER, ("lr=0.01", "lr=0.01, fused=True")],
         {"values_are_finite": PASS},
