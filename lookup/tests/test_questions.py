@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from clusters import ON_A_CLUSTER, ONE_CLUSTER
+from clusters import ON_A_CLUSTER
 from pages import blocks, tried
 from support.jobs import finished, free_port, run
 from support.once import once
@@ -228,7 +228,6 @@ def test_each_command(folder):
 
 @SLOW
 @ON_A_CLUSTER
-@ONE_CLUSTER
 def test_slurm(cluster, folder):
     """The batch files run, and what a reader types about a job finds it."""
     first, about = blocks("How do I submit my script as a job?", "bash")
