@@ -54,7 +54,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 CODE = json.loads(sys.argv[1])
