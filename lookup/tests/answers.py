@@ -17,7 +17,6 @@ import re
 import signal
 import socket
 import sys
-import tempfile
 import textwrap
 import time
 import traceback
@@ -31,7 +30,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.distributed.nn  # early: see pitfalls/late_import.md
 from sklearn.metrics import roc_auc_score
 from torch import multiprocessing as mp
@@ -39,14 +37,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_state_dict,
     set_model_state_dict,
-    set_state_dict,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import (
     MixedPrecision,
-    MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
@@ -376,27 +371,24 @@ def given(code):
         model = DDP(model)
     if re.search(r"model\.forward|to_local", code) and "fully_shard(" not in code:
         fully_shard(model)
-    if "summon_full_params" in code:
-        model = FSDP(model, device_id=device)
     sampler = DistributedSampler(data)
-    names = {"data": data, "dataset": data, "train_set": data, "sampler": sampler, "model": model}
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.9)
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    names = {"data": data, "dataset": data, "sampler": sampler, "criterion": nn.MSELoss(), **parts}
     names |= {"loader": DataLoader(data, 4, sampler=sampler), "batch_size": 4, "epochs": 2}
-    names |= {"optimizer": torch.optim.AdamW(model.parameters()), "criterion": nn.MSELoss()}
-    names["scheduler"] = lr_scheduler.ExponentialLR(names["optimizer"], 0.9)
     names |= {"images": torch.rand(4, 4), "labels": torch.rand(4, 1), "x": torch.rand(4, 4)}
-    names |= {"output": torch.rand(4, 1), "target": torch.rand(4, 1), "path": "state.pt"}
     names |= {"real": torch.rand(2, 4), "fake": torch.rand(2, 4), "tensor": torch.rand(2 + rank)}
-    names |= {"teacher": Net(), "layer": nn.Linear(4, 4), "local_rank": 0, "loss_value": 1.0}
+    names |= {"layer": nn.Linear(4, 4), "output": torch.rand(4, 1), "batch": torch.rand(4, 4)}
     names |= {"loss": torch.tensor(1.0), "total": 8, "steps": 2, "seconds": 1.0, "epoch": 0}
     names |= {"step": 0, "seed": 0, "correct": 1, "seen": 2, "batches": 2, "paths": ["a", "b"]}
-    names |= {"batch": torch.rand(4, 4), "shard": fully_shard, "build_model": lambda *_: Net()}
-    nothing = dict.fromkeys(("train", "train_one_epoch", "evaluate", "save"), lambda *_: None)
-    whole = partial(FSDP, device_id=device) if "FSDP(" in code else FSDP
-    parts = {name: names[name].state_dict() for name in ("model", "optimizer", "scheduler")}
-    names |= {"checkpoint": parts} if 'checkpoint["' in code else {}
-    names |= {"parser": argparse.ArgumentParser(), "parts": {**parts, "epochs": 1}}
-    more = {"state": Net().state_dict(), "self": SimpleNamespace(), "FSDP": whole}
-    return {**names, **nothing, **more}
+    names |= dict.fromkeys(("train", "train_one_epoch", "evaluate", "save"), lambda *_: None)
+    names |= {"state": Net().state_dict(), "self": SimpleNamespace(), "local_rank": 0}
+    names |= {"parser": argparse.ArgumentParser(), "build_model": lambda *_: Net()}
+    names["FSDP"] = partial(FSDP, device_id=device) if "FSDP(" in code else FSDP
+    if 'checkpoint["' in code:
+        names["checkpoint"] = {name: part.state_dict() for name, part in parts.items()}
+    return names
 
 
 def others(codes):
@@ -407,7 +399,7 @@ def others(codes):
     for title, code in codes:
         if rank == 0:
             torch.save(Net().state_dict(), "model.pt")
-            torch.save(given("")["parts"], "checkpoint.pt")
+            torch.save(given('checkpoint["')["checkpoint"] | {"epochs": 1}, "checkpoint.pt")
         dist.barrier()
         text = re.sub(r"^( *)torch\.cuda\.set_device.*", r"\1pass", code, flags=re.MULTILINE)
         text = re.sub(r"^.*torch\.cuda\.memory.*", "", text, flags=re.MULTILINE)
