@@ -63,15 +63,15 @@ class Trainer:
         return loss.detach() * len(targets)
 
     def _run_epoch(self):
-        epoch_seed = self.config["seed"] + self.epochs_run  # so a resume between epochs is exact
+        epoch_seed = self.config["seed"] + self.epochs_run  # one seed per epoch, even if resumed
         torch.manual_seed(epoch_seed)
         self.model.train()
         start = time.perf_counter()
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss and samples
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss sum, sample count
         for source, targets in self.train_loader:
             total[0] += self._run_batch(source, targets)
             total[1] += len(targets)
-        loss, samples = total.tolist()  # tolist() waits for a GPU, so read the clock afterwards
+        loss, samples = total.tolist()  # waits for the GPU, if any, so read the clock afterwards
         speed = samples / (time.perf_counter() - start)
         log(f"epoch {self.epochs_run + 1}  loss {loss / samples:.4f}  {speed:,.0f} samples/s")
 

@@ -1,4 +1,4 @@
-"""Step 3: the same under torchrun, which starts the processes and restarts them after a crash."""
+"""Step 3: the same under torchrun, which starts the processes and can restart them."""
 
 import argparse
 import os
@@ -6,7 +6,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but if DDP imports it later, it keeps the group alive
+import torch.distributed.nn  # unused; a later import by DDP would keep the destroyed group alive
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
@@ -85,17 +85,17 @@ class Trainer:
         return loss.detach() * len(targets)
 
     def _run_epoch(self):
-        epoch_seed = self.config["seed"] + self.epochs_run  # so a resume between epochs is exact
+        epoch_seed = self.config["seed"] + self.epochs_run  # one seed per epoch, even if resumed
         torch.manual_seed(epoch_seed + 1000 * dist.get_rank())  # different numbers on each rank
         self.train_loader.sampler.set_epoch(self.epochs_run)  # otherwise, the order never changes
         self.model.train()
         start = time.perf_counter()
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss and samples
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss sum, sample count
         for source, targets in self.train_loader:
             total[0] += self._run_batch(source, targets)
             total[1] += len(targets)
         dist.all_reduce(total)  # the sum over all ranks
-        loss, samples = total.tolist()  # tolist() waits for a GPU, so read the clock afterwards
+        loss, samples = total.tolist()  # waits for the GPU, if any, so read the clock afterwards
         speed = samples / (time.perf_counter() - start)
         log(f"epoch {self.epochs_run + 1}  loss {loss / samples:.4f}  {speed:,.0f} samples/s")
 
@@ -136,7 +136,7 @@ class Trainer:
 
 
 def prepare_dataloader(data, args):
-    sampler = DistributedSampler(data, seed=args.seed)  # shuffles, and deals out equal shares
+    sampler = DistributedSampler(data, seed=args.seed)  # shuffles, and pads to equal shares
     return DataLoader(
         data,
         args.batch_size,

@@ -9,7 +9,7 @@ from itertools import islice
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but if DDP imports it later, it keeps the group alive
+import torch.distributed.nn  # unused; a later import by DDP would keep the destroyed group alive
 from sklearn.datasets import load_digits
 from sklearn.metrics import classification_report
 from sklearn.model_selection import train_test_split
@@ -29,7 +29,7 @@ def ddp_setup():
         gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(gpu)  # from now on, "cuda" is this process's GPU
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"  # NCCL for GPU tensors, gloo for CPU tensors
-    dist.init_process_group(backend, device_id=gpu, timeout=timedelta(minutes=5))  # per collective
+    dist.init_process_group(backend, device_id=gpu, timeout=timedelta(minutes=5))  # for each wait
 
 
 def load_datasets():
@@ -64,7 +64,7 @@ def log(message):
 
 
 class ResumableSampler(DistributedSampler):
-    """A DistributedSampler that skips the first `samples_run` samples, counted over all ranks."""
+    """A DistributedSampler that skips `samples_run` samples, rounded down to equal shares."""
 
     samples_run = 0
 
@@ -105,19 +105,19 @@ class Trainer:
         return loss.detach() * len(targets)
 
     def _stop_agreed(self):
-        """Return whether any rank was told to stop. All ask at the same step and get one answer."""
+        """Return whether any rank got SIGTERM. All ranks have to call this at the same step."""
         votes = torch.tensor(len(stop_signals))  # on the CPU, so item() need not wait for a GPU
         dist.all_reduce(votes)  # now the sum over all ranks
         return votes.item() > 0
 
     def _run_epoch(self):
-        epoch_seed = self.config["seed"] + self.epochs_run  # so a resume between epochs is exact
+        epoch_seed = self.config["seed"] + self.epochs_run  # one seed per epoch, even if resumed
         torch.manual_seed(epoch_seed + 1000 * dist.get_rank())  # different numbers on each rank
         self.train_loader.sampler.set_epoch(self.epochs_run)  # otherwise, the order never changes
         self.train_loader.sampler.samples_run = self.samples_run  # how many to skip
         self.model.train()
         start = time.perf_counter()
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss and samples
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss sum, sample count
         for step, (source, targets) in enumerate(self.train_loader):
             if step % 10 == 0 and self._stop_agreed():  # asking at every step would cost time
                 self.interrupted = True
@@ -126,7 +126,7 @@ class Trainer:
             total[1] += len(targets)
             self.samples_run += len(targets) * dist.get_world_size()  # equal batches on all ranks
         dist.all_reduce(total)  # the sum over all ranks
-        loss, samples = total.tolist()  # tolist() waits for a GPU, so read the clock afterwards
+        loss, samples = total.tolist()  # waits for the GPU, if any, so read the clock afterwards
         speed = samples / (time.perf_counter() - start)
         log(f"epoch {self.epochs_run + 1}  loss {loss / samples:.4f}  {speed:,.0f} samples/s")
 
@@ -146,7 +146,7 @@ class Trainer:
             os.fsync(file.fileno())
         os.replace(f"{self.path}.new", self.path)
         if self.interrupted:
-            open(f"{self.path}.interrupted", "w").close()  # tells the batch file to requeue the job
+            open(f"{self.path}.interrupted", "w").close()  # the batch script then requeues the job
 
     def _load_checkpoint(self):
         try:
@@ -176,12 +176,12 @@ class Trainer:
 
 
 def outlive_sigterm(worker_id):
-    """Keep a loader worker alive until the save, because torchrun sends it SIGTERM, too."""
+    """Keep a loader worker alive for 60 s after torchrun's SIGTERM, so that training can save."""
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(60))  # die in 60 s, not now
 
 
 def prepare_dataloader(data, args):
-    sampler = ResumableSampler(data, seed=args.seed)  # shuffles, and deals out equal shares
+    sampler = ResumableSampler(data, seed=args.seed)  # shuffles, and pads to equal shares
     return DataLoader(
         data,
         args.batch_size,
@@ -195,9 +195,9 @@ def prepare_dataloader(data, args):
 @torch.inference_mode()
 def evaluate(model, test_set, device, args):
     model.eval()
-    for buffer in model.buffers():  # such as BatchNorm's, which differ between the ranks
+    for buffer in model.buffers():  # none here; BatchNorm's would differ between the ranks
         dist.broadcast(buffer, 0)
-    # Each sample goes to exactly one rank. As 359 is a prime, some ranks usually get one more.
+    # Each sample goes to exactly one rank. 359 is a prime, so shares usually differ by a sample.
     shard = range(dist.get_rank(), len(test_set), dist.get_world_size())
     correct = torch.tensor(0)
     results = []  # a target and a prediction for each sample of the shard
@@ -205,13 +205,13 @@ def evaluate(model, test_set, device, args):
         predictions = model(source.to(device)).argmax(dim=1).cpu()
         correct += (predictions == targets).sum()
         results.extend(zip(targets.tolist(), predictions.tolist()))
-    dist.all_reduce(correct)  # a tensor: every rank gets the sum
+    dist.all_reduce(correct)  # every rank gets the sum
     gathered = [None] * dist.get_world_size()  # one slot per rank, filled on rank 0 alone
     dist.gather_object(results, gathered if dist.get_rank() == 0 else None)  # any picklable object
     if dist.get_rank() == 0:
         targets = [target for part in gathered for target, _ in part]
         predictions = [prediction for part in gathered for _, prediction in part]
-        print(classification_report(targets, predictions))
+        log(classification_report(targets, predictions))
     log(f"accuracy {correct / len(test_set):.2%} ({correct}/{len(test_set)})")
 
 

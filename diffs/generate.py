@@ -12,14 +12,11 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "generator"))
 
 try:
-    import by_hand
-    from holds import pictures
     from hunks import Diff, Problem, brief, explained, refreshed
     from notebook import run, write_book
     from page import render
     from patches import KINDS, collect, index, readme
-
-    from lookup import weave
+    from rooms import CONVERT, EXERCISE
 except ModuleNotFoundError as error:
     sys.exit(f"generate.py: {error}: pip install -r diffs/requirements.txt")
 
@@ -28,7 +25,7 @@ WRITTEN = "Written by diffs/generate.py from the scripts: edit those."
 
 def front_page(root):
     """Return README.md with the diff of the scripts in convert/ brought up to date."""
-    diff = Diff(root / "convert" / "train.py", root / "convert" / "train_ddp.py")
+    diff = Diff(root / CONVERT / "train.py", root / CONVERT / "train_ddp.py")
     files = {"-": diff.old_lines, "+": diff.new_lines, " ": diff.new_lines}
     lines = brief(diff.old_lines, diff.new_lines)
     block = "".join(f"{sign}{files[sign][number]}\n" for sign, number in lines)
@@ -44,19 +41,15 @@ def generate(root=HERE.parent):
     for diff in diffs:
         yield folder / f"{diff.slug.replace('-', '_')}.diff", f"{WRITTEN}\n{diff.text}"
     yield folder / "README.md", refreshed(root, diffs)
-    yield from pictures(folder / "pictures")
-    yield by_hand.picture(folder / "pictures")
     book = folder / "walkthrough.ipynb"
     yield book, write_book(book, diffs)
-    solution = Diff(root / "exercise" / "train.py", root / "exercise" / "solution.py")
+    solution = Diff(root / EXERCISE / "train.py", root / EXERCISE / "solution.py")
     yield solution.new.with_suffix(".diff"), f"{WRITTEN}\n{solution.text}"
     pages = [page for kind in KINDS for page in collect(root, kind)]
     yield from ((root / page.path, page.text) for page in pages)
     for kind in KINDS:
         yield root / kind / "README.md", index(readme(root, kind), pages)
-    messages = weave(root, pages)
-    yield from messages.items()
-    yield folder / "index.html", render(root, diffs, pages, messages)
+    yield folder / "index.html", render(root, diffs, pages)
 
 
 def main():

@@ -11,7 +11,7 @@ from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but if DDP imports it later, it keeps the group alive
+import torch.distributed.nn  # unused; a later import by DDP would keep the destroyed group alive
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -38,7 +38,7 @@ def ddp_setup():
         gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(gpu)  # from now on, "cuda" is this process's GPU
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"  # NCCL for GPU tensors, gloo for CPU tensors
-    dist.init_process_group(backend, device_id=gpu, timeout=timedelta(minutes=5))  # per collective
+    dist.init_process_group(backend, device_id=gpu, timeout=timedelta(minutes=5))  # for each wait
 
 
 def log(message):
@@ -66,7 +66,7 @@ def windows(numbers):
 
 
 class ResumableSampler(DistributedSampler):
-    """A DistributedSampler that skips the first `samples_run` samples, counted over all ranks."""
+    """A DistributedSampler that skips `samples_run` samples, rounded down to equal shares."""
 
     samples_run = 0
 
@@ -130,7 +130,7 @@ def schedule(step):
 
 
 def stop_agreed():
-    """Return whether any rank was told to stop. All ask at the same step and get one answer."""
+    """Return whether any rank got SIGTERM. All ranks have to call this at the same step."""
     votes = torch.tensor(len(stop_signals))  # on the CPU, so item() need not wait for a GPU
     dist.all_reduce(votes)
     return votes.item() > 0
@@ -199,7 +199,7 @@ def train(model, samples_run):
             total[1] += len(x)
             samples_run += len(x) * dist.get_world_size()
         dist.all_reduce(total)  # the sum over all ranks
-        loss, samples = total.tolist()  # tolist() waits for a GPU, so read the clock afterwards
+        loss, samples = total.tolist()  # waits for the GPU, if any, so read the clock afterwards
         speed = samples * context / (time.perf_counter() - start)
         log(f"epoch {epoch + 1}  loss {loss / samples:.4f}  {speed:,.0f} characters/s")
         samples_run = 0

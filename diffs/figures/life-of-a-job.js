@@ -44,42 +44,27 @@
 
   // ---------------------------------------------------------------- the drawing
 
-  const BAR = 26;
   const GAP = 30; // batches
 
-  // Return the pieces of a bar: [kind, first step, last step, where it starts].
-  function pieces({ stopped, from, finished }) {
-    if (finished) return [["kept", 0, TOTAL, 0]];
-    const shift = stopped + GAP - from;
-    return [
-      ["kept", 0, from, 0], ["lost", from, stopped, 0],
-      ["again", from, stopped, shift], ["kept", stopped, TOTAL, shift],
-    ].filter(([, first, last]) => first < last);
+  // Return the parts of a bar: [kind, first batch, last batch].
+  function parts({ stopped, from, finished }) {
+    if (finished) return [["kept", 0, TOTAL]];
+    return [["kept", 0, from], ["lost", from, stopped], ["down", 0, GAP], ["again", from, stopped], ["kept", stopped, TOTAL]];
   }
 
-  function draw(svg, found, saveEvery, at) {
-    const width = blank(svg, 1000);
-    const scale = (width - 4) / ((EPOCHS + saveEvery) * STEPS + GAP);
-    resize(svg, width, BAR + 12);
-    const bar = add(svg, "g", { transform: "translate(2 4)" });
-    const saves = [];
-    for (const [kind, first, last, shift] of pieces(found)) {
-      for (let epoch = Math.floor(first / STEPS); epoch * STEPS < last; epoch++) {
-        const [start, end] = [Math.max(first, epoch * STEPS), Math.min(last, (epoch + 1) * STEPS)];
-        const [x, long] = [scale * (start + shift), scale * (end - start)];
-        add(bar, "rect", { class: kind, x, y: 0, width: long, height: BAR });
-        if (long > 14) add(bar, "text", { x: x + long / 2, y: BAR / 2 + 4 }, `${epoch + 1}`);
-        const whole = end === (epoch + 1) * STEPS && kind !== "lost";
-        if (whole && ((epoch + 1) % saveEvery === 0 || end === TOTAL)) saves.push(x + long);
+  function drawBar(bar, found, saveEvery, at) {
+    const width = (batches) => `${(100 * batches) / ((EPOCHS + saveEvery) * STEPS + GAP)}%`;
+    bar.replaceChildren();
+    for (const [kind, first, last] of parts(found)) {
+      for (let start = first, end; start < last; start = end) {
+        const epoch = Math.floor(start / STEPS);
+        end = Math.min(last, (epoch + 1) * STEPS);
+        const isWhole = end === (epoch + 1) * STEPS && ((epoch + 1) % saveEvery === 0 || end === TOTAL);
+        const isSaved = kind === "lost" || kind === "down" ? false : isWhole || (end === found.from && found.from > 0);
+        add(bar, "span", { class: isSaved ? `${kind} save` : kind, style: `width:${width(end - start)}` }, kind === "down" ? "" : String(epoch + 1));
       }
     }
-    if (!found.finished) {
-      const [x, end] = [scale * found.stopped, scale * (found.stopped + GAP)];
-      add(bar, "line", { class: "down", x1: x + 4, x2: end - 2, y1: BAR / 2, y2: BAR / 2 });
-      if (!found.lost && found.stopped !== at) saves.push(x);
-    }
-    for (const cx of saves) add(bar, "circle", { class: "save", cx, cy: BAR + 1, r: 5 });
-    add(bar, "line", { class: "moment", x1: scale * at, x2: scale * at, y1: -4, y2: BAR + 4 });
+    add(bar, "span", { class: "moment", style: `left:${width(at)}` });
   }
 
   function start(figure) {
@@ -87,25 +72,25 @@
     EVENTS.forEach(([name], number) => add(form.elements.event, "option", { value: number }, name));
     const jobs = SCRIPTS.map(() => {
       const item = add(figure.querySelector(".jobs"), "li");
-      return { text: add(item, "p"), svg: add(item, "svg", { "aria-hidden": "true" }) };
+      return { text: add(item, "p"), bar: add(item, "div", { class: "bar", "aria-hidden": "true" }) };
     });
 
     follow(form, () => {
       const { event, at, save } = chosen(form);
       const [, listens, again] = EVENTS[event];
       const place = `epoch ${Math.floor(at / STEPS) + 1} of ${EPOCHS}, batch ${(at % STEPS) + 1} of ${STEPS}`;
-      const told = jobs.map(({ text, svg }, number) => {
+      const outcomes = jobs.map(({ text, bar }, number) => {
         const found = outcome(listens[number], save, at);
         const words = sentence(found, at);
         text.replaceChildren();
         add(text, "b", {}, SCRIPTS[number]);
         text.append(`: ${words}. `);
         add(text, "i", {}, found.finished ? "The run was about to end anyway." : again[number]);
-        draw(svg, found, save, at);
+        drawBar(bar, found, save, at);
         return `${SCRIPTS[number]}: ${words}.`;
       });
       tell(form.elements.at, place);
-      say(figure.querySelector(".said"), `Interrupted in ${place}. ${told.join(" ")}`);
+      say(figure.querySelector(".said"), `Interrupted in ${place}. ${outcomes.join(" ")}`);
     });
   }
 

@@ -14,12 +14,9 @@ function startFigures() {
   }
 }
 
-// Append a new element and return it: text if the content is a string, else nested elements.
+// Append a new element with a text and return it.
 function add(parent, tag, attributes = {}, text = "") {
-  const svg = parent instanceof SVGElement || tag === "svg";
-  const element = svg
-    ? document.createElementNS("http://www.w3.org/2000/svg", tag)
-    : document.createElement(tag);
+  const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
   if (text !== "") element.textContent = text;
   return parent.appendChild(element);
@@ -49,17 +46,6 @@ function follow(form, update) {
   form.addEventListener("submit", (event) => event.preventDefault());
   new ResizeObserver(() => update()).observe(form);
   update();
-}
-
-// Empty a drawing, and return its width: that of the figure, up to a limit.
-function blank(svg, most) {
-  svg.replaceChildren();
-  return Math.max(280, Math.min(most, svg.closest(".live").clientWidth));
-}
-
-function resize(svg, width, height) {
-  const size = { width, height, viewBox: `0 0 ${width} ${height}` };
-  for (const [name, value] of Object.entries(size)) svg.setAttribute(name, value);
 }
 
 // Write a text, so that a screen reader says it only if it is another.

@@ -3,6 +3,7 @@
 import re
 
 import nbformat
+from hunks import FIGURE
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from templates import ENV, HERE
 
@@ -17,7 +18,8 @@ def cells(diffs):
     headings = {note.slug: note.title.replace(" ", "-") for diff in diffs for note in diff.notes}
     for kind, name, text in zip(found[::3], found[1::3], map(str.strip, found[2::3])):
         if kind == "markdown":
-            yield new_markdown_cell(linked(PICTURE.sub("", text), headings), id=name)
+            prose = FIGURE.sub("", PICTURE.sub("", text)).strip()
+            yield new_markdown_cell(linked(prose, headings), id=name)
         else:
             yield new_code_cell(text, id=name, metadata=FOLDED if kind == "folded" else {})
         for path, picture in PICTURE.findall(text):

@@ -46,24 +46,28 @@ async function copy(text) {
   }
 }
 
-// Have a button copy the text of an element, and say so.
-function copies(button, element) {
-  const [label, status] = [button.firstChild, document.getElementById("copied")];
+// Put a button into a block of code that copies it and says so.
+function addCopyButton(pre) {
+  const [code, status] = [pre.querySelector("code"), document.getElementById("copied")];
+  const button = add(pre, "button", { type: "button" }, "Copy");
   button.addEventListener("click", async () => {
-    const copied = await copy(element.textContent);
+    const copied = await copy(code.textContent);
     button.focus({ preventScroll: true });
-    label.data = copied ? "Copied" : "Not copied";
-    status.textContent = copied ? "The command is copied." : "Copy the command by hand.";
+    button.textContent = copied ? "Copied" : "Not copied";
+    status.textContent = copied ? "The code is copied." : "Copy the code by hand.";
     setTimeout(() => {
-      label.data = "Copy";
+      button.textContent = "Copy";
       status.textContent = "";
     }, 2000);
   });
-  button.hidden = false;
 }
+document.querySelectorAll("main pre").forEach(addCopyButton);
 
-for (const button of document.querySelectorAll(".command button")) {
-  copies(button, button.parentElement.querySelector("code"));
+// On a phone, each row of a table becomes a card that names its cells; only the roles still make it a table.
+const ROLES = { table: "table", thead: "rowgroup", tbody: "rowgroup", tr: "row", th: "columnheader", td: "cell" };
+for (const table of document.querySelectorAll("table:not(:has([scope]))")) { // those of the figures stay tables
+  for (const part of [table, ...table.querySelectorAll("*")]) if (ROLES[part.localName]) part.setAttribute("role", ROLES[part.localName]);
+  for (const td of table.querySelectorAll("td")) td.dataset.head = table.tHead.rows[0].cells[td.cellIndex].textContent;
 }
 
 new IntersectionObserver(([{ isIntersecting }]) => document.body.classList.toggle("scrolled", !isIntersecting))

@@ -1,19 +1,21 @@
-"""The page diffs/index.html: both steps with what changes between them, notes beside the hunks."""
+"""The page diffs/index.html: the steps, with notes beside what changes between them."""
 
 import re
 from difflib import SequenceMatcher
 from functools import cache
 from html import escape
 from itertools import groupby, pairwise, takewhile
+from pathlib import Path
 
-from hunks import Diff, anchor, brief
+from hunks import FIGURE, Diff, anchor, brief, sections
 from markupsafe import Markup
 from patches import KINDS, readme
 from pygments.lexers import PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, Operator, String
+from rooms import CONVERT
 from templates import ENV, FIGURES
 
-from lookup import aliases, entries
+from lookup import entries
 
 STYLES = {  # the element for each of Pygments' token types that the page colours
     Comment: "i",
@@ -26,7 +28,7 @@ STYLES = {  # the element for each of Pygments' token types that the page colour
     Name.Decorator: "dfn",
 }
 TAGS = {" ": "span", "-": "del", "+": "ins"}
-ALIKE = 0.5  # of lines less similar than this, no words are marked
+ALIKE = 0.5  # in lines less similar than this, no words are marked
 STEPS_WIDTH, PATCHES_WIDTH = 33, 48  # characters that a line has in a column beside the code
 
 
@@ -56,14 +58,17 @@ def paint(line, styles, marked):
 
 
 def differing(old, new):
-    """Return the ranges of characters between what two lines begin and end with."""
-    start = alike_from_the_start(old, new)
-    end = alike_from_the_start(old[start:][::-1], new[start:][::-1])
-    return range(start, len(old) - end), range(start, len(new) - end)
+    """Return the range of characters in which each of two lines differs, in whole words."""
+    both = [re.findall(r"\w+|\W", line) for line in (old, new)]
+    start = common(both)
+    end = common([words[start:][::-1] for words in both])
+    first = len("".join(both[0][:start]))
+    return [range(first, len("".join(words[: len(words) - end]))) for words in both]
 
 
-def alike_from_the_start(one, other):
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other)))
+def common(both):
+    """Return how many elements two lists have in common at their beginnings."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*both)))
 
 
 def alike(old, new):
@@ -86,7 +91,8 @@ class Code:
         self.lines = diff.old_lines, diff.new_lines
         self.styles = [highlight(tuple(lines)) for lines in self.lines]
         self.marks = {}, {}  # {number of the line: range of its characters}
-        for tag, i1, i2, j1, j2 in SequenceMatcher(None, *self.lines).get_opcodes():
+        matcher = SequenceMatcher(None, *self.lines, autojunk=False)
+        for tag, i1, i2, j1, j2 in matcher.get_opcodes():
             old, new = diff.old_lines[i1:i2], diff.new_lines[j1:j2]
             for i, j in alike(old, new) if tag == "replace" else ():
                 self.marks[0][i1 + i], self.marks[1][j1 + j] = differing(old[i], new[j])
@@ -105,18 +111,9 @@ class Code:
             old, new = old + (sign != "+"), new + (sign != "-")
         return numbered(html, hunk.starts[1])
 
-    def short(self):
+    def brief(self):
         """Return the changed lines alone, each with a line that shows its place."""
         html = [self.line(TAGS[sign], number) for sign, number in brief(*self.lines)]
-        return numbered(html, 0)
-
-    def whole(self):
-        """Return all lines of the new file, and between them those of the old one that go."""
-        html = []
-        for tag, i1, i2, j1, j2 in SequenceMatcher(None, *self.lines, autojunk=False).get_opcodes():
-            kept = tag == "equal"
-            html += [self.line("del", number) for number in range(i1, i2) if not kept]
-            html += [self.line("span" if kept else "ins", number) for number in range(j1, j2)]
         return numbered(html, 0)
 
     def fold(self, start, end):
@@ -129,8 +126,8 @@ def numbered(lines, start):
     return Markup(html).format(start, Markup().join(lines))
 
 
-def beside(text, hunks, width):
-    """Return whether a text fits beside these hunks; if not, it would leave an empty area."""
+def fits_beside(text, hunks, width):
+    """Return whether a text fits beside these hunks without leaving an empty area below them."""
     lines = sum(1 + len(paragraph) / width for paragraph in text.split("\n\n"))
     return 1.2 * lines < 6 + sum(len(hunk.lines) for hunk in hunks)  # code has smaller letters
 
@@ -139,14 +136,15 @@ def parts(diff):
     """Yield both files in parts, in the order of the file: folded lines, and hunks with notes."""
     code, done = Code(diff), 0
     for number, hunk in enumerate(diff.hunks, 1):
-        start = hunk.starts[1]
+        note, start = hunk.note, hunk.starts[1]
         yield from fold(diff, code, done, start)
-        more = hunk.note.hunks.index(hunk) > 0  # its note stands at the first of them
-        part = {"note": hunk.note, "hunk": hunk, "number": number, "html": code.hunk(hunk)}
-        yield {**part, "more": more, "beside": beside(hunk.note.why, [hunk], STEPS_WIDTH)}
-        behind = diff.notes[diff.notes.index(hunk.note) + 1 :]
-        asides = takewhile(lambda note: not note.hunks, [] if more else behind)
-        yield from ({"note": note, "html": "", "more": False, "beside": False} for note in asides)
+        is_first = note.hunks[0] is hunk  # its note stands here
+        fits = is_first and fits_beside(note.text, [hunk], STEPS_WIDTH)
+        part = {"note": note, "slug": hunk.slug, "number": number, "html": code.hunk(hunk)}
+        yield {**part, "first": is_first, "beside": fits}
+        following = diff.notes[diff.notes.index(note) + 1 :] if is_first else []
+        for note in takewhile(lambda note: not note.hunks, following):
+            yield {"note": note, "slug": note.slug, "first": True, "beside": False}
         done = start + sum(line[0] != "-" for line in hunk.lines)
     yield from fold(diff, code, done, len(diff.new_lines))
 
@@ -162,13 +160,20 @@ def fold(diff, code, start, end):
 # ---------------------------------------------------------------- the page
 
 
-def view(diff):
+def front(root):
+    """Return the section of the front page that shows which lines a script needs."""
+    text = (root / "README.md").read_text(encoding="utf-8")
+    title, body = next((title, body) for _, title, body in sections(text) if "```diff\n" in body)
+    before, after = re.split(r"```diff\n.*?^```\n", body, flags=re.DOTALL | re.MULTILINE)
+    lines = Code(Diff(root / CONVERT / "train.py", root / CONVERT / "train_ddp.py")).brief()
+    return {"title": title, "before": before, "lines": lines, "after": after}
+
+
+def step(diff):
     """Return what the template shows for one step."""
-    opening, _, story = diff.story.partition("\n\n")
-    story, mark, picture = story.partition("\n\n![")
+    intro = diff.linked(lambda hunk: hunk.slug)
     shown = {"slug": diff.slug, "title": f"{diff.name}: {diff.title}", "diff": diff}
-    shown |= {"opening": opening, "story": story, "picture": (mark + picture).strip()}
-    return {**shown, "parts": list(parts(diff))}
+    return {**shown, "intro": FIGURE.sub("", intro), "parts": list(parts(diff))}
 
 
 def tab(root, pages, kind):
@@ -178,34 +183,35 @@ def tab(root, pages, kind):
     for page in (page for page in pages if page.kind == kind):
         code = Code(page.diff)
         html = [code.hunk(hunk) for hunk in page.diff.hunks]
-        text = "\n\n".join([page.purpose, page.why, page.advice, page.command, *page.below])
-        fits = beside(text, page.diff.hunks, PATCHES_WIDTH)
+        fits = fits_beside(page.text_without_patch, page.diff.hunks, PATCHES_WIDTH)
         shown.append({"patch": page, "hunks": html, "beside": fits})
-    return {"slug": kind, "title": title, "story": story, "patches": shown}
+    place = f"{kind}/README.md"
+    slug = Path(kind).name
+    return {"slug": slug, "place": place, "title": title, "story": story, "patches": shown}
 
 
 def figures(kind):
-    """Return the figures' scripts or data: [(name, text)]."""
+    """Return the figures' styles, scripts or data: [(name, text)]."""
     for path in sorted(FIGURES.glob(f"*.{kind}")):
         yield path.stem, Markup(path.read_text(encoding="utf-8").replace("</", r"<\/"))
 
 
-def render(root, diffs, pages, messages):
+def render(root, diffs, pages):
     """Return the page as HTML, in which links to what it shows lead there."""
     ids = {page.path: page.slug for page in pages}  # {address: id}
     for diff in diffs:
         notes = {anchor(f"{diff.name}: {diff.title}"): diff.slug}
         notes |= {note.slug: f"{diff.slug}-{note.slug}" for note in diff.notes}
+        notes |= {hunk.slug: f"{diff.slug}-{hunk.slug}" for hunk in diff.hunks}
         ids |= {f"diffs/README.md#{slug}": name for slug, name in notes.items()}
     lookup = {"slug": "troubleshooting", "title": "Troubleshooting: look up what you see"}
-    lookup["entries"] = entries(root, messages, pages, ids)
-    lookup["aliases"] = aliases(root, ids)
-    steps = list(map(view, diffs))
+    lookup["entries"] = entries(root, ids)
+    steps = list(map(step, diffs))
     tabs = [tab(root, pages, kind) for kind in KINDS]
-    for one, following in pairwise([*steps, *tabs, lookup]):
+    start = front(root)
+    for one, following in pairwise([start, *steps, *tabs, lookup]):
         one["next"] = following
-    pair = Code(Diff(root / "convert" / "train.py", root / "convert" / "train_ddp.py"))
-    shown = {"pair": pair, "steps": steps, "tabs": tabs, "lookup": lookup, "figures": figures}
+    shown = {"start": start, "steps": steps, "tabs": tabs, "lookup": lookup, "figures": figures}
     html = ENV.get_template("page.html.j2").render(shown)
     html = html.replace('href="../diffs/index.html#', 'href="#')
     away = r'(?<=href=")\.\./([^"]+)'

@@ -4,71 +4,61 @@ import re
 import subprocess
 import tempfile
 from contextlib import contextmanager
-from itertools import takewhile
 from pathlib import Path
 
-from hunks import Diff, Problem, cut_at
+from hunks import DETAILS, Diff, Problem, take_words
+from rooms import EXERCISE, PITFALLS, RECIPES
 
-KINDS = ("recipes", "pitfalls")
+KINDS = (RECIPES, PITFALLS)
 NOT_PATCHES = ("README",)
-GPT = "exercise/solution.py"
-LIMITS = {"recipes": 40, "pitfalls": 15, GPT: 95}  # how many lines may change
+GPT = f"{EXERCISE}/solution.py"
+LIMITS = {RECIPES: 40, PITFALLS: 15, GPT: 95}  # how many lines may change
 WIDTH = 95  # of a forge's column
-# What a page says below its command: what that writes, and what to type with fewer GPUs than ranks.
-BELOW = ("[One GPU?", "With one GPU", "[Fewer than four GPUs?", "This writes the *broken*")
-BREAKS = "\n\nWhat breaks it:"
-TESTS = "\n\n<details>\n<summary>Tests</summary>\n\n"  # behind the advice, if they have other names
+COMMAND = re.compile(
+    r"```bash\n(.*?)\n```", re.DOTALL
+)  # the first one writes the script and runs it
+PATCH = re.compile(r"\n(?:What breaks it:\n\n)?```diff\n(.*?)\n```\n", re.DOTALL)
 ROW = r"\]\((\w+)\.md\)"  # in a table of the README.md of a kind
-PARTS = {  # of a page, in their order: what stands behind each
-    "title": "\n\n",
-    "opening": "\n\n```bash\n",  # of a recipe its purpose, of a pitfall the table of its symptoms
-    "command": "\n```\n\n",
-    "explanation": "\n\n```diff\n",
-    "patch": "\n```\n\n",
-    "advice": "\n\nRead more: ",
-    "links": "",
-}
 
 
 class Patch:
     """A page, and the script that it makes."""
 
-    def __init__(self, root, path):
-        self.kind, self.name = path.parent.name, path.stem
-        self.path = f"{self.kind}/{path.name}"  # from the top of the repository
-        self.slug = f"{self.kind[:-1]}-{self.name.replace('_', '-')}"
+    def __init__(self, root, kind, path):
+        self.kind, self.name = kind, path.stem
+        self.path = f"{kind}/{path.name}"  # from the top of the repository
+        self.slug = f"{path.parent.name[:-1]}-{self.name.replace('_', '-')}"
         text = path.read_text(encoding="utf-8")
-        parts = cut_at(text, PARTS, self.path)
-        self.title = parts["title"].removeprefix("# ")
-        self.purpose = "" if parts["opening"].startswith("|") else parts["opening"]
-        self.command = parts["command"]  # writes the patched script, and runs it
-        paragraphs = parts["explanation"].removesuffix(BREAKS).split("\n\n")
-        self.below = [*takewhile(lambda each: each.startswith(BELOW), paragraphs)]
-        self.why = "\n\n".join(paragraphs[len(self.below) :])
-        advice, _, named = parts["advice"].partition(TESTS)
-        table, _, self.advice = advice.rpartition("|\n\n")
-        self.rows = [*cells(parts["opening"]), *cells(table)]  # [(symptom, cause, remedy)]
+        title, _, below = text.partition("\n")
+        self.title = title.removeprefix("# ")
+        self.words, below = take_words(below)
+        self.opening = below.strip().partition("\n\n")[0]  # its purpose, or a table of symptoms
+        (patch,) = PATCH.findall(text) or [""]
+        (self.command, *_) = COMMAND.findall(text) or [""]
+        if not patch.startswith("--- ") or not self.command:
+            raise Problem(f"{self.path}: has no command, or not exactly one patch")
+        named = "".join(DETAILS.findall(text))
         self.tests = re.findall(r"`(test_[^`]+)`", named) or tests_of(root, self.name)
-        self.links = re.findall(r"\[([^]]+)\]\((https://[^)]+)\)", parts["links"])
+        self.text_without_patch = DETAILS.sub("", PATCH.sub("", below)).strip()
         # The script that it applies to, and the name of the patched one, behind --- and +++.
-        self.old, self.new, *_ = (line[4:] for line in parts["patch"].splitlines())
+        self.old, self.new, *_ = (line[4:] for line in patch.splitlines())
         with original(root, self.old) as script:
             self.result = patched(script, path)
             self.diff = Diff(script, root / self.new, self.result, context=1)
         for problem in self.problems():
             raise Problem(f"{self.path}: {problem}")
         hunks = [hunk.text for hunk in self.diff.hunks]
-        patch = "\n".join([f"--- {self.old}", f"+++ {self.new}", *hunks])
-        self.text = text.replace(parts["patch"], patch)  # with its hunks brought up to date
+        fresh = "\n".join([f"--- {self.old}", f"+++ {self.new}", *hunks])
+        self.text = text.replace(patch, fresh)
 
     @property
     def index_row(self):
         """Its row in the README.md of its kind."""
         link = f"[{self.title}]({self.name}.md)"
-        if self.kind == "recipes":
-            return f"| {link} | {' '.join(self.purpose.split())} |\n"
-        seen = self.rows[0][0].removeprefix("No error. ")
-        return f"| {seen} | {link} |\n"
+        if self.kind == RECIPES:
+            return f"| {link} | {' '.join(self.opening.split())} |\n"
+        symptom, *_ = self.opening.splitlines()[2].strip("| ").split(" | ")
+        return f"| {symptom.removeprefix('No error. ')} | {link} |\n"
 
     def problems(self):
         """Yield what is missing, or too much."""
@@ -76,12 +66,13 @@ class Patch:
         changed = sum(len(hunk.changed) for hunk in self.diff.hunks)
         if changed > limit:
             yield f"changes {changed} lines, {limit} are allowed"
-        for name in ("tests", "links", "purpose" if self.kind == "recipes" else "rows"):
-            if not getattr(self, name):
-                yield f"has no {name}"
-        if any(re.match("The same(,|$)", cell) for row in self.rows for cell in row):
-            yield "a row says 'The same', and the search shows it alone"
-        if self.kind == "pitfalls" and "*broken*" not in "".join(self.below):
+        if not self.tests:
+            yield "has no tests"
+        if "\nRead more: [" not in self.text_without_patch:
+            yield "has no links behind 'Read more: '"
+        if self.opening.startswith("|") != (self.kind == PITFALLS):
+            yield "does not begin with its purpose, or a pitfall with a table of symptoms"
+        if self.kind == PITFALLS and "writes the *broken* script" not in self.text_without_patch:
             yield "does not say below its command that this writes the *broken* script"
         if max(map(len, self.command.splitlines())) > WIDTH:
             yield f"a line of its command has more than {WIDTH} characters"
@@ -114,12 +105,13 @@ def collect(root, kind):
     pages = {path.stem: path for path in (root / kind).glob("*.md")}
     for name in sorted({*names} ^ ({*pages} - {*NOT_PATCHES})):
         raise Problem(f"{kind}/{name}.md: not there, or in no table of {kind}/README.md")
-    return [Patch(root, pages[name]) for name in names]
+    return [Patch(root, kind, pages[name]) for name in names]
 
 
 def tests_of(root, name):
     """Return the tests with the name of a page: functions of that name, or else parameters."""
-    texts = [path.read_text(encoding="utf-8") for path in root.glob("*/tests/test_*.py")]
+    files = (root / RECIPES).parent.glob("*/tests/test_*.py")
+    texts = [path.read_text(encoding="utf-8") for path in files]
     shared = "test_pitfall", "test_trains_like_ddp"
     return [f"test_{name}" for text in texts if f"def test_{name}(" in text] or [
         f"{test}[{name}]"
@@ -129,16 +121,10 @@ def tests_of(root, name):
     ]
 
 
-def cells(text):
-    """Return the cells of the rows of a table in Markdown, without its heading."""
-    rows = [line for line in text.splitlines() if line.startswith("|")]
-    return [tuple(row.strip("| ").split(" | ")) for row in rows[2:]]
-
-
 @contextmanager
 def original(root, name):
     """Give the path of the script that a page patches. A recipe of this name may write it."""
-    page = root / "recipes" / f"{Path(name).stem}.md"
+    page = root / RECIPES / f"{Path(name).stem}.md"
     if (root / name).exists() or not page.exists():
         yield root / name
         return
@@ -152,9 +138,11 @@ def original(root, name):
 def patched(script, page):
     """Return the text of a script to which this page is applied as a patch."""
     words = ["patch", "--fuzz=0", "--force", "--reject-file=-", "--output=-", script, page]
-    place = tempfile.gettempdir()  # patch writes a file of its own there, for a moment
-    result = subprocess.run(words, capture_output=True, text=True, check=False, cwd=place)
+    folder = tempfile.gettempdir()  # patch writes a file of its own there, for a moment
+    result = subprocess.run(words, capture_output=True, text=True, check=False, cwd=folder)
     if result.returncode:
-        said = " ".join(result.stderr.split())
-        raise Problem(f"{page.parent.name}/{page.name}: no longer applies to {script.name}: {said}")
+        error = " ".join(result.stderr.split())
+        raise Problem(
+            f"{page.parent.name}/{page.name}: no longer applies to {script.name}: {error}"
+        )
     return result.stdout

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from urllib.parse import urljoin
 
+import rooms
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from markdown_it import MarkdownIt
 from markupsafe import Markup
@@ -19,12 +20,12 @@ ENV = Environment(
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
+ENV.globals["rooms"] = rooms
 ENV.globals["places"] = {  # the step, tab or hunk at which figures stand
     "01-to-02": ["one-step"],
     "01-to-02-wrap-the-model": ["where-the-time-goes"],
     "01-to-02-give-each-rank-its-share-of-the-data": ["who-gets-which"],
     "03-to-04": ["life-of-a-job"],
-    "03-to-04-a-sampler-that-can-start-inside-an-epoch": ["who-resumes"],
     "04-to-05": ["who-is-counted"],
     "recipes": ["which-one"],
 }
@@ -53,8 +54,8 @@ def adapt(state):
 
 
 def picture(_, tokens, index, __, env):
-    """Return a picture of a note or patch as HTML; the pages that are looked up do without."""
-    if not env["place"].startswith(("diffs/", "recipes/", "pitfalls/")):
+    """Return a picture as HTML. The pages that a reader looks up are shown without pictures."""
+    if not env["place"].startswith(("diffs/", rooms.RECIPES, rooms.PITFALLS)):
         return ""
     path = ROOT / urljoin(env["place"], tokens[index].attrs["src"])
     svg = path.read_text(encoding="utf-8")

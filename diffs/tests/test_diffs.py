@@ -68,7 +68,7 @@ BY_HAND = "recipes/after_backward.md"
         (NOTES, "rank 0 only\n\n```diff\n", "rank 0 only\n\n```\n", "no note on the hunk"),
         (NOTES, "`class ResumableSampler(", "`class Gone(", "is in 0 hunks of 03 → 04"),
         (PATCH, ".sampler.set_epoch(", ".set_epoch(", "no longer applies to 05_gather_eval.py: "),
-        (BY_HAND, "<summary>Tests</summary>", "Tests", "has no tests"),
+        (BY_HAND, "<details>\n<summary>Tests</summary>", "Tests", "has no tests"),
         (PATCH, "This writes the *broken* script", "It does", "does not say below its command"),
         (PATCH, "patch -o no_set_epoch.py", "patch", "its command does not end with 'patch -o no_"),
     ],
