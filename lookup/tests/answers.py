@@ -5,7 +5,6 @@ blocks under the name `others` are run one by one, with the names of `given`.
 """
 # ruff: noqa: F401, the printed code uses what is imported
 
-import argparse
 import copy
 import io
 import itertools
@@ -384,7 +383,7 @@ def given(code):
     names |= {"step": 0, "seed": 0, "correct": 1, "seen": 2, "batches": 2, "paths": ["a", "b"]}
     names |= dict.fromkeys(("train", "train_one_epoch", "evaluate", "save"), lambda *_: None)
     names |= {"state": Net().state_dict(), "self": SimpleNamespace(), "local_rank": 0}
-    names |= {"parser": argparse.ArgumentParser(), "build_model": lambda *_: Net()}
+    names["build_model"] = lambda *_: Net()
     names["FSDP"] = partial(FSDP, device_id=device) if "FSDP(" in code else FSDP
     if 'checkpoint["' in code:
         names["checkpoint"] = {name: part.state_dict() for name, part in parts.items()}
