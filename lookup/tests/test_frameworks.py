@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from pages import blocks
+from patching import patched
 from safetensors.torch import load_file
 from support.jobs import finished
 from support.results import said, same_bits
@@ -51,6 +52,13 @@ def score(job):
     """Return (correct, total) of the line with the accuracy."""
     [found] = re.findall(r"^accuracy [\d.]+% \((\d+)/(\d+)\)$", job.stdout, re.MULTILINE)
     return tuple(map(int, found))
+
+
+def correct(model):
+    """Return how many digits a model reads here."""
+    images, labels = load("05").load_datasets()[1].tensors
+    with torch.inference_mode():
+        return int((model(images).argmax(dim=1) == labels).sum())
 
 
 ACCELERATE = """
@@ -172,11 +180,21 @@ def test_trainer(tmp_path):
     assert "find_unused_parameters=True was specified in DDP constructor" in job.stderr
     assert job.stdout.count("ParallelMode.DISTRIBUTED 2") == 2
     saved = tmp_path / "checkpoint.pt.trainer" / "checkpoint-102"
-    model, (images, labels) = load("05").build_model(width=4), load("05").load_datasets()[1].tensors
+    model = load("05").build_model(width=4)
     weights = load_file(saved / "model.safetensors")
     model.load_state_dict({key.removeprefix("layers."): t for key, t in weights.items()})
-    with torch.inference_mode():
-        correct = int((model(images).argmax(dim=1) == labels).sum())
-    assert score(job) == (correct, 359)
+    assert score(job) == (correct(model), 359)
     state = torch.load(saved / "scheduler.pt", weights_only=True)
     assert set(state["_last_lr"]) == {0}  # the learning rate has fallen to zero
+
+
+@pytest.mark.gpu
+def test_huggingface(tmp_path):
+    """What `save_pretrained` wrote is loaded without DDP, and reads as many digits."""
+    from transformers import AutoModelForImageClassification  # slow, and not always there
+
+    job, _, _ = run(patched(tmp_path, "recipes/huggingface"), *ONE)
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "checkpoint.pt.hf").eval()
+    torch.save({"MODEL_STATE": model.state_dict()}, tmp_path / "loaded.pt")
+    assert same_bits(tmp_path / "loaded.pt", job)
+    assert score(job) == (correct(lambda images: model(images).logits), 359)
