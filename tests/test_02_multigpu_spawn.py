@@ -1,16 +1,18 @@
 """Step 2: one process per GPU, or two on a CPU."""
 
+import re
 import sys
 
 import pytest
 import torch
 from support.jobs import Job, finished, run
 from support.positions import GATE, KILLED, ON_RANK_1, at, open_the_gate, wait_at_the_gate
-from support.results import accuracy, epochs, losses, resumed, said, same_bits, weights
+from support.results import accuracy, epochs, losses, resumed, said, same_bits, shape, weights
 from support.scripts import (
     DOUBLE,
     FOUR_EPOCHS,
     NARROW,
+    ROOT,
     command,
     edited,
     forked,
@@ -29,6 +31,15 @@ def test_only_rank_0_prints_and_saves(trained):
     assert epochs(job) == [1, 2, 3, 4]
     assert len(job.stdout.splitlines()) == 6
     assert [path.name for path in job.cwd.glob("[!.]*")] == ["checkpoint.pt"]
+
+
+def test_the_front_page_shows_what_it_prints(trained):
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = re.search(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1]
+    printed = trained("02").stdout
+    assert shape(printed) == shape(shown)
+    wanted, found = (re.findall(r"loss ([\d.]+)", text) for text in (shown, printed))
+    assert [*map(float, found)] == pytest.approx([*map(float, wanted)], rel=0.03)  # CPUs differ
 
 
 def test_it_saves_names_without_ddps_prefix(trained):

@@ -2,6 +2,6 @@
 
 import sys
 
-__version__ = "2.1"
+__version__ = "3.0"
 if sys.platform != "linux":
     raise ImportError("ddp-check needs Linux, whose signals and /proc it uses: run it there")

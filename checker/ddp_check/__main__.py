@@ -8,11 +8,10 @@ exit code: 0: nothing is wrong; 1: something is; 2: the script could not be run 
 """
 
 import argparse
-import json
-import os
 import shlex
 import signal
 import sys
+import traceback
 from pathlib import Path
 
 try:
@@ -25,7 +24,7 @@ except ModuleNotFoundError as error:
     sys.exit(2)
 USAGE = """ddp-check [options] script [arguments]    (--help shows the options)
        ddp-check --drill kill train.py --epochs 2"""
-SHOWN = ("drill", "all", "output", "format")  # options that are not about how the script is run
+SHOWN = ("drill", "all", "output")  # options that are not about how the script is run
 
 
 def option_parser():
@@ -46,8 +45,6 @@ def option_parser():
     add("--restart-args", metavar="'…'", type=shlex.split, help="follow the others on a restart")
     add("--all", action="store_true", help="also say why something was not seen")
     add("--output", action="store_true", help="then show all that the script printed")
-    add("--format", choices=["text", "json", "github"], default="text", help="(text)")
-    add("--json", dest="format", action="store_const", const="json", help="as --format json")
     lists = {"action": "version", "version": report.list_of_rules()}
     add("--rules", help="print what is looked at, a line each, and exit", **lists)
     add("--version", action="version", version=f"ddp-check {__version__}")
@@ -75,7 +72,17 @@ def parse_args():
 
 
 def main():
-    args = parse_args()
+    """Run the command. If the checker itself fails, that is exit code 2: it says nothing."""
+    try:
+        check(parse_args())
+    except Exception:
+        traceback.print_exc()
+        print("ddp-check itself failed, which says nothing about the script", file=sys.stderr)
+        sys.exit(2)
+
+
+def check(args):
+    """Run the script and the drills, print the report, and exit."""
     for number in (signal.SIGINT, signal.SIGPIPE):  # as in `ddp-check train.py | head`
         signal.signal(number, signal.SIG_DFL)  # end at once, silently: the keeper cleans up
     how = {name: value for name, value in vars(args).items() if name not in SHOWN}
@@ -89,18 +96,10 @@ def main():
 
 
 def show(plan, verdicts, args):
-    """Print the report, in the format that was asked for."""
-    if args.format == "json":
-        print(json.dumps(report.as_data(plan, verdicts), indent=2))
-    else:
-        text = report.text_of(plan, verdicts, args.drill, args.all)
-        in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        print(report.coloured(text) if in_colour else text)
-    if args.format == "github":
-        print(report.annotations(plan, verdicts))
+    """Print the report, and what the script printed if that was asked for."""
+    print(report.text_of(plan, verdicts, args.drill, args.all))
     if args.output:
-        text = f"\nThe script printed:\n{plan.undisturbed.output}"
-        print(text, file=sys.stderr if args.format == "json" else sys.stdout)
+        print(f"\nThe script printed:\n{plan.undisturbed.output}")
 
 
 if __name__ == "__main__":

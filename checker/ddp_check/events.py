@@ -6,7 +6,7 @@ could not be read, and None if it is not known.
 """
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 PARAMETER = "parameter "  # and a number: the name of a parameter that is in no wrapped model
 
@@ -50,21 +50,11 @@ class Join(Event):
     """It joined a process group."""
 
     rank: int
-    port: int | str | None  # at which the ranks met
-    nn_imported_before: bool  # torch.distributed.nn had been imported
-    by_script: bool  # not by a library
-
-
-class Leave(Event):
-    """It is about to destroy the process group."""
 
 
 class Exit(Event):
     """It ends, and Python's atexit functions run."""
 
-    group_open: bool  # the process group was not destroyed
-    gloo_threads: int | None  # None: this PyTorch gives them no name
-    nn_imported: bool  # torch.distributed.nn has been imported, by now
     modules: list[str]  # files in the script's folder that it has imported
 
 
@@ -78,20 +68,6 @@ class SigtermHandler(Event):
     """It set a handler for SIGTERM."""
 
 
-class Translated(Event):
-    """It made a call for a GPU, which was translated for the CPU."""
-
-    call: str  # as the script could have written it
-
-
-class Gpu(Event):
-    """It named a GPU, for the first time in this way."""
-
-    by_set_device: bool  # not by a tensor or a module that goes there
-    index: int
-    visible: str  # what the script has set CUDA_VISIBLE_DEVICES to, or ""
-
-
 # ---------------------------------------------------------------- communication
 
 
@@ -99,68 +75,17 @@ class Collective(Event):
     """The script, or a library on its behalf, calls a collective on all ranks."""
 
     name: str
-    sums: bool  # it adds numbers up, or averages them
     in_model: bool  # during a forward pass of DDP, or a backward pass
     elements: int  # of its largest tensor
-    of_small_gradient: bool  # its tensor is the gradient of a parameter of few elements
     requires_gradient: bool  # an input does, so a loss may depend on the result
     # requires_gradient, and gradients are enabled: backward() cannot pass through the result
     cuts_gradient: bool
 
 
-class PartsOverwritten(Event):
-    """Several ranks' parts were gathered into one tensor, which holds the last of them."""
-
-
-class TargetsOfRank0(Event):
-    """A contrastive loss looks for this rank's samples where those of rank 0 are."""
-
-
-class GradientLost(Event):
-    """A backward pass does not go on to a tensor that an all_gather returned."""
-
-    own_part: bool  # also at what this rank itself gave
-
-
-class ReducedInPlace(Event):
-    """A backward pass goes through a tensor that a collective has summed up in place.
-
-    The collective has no gradient: what comes from the other ranks counts as a constant.
-    """
-
-    elements: int
-
-
-class Cut(Event):
-    """After a gather, the end of a tensor was cut off."""
-
-    dropped: int  # elements
-    # It held the parts of the ranks one after the other, not in turns as DistributedSampler deals:
-    in_blocks: bool
-
-
-class Counted(Event):
-    """After a gather, a tensor was compared, converted, or reduced to a number."""
-
-    length: int
-    reduced: bool  # by sum() or mean()
-    in_blocks: bool  # it is converted, and holds one rank's part behind another's
-    # If it was compared, and holds one rank's part behind another's: how many numbers are equal, or
-    # nearly so, and how many would be if the ranks took turns in it.
-    equal: int | None
-    equal_in_turns: int | None
-
-
 class Totalled(Event):
-    """Numbers of all ranks were reduced, or gathered: they may count samples."""
+    """Numbers of all ranks were added up: they may count samples."""
 
     values: list[int]  # the results that are whole numbers, and their sum if that is one
-    own: list[float]  # what this rank added; empty if these are many, or were gathered
-    total: list[float]  # the result, in the same order
-
-
-class SumKept(Event):
-    """A tensor is added up over the ranks again, with the earlier sum of all ranks still in it."""
 
 
 # ---------------------------------------------------------------- data
@@ -175,9 +100,7 @@ class PassBegun(Event):
     iterable: bool  # the data set is an IterableDataset: its samples have no index
     subset_checksum: int  # of the indices that a Subset keeps, or 0
     distributed: bool  # the sampler is a DistributedSampler
-    replicas: int  # among which it divides the samples, or 0
     shuffle: bool | None  # None: the sampler does not say
-    tensor_checksum: int  # of a TensorDataset's tensors, or 0
     dataset_checksum: int  # the same for equal data sets
     persistent: bool  # its workers stay for the next pass
 
@@ -190,8 +113,6 @@ class Batch(Event):
     base_indices: list[int] | None  # the same samples in the data set below all Subsets
     checksums: list[int] | None  # of each sample
     label_checksums: list[int] | None  # of the smallest part of each, if it has several
-    width: int | None  # elements of a sample; where padding changes it, checksums differ
-    label_size: int | None  # elements of the smallest part: with one for each token, more than 1
 
 
 class PassEnded(Event):
@@ -213,9 +134,8 @@ class EpochSet(Event):
 class Drawn(Event):
     """Random numbers were drawn to make samples, by this generator for the first time in a pass."""
 
-    source: str  # "torch", "random", "numpy", or "generator" for those that the data set keeps
-    before: int  # checksums of the generator's state
-    after: int
+    source: str  # "torch", "random", "numpy", or "generator": the data set has one of its own
+    state: int  # checksum of the generator's state before and after
     pass_number: int  # for a persistent worker, the first of its passes
     worker: int | None  # of the DataLoader, or None for the training process
 
@@ -227,8 +147,6 @@ class Wrap(Event):
     """A model was wrapped in DistributedDataParallel."""
 
     names: list[str]  # of its parameters
-    frozen: list[str]  # those of them that are not trained
-    ranks: int  # over which its gradients are averaged
 
 
 class CommHook(Event):
@@ -237,50 +155,25 @@ class CommHook(Event):
     name: str  # of the hook, with its module
 
 
-@dataclass(kw_only=True)
-class BetweenSteps:
-    """What is counted or collected since an optimizer took its last step.
+class Step(Event):
+    """An optimizer is about to take a step.
 
-    Any optimizer's step begins it anew: if two step after one backward pass, the `Step` of the
-    second has no losses.
+    If two optimizers step after one backward pass, the second step has no losses and no inputs.
     """
 
-    losses: list[float] = field(default_factory=list)  # whose backward pass came
-    # What these losses or their terms were divided by; a factor counts as its inverse:
-    divisors: list[float] = field(default_factory=list)
-    # Of how many elements a loss or a term is the mean, where that is seen:
-    means_over: list[float] = field(default_factory=list)
-    loss_reduced: bool = False  # a loss comes out of torch.distributed.nn.all_reduce
-    backwards: int = 0  # backward passes
-    sample_count: int = 0  # of those that a DataLoader returned
-    inputs: list[int] = field(default_factory=list)  # checksums of the batches that entered models
-    # Checksums of the samples in them, in the first steps, if no DataLoader is used:
-    samples: list[int] = field(default_factory=list)
-    # Who has drawn from PyTorch's generator, "model" or "script" -> checksum of its state before
-    # that. A DataLoader's seed and a sampler's order do not count, nor what makes samples.
-    random: dict[str, int] = field(default_factory=dict)
-    random_for_samples: bool = False  # the script drew several for each, between loader and model
+    losses: list[float]  # whose backward pass came since the step before
+    backwards: int  # backward passes since then
+    sample_count: int  # of the batches that a DataLoader returned since then
+    inputs: list[int]  # checksums of the batches that entered models since then
 
-
-class Step(Event, BetweenSteps):
-    """An optimizer is about to take a step."""
-
+    rng: dict[str, int]  # checksum of the state of each global generator of random numbers
     gradients: dict[str, int]  # checksum of each parameter's gradient, 0 without one
     # Checksum of each parameter, in the first step of a pass and some others; without DDP, in each:
     weights: dict[str, int] | None
     rates: list[float]  # learning rate of each group of parameters
-    # A number that stands for all gradients (see `projection`): as this rank has computed them,
-    # before DDP reduces them, and as the optimizer takes them. None after the first steps, with a
-    # GradScaler, or if they are sharded.
-    own_gradient: float | None
-    taken_gradient: float | None
     # "gradient of NAME" if that is not finite, "loss" if a loss, too, is not, its cause; or "":
     infinite: str
     zero: bool  # all gradients are zero
-    # How many parameters got no gradient, without those that were frozen when DDP wrapped them; in
-    # the first steps, also those that got only what DDP gives them for the other ranks:
-    unused: int
-    unwrapped: int  # how many parameters are in no wrapped model
     # Parameters that got into a model, or got a gradient, after DDP had wrapped it:
     unreduced: list[str]
     # Lines that call a wrapped model whose wrapper was not called, and which has gradients:
@@ -289,12 +182,9 @@ class Step(Event, BetweenSteps):
     has_state: bool  # the optimizer has taken a step before, or its state was loaded
     closure: bool  # step() was given one, which computes the gradients
     synced: bool  # the last forward pass of DDP asked for a reduction, or there was none
-    reductions: int  # backward passes that reduced gradients, of the model with the most
-    reduced: list[int]  # checksums of what the script itself added up over the ranks
-    reduced_all: bool  # that is as much as all gradients
+    reductions: int  # backward passes that reduced gradients, since the last zero_grad()
+    stale: bool  # the gradients of the step before were still there when backward() began
     training: bool  # the wrapped models with these parameters, if any, are in training mode
-    buffers: dict[str, int]  # checksum of each buffer, without BatchNorm's statistics
-    buffers_changed: list[str]  # since their model was wrapped, statistics included
     in_join: bool  # it is taken inside join()
 
 
@@ -302,63 +192,37 @@ class Clipped(Event):
     """Gradients are clipped."""
 
     scaled: bool  # a GradScaler's factor is in them
-    norm: float | None  # of all of them together, before; None: they are clipped by their values
 
 
 class Scheduled(Event):
     """A learning rate scheduler takes a step, after an optimizer has taken one."""
 
     metric: float | None  # that ReduceLROnPlateau gets
-    length: int | None  # of the whole schedule in steps, if the scheduler says
-
-
-class SkippedStep(Event):
-    """A GradScaler has skipped an optimizer's step, as a gradient was not finite."""
 
 
 class StateLoaded(Event):
-    """A model or an optimizer loads a state."""
+    """A model or an optimizer has loaded a state."""
 
     by_model: bool  # not by an optimizer
     wraps: int  # how many models had been wrapped before
-
-
-class NothingLoaded(Event):
-    """With strict=False, a model has loaded nothing: it has no name that the state has."""
-
-    name: str  # the first in the state
+    unknown: str  # the first name in the state, if the model has none of them; or ""
 
 
 class Evaluated(Event):
-    """A model is called without gradients, for the first time since a pass over data began.
+    """A wrapped model is called without gradients, for the first time since a pass began."""
 
-    It is reported again when 1, 2, 4, 8, … steps have been taken.
-    """
-
-    model: str  # its class
-    steps: int  # of the optimizers before
-    # Of each parameter and buffer, without BatchNorm's statistics if it does not use them:
-    checksums: dict[str, int]
-    noisy: str  # if all is in training mode, a layer that then changes what it returns; or ""
-    wrapped: bool  # in DistributedDataParallel
+    training: bool  # the model is in training mode
+    noisy: str  # a layer in training mode that then changes what it returns, or ""
     pass_number: int  # of the pass that gave the latest batch, or 0 if there was none
-    inputs: int  # checksum of what the model is called with
 
 
 class Final(Event):
     """The weights of a model at the end."""
 
     weights: dict[str, int]  # checksum of each parameter
-    finite: bool
 
 
 # ---------------------------------------------------------------- output and files
-
-
-class Print(Event):
-    """A line is printed, or logged."""
-
-    text: str
 
 
 class Written(Event):
@@ -368,35 +232,17 @@ class Written(Event):
     old_name: str = ""  # if it is renamed
 
 
-class Read(Event):
-    """A file in the script's folder is opened for reading."""
-
-    path: str
-
-
 class Save(Event):
     """torch.save has returned."""
 
     path: str | None
     keys: list[str]  # the first ones that begin with "module."
-    shard: str  # key of a sharded tensor, of which only this rank's part is saved, or ""
+    wrapper: bool  # a model is saved as an object, with the wrapper around it
     steps: int  # of the optimizers before
-
-
-class ShardedSave(Event):
-    """torch.distributed.checkpoint has saved a checkpoint, all of it."""
-
-    steps: int  # of the optimizers before it began
-
-
-class ShardedLoad(Event):
-    """torch.distributed.checkpoint is about to load a checkpoint."""
 
 
 class Load(Event):
     """torch.load is called by the script."""
-
-    weights_only: bool
 
 
 KINDS = {kind.__name__: kind for kind in Event.__subclasses__()}

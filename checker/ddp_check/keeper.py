@@ -36,6 +36,17 @@ def kept_folder():
         keeper.communicate()  # closes the pipe that it waits at
 
 
+def observed_process(pid, folder):
+    """Return the process that reports to this folder under this ID, or None if it has ended.
+
+    Another process may have got its ID, but not its file of events.
+    """
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        if any(file.path == f"{folder}/{pid}.jsonl" for file in process.open_files()):
+            return process
+
+
 def signal_processes(folder, method):
     """Terminate or kill all observed processes that report to a folder or inside it; count them."""
     count = 0

@@ -2,11 +2,8 @@
 
 import ast
 import contextlib
-import math
 import os
 import re
-import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -17,17 +14,12 @@ from pathlib import Path
 import psutil
 
 from ddp_check import events
-from ddp_check.keeper import kept_folder, signal_processes
+from ddp_check.keeper import kept_folder, observed_process, signal_processes
+from ddp_check.mirror import MAX_COPIED, Mirror
 from ddp_check.protocol import HERE, STACKS, VARIABLE, Task
-from ddp_check.run import Run, without_side_training
-from ddp_check.source import parsed
+from ddp_check.reading import read_events
+from ddp_check.run import Run, common_training
 
-# Checkpoints end so, but so may weights and data that a script needs:
-CHECKPOINT = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".new", ".interrupted")
-CHECKPOINT += (".distcp", ".metadata")
-ENVIRONMENTS = {"pyvenv.cfg", "conda-meta"}  # folders of Python's environments have one of these
-MAX_DEPTH, MAX_ENTRIES = 9, 1000  # of folders that are copied, not linked
-MAX_COPIED = 1 << 28  # bytes of files that are copied for a run; others are linked
 LOOK_EVERY, HANGS_AFTER = 5, 30  # seconds: at a running script, and without progress
 # In a script that starts its own processes; with the second, it may be another process:
 SPAWNS = r"(?<![\w.])((torch\.)?\w*(mp|multiprocessing|dist)\.)?(spawn|start_processes)\("
@@ -56,68 +48,6 @@ SLURM = {  # value: variables that srun sets to it on one node; their names begi
     "127.0.0.1": "LAUNCH_NODE_IPADDR",
     "ddp_check": "JOB_NAME CLUSTER_NAME JOB_PARTITION",
 }
-
-
-@dataclass
-class Mirror:
-    """Makes new folders with the files of others.
-
-    What is copied is safe from the script, whoever writes to it. The observer replaces a link by a
-    copy before Python writes to it, but sees nothing of what a library in C does.
-    """
-
-    with_checkpoints: bool
-    room: int  # bytes that may still be copied
-    left_out: bool = False  # a checkpoint is
-
-    def make(self, target, source, depth=MAX_DEPTH, in_data=False):
-        """Make a new folder with the files of another.
-
-        __pycache__     is left out, and so are checkpoints, unless they are wanted or `in_data`
-        folders         are made, too, but linked if they are hidden, `is_large`, or very deep
-        code            is copied, for Python would import from the folder that a link points to
-        other files     are copied while there is room, the smallest first, but linked `in_data`
-        hidden files    are linked
-        """
-        target.mkdir()
-        for path in sorted(source.iterdir(), key=size_of):
-            new = target / path.name
-            is_folder = path.is_dir() and os.access(path, os.R_OK | os.X_OK)
-            if path.name == "__pycache__":
-                continue
-            if path.name.endswith(CHECKPOINT) and not (self.with_checkpoints or in_data):
-                self.left_out = True
-            elif is_folder and depth and not (path.name.startswith(".") or is_large(path)):
-                self.make(new, path, depth - 1, in_data or "data" in path.name)
-            elif path.name.startswith(".") or not self.try_to_copy(path, new, in_data):
-                new.symlink_to(path)
-
-    def try_to_copy(self, path, new, in_data):
-        """Copy a file, unless it is to be linked; return whether it was copied."""
-        fits = size_of(path) <= self.room and not in_data
-        if not path.is_file() or not (fits or path.suffix == ".py"):
-            return False
-        try:
-            shutil.copy(path, new)
-        except OSError:  # it cannot be read
-            new.unlink(missing_ok=True)
-            return False
-        self.room -= size_of(path)
-        return True
-
-
-def size_of(path):
-    """Return the size of a file in bytes, infinite for a folder and what cannot be read."""
-    return os.path.getsize(path) if os.path.isfile(path) else math.inf
-
-
-def is_large(folder):
-    """Return whether a folder is linked as a whole: it holds very many files, or an environment."""
-    if not ENVIRONMENTS.isdisjoint(os.listdir(folder)):
-        return True
-    entries = (entry for _, folders, files in os.walk(folder) for entry in folders + files)
-    others = (entry for entry in entries if not entry.endswith(".py"))
-    return any(number >= MAX_ENTRIES for number, _ in enumerate(others))
 
 
 @dataclass
@@ -169,9 +99,9 @@ class Plan:
         if self.translate != "auto" or self.translated or not self.may_want_gpus(run):
             return run
         self.translated = True
-        self.lacking = run.ending if run.returncode else "no training"
+        self.lacking = run.end.text if run.returncode else "no training"
         translated = self.run(f"{name}-translated")
-        if translated.returncode and translated.ending == run.ending and not run.lacks_gpus:
+        if translated.returncode and translated.end.text == run.end.text and not run.end.lacks_gpus:
             self.translated, self.lacking = False, ""  # the same error, which names no GPU
             return run
         return translated
@@ -182,7 +112,7 @@ class Plan:
             return False
         joins_on_gpus_only = not run.joins and "init_process_group" in self.text
         untrained = run.returncode is not None and (joins_on_gpus_only or not run.all(events.Step))
-        return run.lacks_gpus or bool(untrained and re.search(USES_GPUS, self.text))
+        return run.end.lacks_gpus or bool(untrained and re.search(USES_GPUS, self.text))
 
     def folder_of(self, name):
         """Return the folder of a name, with the script's files in it."""
@@ -193,18 +123,17 @@ class Plan:
             self.left_out |= mirror.left_out
         return cwd
 
-    def run(self, name, nproc=None, during=None, arguments=None, others_in="", **options):
+    def run(self, name, nproc=None, during=None, arguments=None, **options):
         """Run the script in the folder of this name, and return a Run.
 
         Meanwhile, `during` is called with the process, the folder of the events, and the time at
-        which the script will be killed. All ranks but the first may run in another folder,
-        `others_in`. The options are those of a `Task`.
+        which the script will be killed. The options are those of a `Task`.
         """
         cwd, nproc = self.folder_of(name), nproc or self.nproc
         for_events = cwd.with_name(f"{name}.run{len(list(cwd.parent.glob(f'{name}.run*')))}")
         for_events.mkdir()
         task = Task(str(for_events), f"{cwd}{os.sep}", nproc, translate=self.translated, **options)
-        command = self.command(nproc, cwd, self.folder_of(others_in) if others_in else None)
+        command = self.command(nproc, cwd)
         run = Run(nproc, for_events, cwd, str(self.path), self.text, self.translated)
         run.begun = time.monotonic()
         with open(for_events / "output", "wb") as output:
@@ -227,7 +156,7 @@ class Plan:
         collect(run)
         return run
 
-    def command(self, nproc, cwd, others_in=None):
+    def command(self, nproc, cwd):
         """Return the command that starts the script: its copy in this folder, if there is one.
 
         torchrun … -- train.py
@@ -240,13 +169,10 @@ class Plan:
         path, here = self.path.resolve(), Path.cwd()
         path = cwd / path.relative_to(here) if path.is_relative_to(here) else path
         option, name = (["-m"], self.script) if self.module else ([], str(path))
-        in_bash = [f"[ $RANK = 0 ] || cd {shlex.quote(str(others_in))}"] if others_in else []
-        in_bash += [AS_TASK] if self.launcher == "srun" else []
-        if not in_bash:
+        if self.launcher != "srun":
             return [*words, *option, *end_of_options, name]
         # "$@" stands for Python with the script and its arguments.
-        lines = "\n".join([*in_bash, 'exec "$@"'])
-        bash = ["bash", "-c", lines, "bash", sys.executable]
+        bash = ["bash", "-c", f'{AS_TASK}\nexec "$@"', "bash", sys.executable]
         return [*words, "--no-python", *end_of_options, *bash, *option, name]
 
 
@@ -259,7 +185,8 @@ def planned(script, arguments=(), nproc=2, timeout=300, launcher=None, **options
 
 def launcher_of(text):
     """Return which launcher a script is written for."""
-    text = ast.unparse(parsed(text))  # without comments
+    with contextlib.suppress(SyntaxError):
+        text = ast.unparse(ast.parse(text))  # without comments
     # It reads RANK, and sets it nowhere, so a launcher has to.
     needs_torchrun = set(re.findall(ASKS, text)) - set(re.findall(SETS, text))
     needs_torchrun |= set(re.findall(MAY_BE_SET, text))
@@ -270,7 +197,7 @@ def launcher_of(text):
 
 def lacks_launcher(run):
     """Return whether a script has failed for the lack of what torchrun sets."""
-    return bool(run.returncode and not run.joins and re.search(SET_BY_TORCHRUN, run.ending))
+    return bool(run.returncode and not run.joins and re.search(SET_BY_TORCHRUN, run.end.text))
 
 
 def module_path(name):
@@ -291,7 +218,8 @@ def environment(task, variables, launcher):
             env |= {f"SLURM_{name}": stand_for.get(value, value) for name in names.split()}
         # Each process joins the group as one that torchrun has not started
         env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "SLURM_SUBMIT_DIR": os.getcwd()}
-    temporary = Path(task.events).parent / "tmp"  # which is removed, even after a killed run
+    # One for the runs in a folder: a script may resume from what it has saved there.
+    temporary = Path(f"{task.folder.rstrip(os.sep)}.tmp")
     temporary.mkdir(exist_ok=True)
     python_path = variables.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     python_path = f"{HERE / 'startup'}{os.pathsep}{python_path}".rstrip(os.pathsep)
@@ -341,29 +269,8 @@ def collect(run):
     """Set what a run has shown so far."""
     run.seconds = time.monotonic() - run.begun
     run.output = (run.folder / "output").read_text(encoding="utf-8", errors="replace")
-    processes = read_events(run.folder)
-    run.events_by_rank = {rank: of_rank for rank, (_, of_rank) in processes.items()}
-    taken = run.by_rank(events.Step)
-    run.events_by_rank = without_side_training(run.events_by_rank)
-    kept = run.by_rank(events.Step)
-    run.own_steps = all(len(kept[rank]) < len(steps) for rank, steps in taken.items())
-
-
-def read_events(folder):
-    """Return the process ID and the events of each rank: {rank: (pid, events)}."""
-    processes = []
-    for path in folder.glob("*.jsonl"):
-        whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")  # a line may be incomplete
-        lines = [events.read(line) for line in whole.splitlines()]
-        join = next((event for event in lines if isinstance(event, events.Join)), None)
-        rank = getattr(join or next(iter(lines), None), "rank", None)
-        if rank is not None:
-            processes.append((int(rank), not join, lines[0].time, int(path.stem), lines))
-    by_rank = {}
-    # Those that a rank starts inherit RANK. Its own is the one that joined, or else the earliest.
-    for rank, _, _, pid, lines in sorted(processes, key=lambda process: process[:3]):
-        by_rank.setdefault(rank, (pid, lines))
-    return by_rank
+    processes = read_events(run.folder).items()
+    run.events_by_rank = {rank: common_training(of_rank) for rank, (_, of_rank) in processes}
 
 
 def stacks_and_idle_ranks(folder):
@@ -372,8 +279,9 @@ def stacks_and_idle_ranks(folder):
     before = {rank: cpu_time(pid) for rank, pid in pids.items()}
     for pid in pids.values():
         os.truncate(folder / f"{pid}.stack", 0)  # it may have been asked before
-        with contextlib.suppress(ProcessLookupError):  # it may have ended
-            os.kill(pid, STACKS)
+        with contextlib.suppress(psutil.Error):  # it may have ended
+            if process := observed_process(pid, folder):
+                process.send_signal(STACKS)
     time.sleep(1)
     idle = {rank for rank, pid in pids.items() if cpu_time(pid) - before[rank] < 0.05}
     texts = {rank: (folder / f"{pid}.stack").read_text() for rank, pid in pids.items()}

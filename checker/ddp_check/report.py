@@ -1,10 +1,7 @@
 """The report: what a run and its drills have shown, for people and for programs."""
 
-import os
-import re
 import textwrap
 from collections import Counter
-from pathlib import Path
 
 from ddp_check import events
 from ddp_check.drills import DRILLS, conclude
@@ -13,7 +10,13 @@ from ddp_check.rules import RULES, base
 
 SUMMARIES = ("nothing wrong", "wrong", "no verdict")  # by exit code
 WIDTH, INDENT = 80, 9  # columns of the report, and of what precedes the text in its lines
-COLOURS = {"FAIL": 31, "ERROR": 35, "WARN": 33, "unsure": 36, "pass": 32}
+CENTRAL = {  # rules that a reader of "nothing wrong" relies on: what they look at
+    "weights_agree": "all ranks have the same weights",
+    "gradients_are_averaged": "each step takes the mean gradient",
+    "ranks_share_data": "the ranks share out the data",
+    "order_changes": "the order changes from epoch to epoch",
+    "each_sample_is_evaluated_once": "each sample is evaluated once",
+}
 
 
 def exit_code(plan, verdicts):
@@ -30,13 +33,24 @@ def summary(plan, verdicts):
     code, run = exit_code(plan, verdicts), plan.undisturbed
     if broken := [verdict.rule for verdict in verdicts if verdict.status == base.BROKEN]:
         return f"{SUMMARIES[code]}, and the checker itself failed in {', '.join(broken)}"
+    if code == 0 and unseen_of_the_central(verdicts):
+        return "nothing wrong in what was seen"
     return "no training was seen" if code == 2 and run.returncode == 0 else SUMMARIES[code]
+
+
+def unseen_of_the_central(verdicts):
+    """Return which of the central rules had nothing to look at, and why, in words."""
+    return [
+        f"{CENTRAL[each.rule]} ({each.text})"
+        for each in verdicts
+        if each.rule in CENTRAL and each.status == base.UNSEEN
+    ]
 
 
 def message(verdict):
     """Return what a verdict says, in one line."""
     kind = f"{verdict.status}: " if verdict.status in (base.FRAGILE, base.SLOW) else ""
-    has_line = verdict.where and verdict.status != base.NOT_APPLICABLE
+    has_line = verdict.where and (verdict.status in base.LEVELS or verdict.status == base.UNSEEN)
     line = f" ({short(verdict.where)})" if has_line else ""
     return f"{kind}{verdict.title}: {verdict.text}{line}"
 
@@ -58,12 +72,6 @@ def wrapped(text, label=""):
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def coloured(report):
-    """Return a report with the labels of its lines in colour, for a terminal."""
-    label = rf"^({'|'.join(COLOURS)})(?= )"
-    return re.sub(label, lambda m: f"\033[{COLOURS[m[1]]}m{m[1]}\033[0m", report, flags=re.M)
 
 
 def lines_of(verdict):
@@ -101,7 +109,7 @@ def text_of(plan, verdicts, drills=(), everything=False):
     folded = [] if everything else [each for each in verdicts if each.status in base.FOLDED]
     lines = [
         wrapped(f"{plan.script}: {summary(plan, verdicts)}: {numbers}"),
-        wrapped(reason_of(plan, verdicts)),
+        *map(wrapped, reasons(plan, verdicts)),
         wrapped(f"ran: {plan.nproc} processes under {plan.launcher}, {where}, {run.seconds:.0f} s"),
         "",
         *(lines_of(verdict) for verdict in verdicts if verdict not in folded),
@@ -115,17 +123,20 @@ def text_of(plan, verdicts, drills=(), everything=False):
     return "\n".join([*lines, "", *map(wrapped, conclusions + changes(plan))]).rstrip("\n")
 
 
-def reason_of(plan, verdicts):
-    """Return the first of the ranked verdicts, or what else is the reason for the summary."""
-    if verdicts[0].status in base.LEVELS:
-        return f"first: {message(verdicts[0])}"
-    if exit_code(plan, verdicts) == 2:
-        if plan.undisturbed.all(events.SkippedStep):
-            return "the GradScaler skipped each step, as no gradient was finite"
-        text = "no optimizer of torch.optim took a step, so it says little that rules pass: "
-        return f"{text}does the script change its weights by hand?"
-    passing = sum(verdict.status == base.PASS for verdict in verdicts)
-    return f"all {passing} rules that saw something pass"
+def reasons(plan, verdicts):
+    """Return the lines about what was not seen, or why there is no verdict."""
+    code, has_faults = exit_code(plan, verdicts), verdicts[0].status in base.LEVELS
+    if code == 2 and not has_faults:
+        return [why_no_verdict(plan.undisturbed)]
+    if code == 0 and (not_seen := unseen_of_the_central(verdicts)):
+        return [f"not seen: {'; '.join(not_seen)}"]
+    return []
+
+
+def why_no_verdict(run):
+    """Return why a run without a fault says little."""
+    text = "no optimizer of torch.optim took a step, so it says little that rules pass: "
+    return f"{text}does the script change its weights by hand?"
 
 
 def changes(plan):
@@ -135,64 +146,9 @@ def changes(plan):
         texts.append(f"Without a GPU, the script ended with: {plan.lacking}")
     if plan.with_checkpoints:
         texts.append("The checkpoints beside the script are used: without them, it fails.")
-    if calls := translated(plan):
-        texts.append(f"Translated for the CPU: {', '.join(calls)}")
     for event in run.all(events.Trouble):
         texts.append(f"A fault of the checker, which the script has not noticed: {event.error}")
     return list(dict.fromkeys(texts))
-
-
-def translated(plan):
-    """Return the calls that were translated for the CPU, each with its line."""
-    calls = plan.undisturbed.all(events.Translated)
-    return list(dict.fromkeys(f"{call.call} ({short(call.where)})" for call in calls))
-
-
-def as_data(plan, verdicts):
-    """Return the report as it is written in JSON."""
-    results = []
-    for verdict in ranked(verdicts):
-        path, _, number = verdict.where.rpartition(":")
-        results.append(
-            {
-                "rule": verdict.rule,
-                "title": verdict.title,
-                "verdict": verdict.status,
-                "level": base.LEVELS.get(verdict.status, ""),
-                "text": verdict.text,
-                "file": path,
-                "line": int(number) if number.isdigit() else None,
-                "page": page_of(verdict),
-                "details": list(verdict.details),
-            }
-        )
-    return {
-        "script": str(plan.script),
-        "verdict": summary(plan, verdicts),
-        "exit_code": exit_code(plan, verdicts),
-        "processes": plan.nproc,
-        "launcher": plan.launcher,
-        "seconds": round(plan.undisturbed.seconds, 1),
-        "translated": translated(plan),
-        "results": results,
-    }
-
-
-def annotations(plan, verdicts):
-    """Return GitHub's commands that show the verdicts beside the lines of the script."""
-    lines, top = [], os.environ.get("GITHUB_WORKSPACE") or Path.cwd()  # of the paths
-    for result in as_data(plan, verdicts)["results"]:
-        file = os.path.relpath(result["file"] or plan.path, top)
-        position = f"file={escaped(file, ',:')},line={result['line'] or 1}"
-        position += f",title={escaped(result['title'], ',:')}"
-        if result["level"]:
-            lines.append(f"::{result['level']} {position}::{escaped(result['text'])}")
-    return "\n".join(lines)
-
-
-def escaped(text, more=""):
-    """Return a text as GitHub's commands need it."""
-    return text.translate({ord(sign): f"%{ord(sign):02X}" for sign in f"%\r\n{more}"})
 
 
 def list_of_rules():

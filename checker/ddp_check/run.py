@@ -2,104 +2,31 @@
 
 import os
 import re
-import signal
-import textwrap
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, dropwhile, pairwise, takewhile
 from pathlib import Path
 
 from ddp_check import events
+from ddp_check.ending import Ending
 from ddp_check.passes import passes_in
-from ddp_check.protocol import FRAME, own_frame
-from ddp_check.ranks import differing_ranks, of_lowest_rank
+from ddp_check.ranks import of_lowest_rank
 
-LACKS_GPUS = r"(?i)cuda|nccl|nvidia|\bgpu|accelerator"  # in an error message
-# In an error that may only follow from what another rank did:
-OF_OTHERS = r"(?i)gloo|nccl|connection|timed ?out|reduction|unpickl|\brank|\bpeer|\bstore"
 FEW = 8  # numbers that ranks exchange: losses and counts, not parts of a model
-SENDS = r"\b(i?send|send_object_list|batch_isend_irecv)\("
-PREFIX = r"(?:\[rank\d+\]: ?)?"  # that PyTorch puts before each line of a traceback
-CHAINED = r"\s+(?:\[rank\d+\]:\s*)*(?:During handling of|The above exception was)"
-# The last line of a traceback, or what an argument parser says; but see `ends_rank`:
-ERROR = rf"^{PREFIX}([\w.]+(?:: .+)?|[\w.-]+: error: .+)$(?!{CHAINED})"
-REPORT = r"^[EW]\d{4} .*torch/distributed"  # torchrun's, of a failure, and of which rank:
-FIRST_FAILURE = r"Root Cause.*\n(?:.*\n)*?\s+rank\s+: (\d+).*\n\s+exitcode\s+: (-?\d+)"
 
 
-def ends_rank(error):
-    """Return whether a match of ERROR may have ended a rank.
+def common_training(events_of_rank):
+    """Return the events of a rank without the steps before it wraps a model.
 
-    It ends a traceback, or an argument parser wrote it. Any other was printed, such as
-    "Error: 0.52", or the reason why a library is not used.
+    These are no part of the common training: each rank may try something out, or rank 0 may train
+    a teacher. If no step follows, all of them stay.
     """
-    if ": error: " in error[1]:
-        return True
-    frames, lines = [], lines_before(error)
-    for line in lines:
-        # Neither a frame nor a line of the box that "rich" draws, but "Traceback (most recent …".
-        if not re.match(r"\s|╰", line):
-            break
-        frames.append(line)
-    above = next(lines, "")  # that line
-    if above.startswith("Exception ignored in"):  # it ends nobody
-        return False
-    if re.match(r"[\w.]*(Error|Exception)\b", error[1]):
-        return bool(frames)  # or a box of "rich"
-    return any(map(FRAME.match, frames))  # other names, such as StopIteration, need a frame
-
-
-def lines_before(error):
-    """Yield the lines of the same rank before an error, the latest first."""
-    prefix, end = prefix_of(error), error.start()
-    while end:
-        begin = error.string.rfind("\n", 0, end - 1) + 1
-        line = error.string[begin : end - 1]
-        if line.startswith(prefix):
-            yield line.removeprefix(prefix)
-        end = begin
-
-
-def prefix_of(error):
-    """Return what PyTorch puts before each line of an error that nothing catches, or ""."""
-    return re.match(PREFIX, error[0])[0]
-
-
-def is_unwrapped(event):
-    """Return whether an event is a step in an unwrapped model; a sharded one needs no wrapper."""
-    if not isinstance(event, events.Step) or event.mesh_dimensions:
-        return False
-    return all(name.startswith(events.PARAMETER) for name in event.gradients)
-
-
-def without_side_training(events_by_rank):
-    """Return the events without the steps that are no part of the common training.
-
-    Those are steps in an unwrapped model: before anything is wrapped, as in trials of
-    hyperparameters, or by an optimizer that not every rank has, as for a teacher that rank 0
-    trains. If no step is taken in a wrapped model, all count.
-    """
-    steps_by_rank = [
-        [event for event in events_of_rank if isinstance(event, events.Step)]
-        for events_of_rank in events_by_rank.values()
-    ]
-    if all(map(is_unwrapped, chain(*steps_by_rank))):
-        return events_by_rank
-    # An optimizer is known by the names of its parameters. Those that every rank has:
-    optimizers = [{tuple(step.gradients) for step in steps} for steps in steps_by_rank]
-    common = set.intersection(*optimizers)
-    kept = {rank: [] for rank in events_by_rank}
-    for rank, events_of_rank in events_by_rank.items():
-        left_out, wraps = 0, False
-        for event in events_of_rank:
-            wraps = wraps or isinstance(event, events.Wrap)
-            if is_unwrapped(event) and not (wraps and tuple(event.gradients) in common):
-                left_out += 1
-            elif left_out and hasattr(event, "steps"):  # it says how many came before it
-                kept[rank].append(replace(event, steps=event.steps - left_out))
-            else:
-                kept[rank].append(event)
-    return kept
+    wraps = [at for at, event in enumerate(events_of_rank) if isinstance(event, events.Wrap)]
+    steps = [at for at, event in enumerate(events_of_rank) if isinstance(event, events.Step)]
+    if not (wraps and steps and steps[-1] > wraps[0]):
+        return events_of_rank
+    before = {at for at in steps if at < wraps[0]}
+    return [event for at, event in enumerate(events_of_rank) if at not in before]
 
 
 @dataclass
@@ -126,10 +53,14 @@ class Run:
     begun: float = 0  # when it was started
     idle_ranks: set = field(default_factory=set)  # those that used no CPU time when it was killed
     output: str = ""
-    own_steps: bool = False  # each rank has taken steps in a model of its own, which are left out
     # rank -> the events of its process, in order:
     events_by_rank: dict = field(default_factory=dict)
     stacks: dict = field(default_factory=dict)  # rank -> its frames when it hung, innermost first
+
+    @cached_property
+    def end(self):
+        """How it ended, as far as its output says."""
+        return Ending(self.output, self.cwd, self.returncode)
 
     @property
     def world_size(self):
@@ -181,9 +112,16 @@ class Run:
         return self.of_lowest_rank(events.Step)
 
     @property
-    def draws_numbers(self):
-        """Whether random numbers are drawn between steps, as for dropout."""
-        return any(step.random for step in self.all(events.Step))
+    def sources_drawn(self):
+        """The sources of random numbers that are drawn between steps, not only for each pass."""
+        passes = len(of_lowest_rank(self.passes_by_rank))
+        pairs = [*pairwise(self.steps)]
+        sources = self.steps[0].rng if pairs else ()
+        return [
+            source
+            for source in sources
+            if sum(old.rng.get(source) != new.rng.get(source) for old, new in pairs) > passes
+        ]
 
     @property
     def joins(self):
@@ -240,59 +178,14 @@ class Run:
         return None
 
     @cached_property
-    def averages_weights(self):
-        """Whether the ranks take steps of their own, and average their weights now and then.
-
-        A hook for local SGD says so, or it is inferred. With an average after every 4th step, say,
-        gradients differ in step 1, and weights, as they are before a step, in step 2, but not in 5.
-        Broadcasting rank 0's looks the same, so parts of the model have to be added up or gathered,
-        too.
-        """
+    def goes_another_way(self):
+        """Whether the ranks exchange something else than DDP's gradients, or only one trains."""
         if any("localsgd" in event.name.lower() for event in self.all(events.CommHook)):
             return True
-        calls = [call for call in self.all(events.Collective) if call.elements > FEW]
-        shares_weights = any(call.sums or "all_gather" in call.name for call in calls)
-        if self.all(events.Wrap) or not shares_weights or not self.first_difference("gradients"):
-            return False
-        first = self.first_difference("weights")
-        if not first:  # perhaps they average after each step: then they never differ before one
-            return bool(self.final_weights) and differing_ranks(self.final_weights) is None
-        # Is there a set of weights that every rank has later on, each perhaps in another step?
-        later = [
-            {tuple(step.weights.values()) for step in steps[first.number :] if step.weights}
-            for steps in self.by_rank(events.Step).values()
-        ]
-        return bool(set.intersection(*later))
-
-    @property
-    def only_trainer(self):
-        """The only rank that takes steps, if others take none and no model is wrapped, or None."""
-        training = [rank for rank, steps in self.by_rank(events.Step).items() if steps]
-        is_alone = len(training) == 1 < self.world_size and self.returncode == 0
-        return training[0] if is_alone and not self.all(events.Wrap) else None
-
-    @cached_property
-    def trains_own_parameters(self):
-        """Whether each rank seems to train parameters of its own on purpose.
-
-        Gradients differ from the first step on, and the ranks exchange more than losses and counts.
-        - A table of embeddings, of which each rank has some rows, beside a model in DDP: the first
-          gradient that differs is an unwrapped parameter's, and there is an exchange in each step.
-        - An ensemble, or a pipeline, with no model wrapped over all ranks: weights differ as early,
-          each rank has all the data, and there is some exchange, perhaps by dist.send().
-        """
-        calls = self.of_lowest_rank(events.Collective)
-        exchanges = [call for call in calls if call.elements > FEW or "gather_object" in call.name]
-        weights, gradients = map(self.first_difference, ("weights", "gradients"))
-        if self.averages_weights or not gradients or gradients.number > 1:
-            return False
-        if any(wrap.ranks == self.world_size for wrap in self.all(events.Wrap)):
-            unwrapped = str(gradients.name).startswith(events.PARAMETER)
-            return unwrapped and len(exchanges) >= len(self.step_rows)
-        if not weights or weights.number > 1:
-            return False
-        divided = any(data_pass.distributed for data_pass in self.all(events.PassBegun))
-        return not divided and bool(exchanges or re.search(SENDS, self.source))
+        calls = [call for call in self.all(events.Collective) if not call.in_model]
+        training = [steps for steps in self.by_rank(events.Step).values() if steps]
+        exchanges = any(call.elements > FEW and "reduce" in call.name for call in calls)
+        return not self.all(events.Wrap) and (exchanges or len(training) == 1)
 
     @property
     def final_weights(self):
@@ -321,13 +214,6 @@ class Run:
         for_network = any(re.search(outside, path) for path, _, _ in frames)
         return bool(self.joins or joining) and not for_network
 
-    @property
-    def for_nccl(self):
-        """Whether the script uses only NCCL, so faults of gloo do not affect it."""
-        # A translated call tells it, or else the text, in which "cpu:gloo,cuda:nccl" uses both.
-        calls = {event.call for event in self.all(events.Translated)}
-        return '"nccl"' in calls or ("nccl" in self.source and "cpu:gloo" not in self.source)
-
     @cached_property
     def files(self):
         """The texts of the script's files that have run: {path: text}, the script itself first."""
@@ -342,95 +228,3 @@ class Run:
     def source(self):
         """The texts of all these files."""
         return "\n".join(self.files.values())
-
-    @property
-    def printed(self):
-        """The output without the launcher's report of a failure."""
-        return re.split(REPORT, self.output, maxsplit=1, flags=re.M)[0]
-
-    @cached_property
-    def raised(self):
-        """The matches of the errors that may have ended ranks.
-
-        ERROR leaves out those that others follow, `ends_rank` those that were only printed. Those
-        that PyTorch has marked with their rank are preferred, as nothing has caught them.
-        """
-        errors = list(filter(ends_rank, re.finditer(ERROR, self.printed, re.M)))
-        return list(filter(prefix_of, errors)) or errors
-
-    @property
-    def error(self):
-        """The match of the error that ended the first rank.
-
-        One that is not about another rank is preferred. Of several errors of its rank, it is the
-        last: the script has caught and printed the earlier ones.
-        """
-        own = [error for error in self.raised if not re.search(OF_OTHERS, error[1])]
-        errors = own or self.raised
-        of_rank = [error for error in errors if prefix_of(error) == prefix_of(errors[0])]
-        return of_rank[-1] if of_rank else None
-
-    @property
-    def traceback(self):
-        """The lines of the error's traceback, without those of other ranks."""
-        first = self.error
-        if not first:
-            return []
-        text = first.string[: first.end()].replace(f"{self.cwd}{os.sep}", "")
-        prefix = prefix_of(first)
-        lines = [line.removeprefix(prefix) for line in text.splitlines() if line.startswith(prefix)]
-        starts = [at for at, line in enumerate(lines) if line.startswith("Traceback")]
-        if not starts:  # a SyntaxError has only a frame
-            starts = [at for at, line in enumerate(lines) if FRAME.match(line)]
-        return lines[starts[-1] :] if starts else []
-
-    @property
-    def error_where(self):
-        """The innermost line of the script in the error's traceback, as "path:line"."""
-        return next(filter(None, map(own_frame, reversed(self.traceback))), "")
-
-    @property
-    def fails_in_an_import(self):
-        """Whether the error is that of a library while the script imports it."""
-        # Here, the script's innermost statement is `import timm`; the error comes from below it:
-        #   File "train.py", line 7, in <module>
-        #     import timm
-        #   File "/usr/lib/python3/site-packages/timm/__init__.py", line 1, in <module>
-        frames = [at for at, line in enumerate(self.traceback) if FRAME.match(line)]
-        own = [at for at in frames if own_frame(self.traceback[at])]
-        statement = self.traceback[own[-1] + 1] if own and own[-1] != frames[-1] else ""
-        return bool(re.match(r"\s*(import|from)\s", statement))
-
-    @property
-    def ending(self):
-        """How a script that failed has ended, in words; not for one killed after the timeout."""
-        if first := self.error:
-            text = first[1]
-            next_line = re.match(rf"\s*{PREFIX}\s*(\S.*)", first.string[first.end() :])
-            if next_line and text.endswith((":", " ")):  # the message goes on there
-                text = f"{text.rstrip()} {next_line[1]}"
-            usage = re.findall(r"^usage: .+", self.printed, re.M)
-            return textwrap.shorten("; ".join([text, *usage[:1]]), 500, placeholder=" …")
-        rank, code = self.first_failure
-        who = f"rank {rank}" if rank is not None else "it"
-        if code < 0:
-            names = {number.value: number.name for number in signal.Signals}
-            return f"{who} is killed by {names.get(-code, f'signal {-code}')}"
-        last = self.printed.strip().rpartition("\n")[2] or "nothing is printed"
-        return f"{who} exits with code {code}: {last}"
-
-    @property
-    def first_failure(self):
-        """The rank that failed first, or None if the launcher does not say, and its returncode."""
-        match = re.search(FIRST_FAILURE, self.output)
-        return (int(match[1]), int(match[2])) if match else (None, self.returncode)
-
-    @property
-    def lacks_gpus(self):
-        """Whether the script failed because there are none."""
-        if not self.returncode:  # it has not failed
-            return False
-        # Without a message, only what is asserted says it. A traceback ends with the frame,
-        # "assert torch.cuda.is_available()", and "AssertionError".
-        end = self.traceback[-3:] if self.ending == "AssertionError" else []
-        return bool(re.search(LACKS_GPUS, "\n".join([self.ending, *end])))

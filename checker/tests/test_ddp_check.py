@@ -14,12 +14,10 @@ from support.results import same_bits
 from support.scripts import LONG, write
 
 pytestmark = pytest.mark.usefixtures("own_folder")
-UNSHOWN = {"clipping_comes_last", "safe_loads", "random_numbers_differ", "own_gpu"}
-UNSHOWN |= {"unused_search_is_needed", "gradients_pass_collectives", "loaded_names_fit"}
-UNSHOWN |= {"schedule_is_finished"}
-# Where rank 0 evaluates; and 02 and 03 have no gloo on GPUs.
-OF_ONE_RANK = {"each_sample_is_evaluated_once", "evaluated_models_agree", "no_thread_left"}
-OF_ONE_RANK |= {"result_is_of_all", "gathered_parts_are_apart"}
+UNSHOWN = {"clipping_comes_last", "random_numbers_differ"}
+UNSHOWN |= {"gradients_pass_collectives", "loaded_names_fit"}
+# Where rank 0 evaluates.
+OF_ONE_RANK = {"each_sample_is_evaluated_once", "result_is_of_all"}
 HANDLES = before(
     "    torch.manual_seed(rank)\n",
     "    import signal\n    signal.signal(signal.SIGTERM, lambda *_: None)\n",
@@ -71,7 +69,7 @@ def test_whatever_is_missing_each_rule_has_a_verdict(tmp_path, fork_ranks):
 
 # ---------------------------------------------------------------- drills
 
-DRILLS = ["05 kill", "05 sigterm", "05 own-folders", "05 world-size"]
+DRILLS = ["05 kill", "05 sigterm", "05 world-size"]
 OTHERS = ["04 kill", "04 sigterm", "04 world-size"]
 OTHERS += ["03 kill", "03 world-size", "02 kill"]  # these do not handle SIGTERM
 

@@ -38,7 +38,7 @@ def test_a_sitecustomize_of_the_machine_runs_too(tmp_path):
 
 
 def test_events_are_read_as_they_were_written():
-    written = events.Save(where="a.py:3", path=None, keys=["module.a"], shard="", steps=3)
+    written = events.Save(where="a.py:3", path=None, keys=["module.a"], wrapper=False, steps=3)
     assert events.read(str(written)) == written
     assert json.loads(str(written))["kind"] == "Save"
 
@@ -229,7 +229,7 @@ def test_nothing_that_a_script_holds_can_break_it(tmp_path, fork_ranks):
     run, verdicts = judged(write(tmp_path / "train.py", BASE, SURROUNDED))
     assert run.returncode == 0, run.output
     assert run.all(events.Trouble) == []
-    assert (len(run.all(events.Leave)), run.all(events.Scheduled)) == (run.nproc, [])
+    assert run.all(events.Scheduled) == []
     assert told(verdicts) == {}
     assert passed(verdicts) >= {"ranks_share_data", "order_changes", "gradients_are_averaged"}
 

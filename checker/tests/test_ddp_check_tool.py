@@ -1,6 +1,5 @@
 """The checker as a tool: its options, what its report says, and that it leaves nothing behind."""
 
-import json
 import os
 import re
 import shutil
@@ -19,17 +18,12 @@ from ddp_check.__main__ import parse_args
 from ddp_check.drills import perform
 from ddp_check.plan import launcher_of, planned
 from ddp_check.report import (
-    annotations,
-    as_data,
     changes,
-    coloured,
     exit_code,
-    lines_of,
-    reason_of,
     text_of,
 )
 from ddp_check.rules import RULES, judge
-from ddp_check.rules.base import UNSURE, WRONG, Verdict
+from ddp_check.rules.base import UNSURE, WRONG
 from ddp_check.run import Run
 from support.jobs import Job, finished, run
 from support.scripts import ON_PATH, ROOT, write
@@ -109,11 +103,11 @@ def test_a_script_for_two_launchers(script, fork_ranks):
             "torchrun",
         )
     with planned(script(lines), launcher="python") as plan:
-        assert plan.undisturbed.ending == "KeyError: 'RANK'"
+        assert plan.undisturbed.end.text == "KeyError: 'RANK'"
 
 
 def test_files_of_the_user_stay_as_they_are(tmp_path, script, fork_ranks, monkeypatch):
-    monkeypatch.setattr("ddp_check.plan.MAX_ENTRIES", 3)  # folders of more are linked
+    monkeypatch.setattr("ddp_check.mirror.MAX_ENTRIES", 3)  # folders of more are linked
     (tmp_path / "unreadable").symlink_to("/proc/self/mem")
     for name in ("a/b/c/d/e/f", "data", "many/1/2", "many/3/5", "many/4", "many/5"):
         (tmp_path / name).mkdir(parents=True)
@@ -225,9 +219,6 @@ try:
 except ImportError:
     traceback.print_exc()
 raise Exception("bad")""": (WRONG, "^Exception: bad$", "train.py:7"),
-    "import torch\ntorch.device('cuda:None')  # --local_rank is not given": (
-        *(WRONG, "'cuda:None'; torchrun passes no --local_rank: read int", "train.py:2"),
-    ),
     "next(iter([]))": (WRONG, "^StopIteration$", "train.py:1"),
     "def f(:\n    pass": (WRONG, "SyntaxError: invalid syntax$", "train.py:1"),
     "import argparse\np = argparse.ArgumentParser()\np.add_argument('data')\np.parse_args()": (
@@ -242,9 +233,6 @@ raise Exception("bad")""": (WRONG, "^Exception: bad$", "train.py:7"),
     "raise OSError('cannot reach https://huggingface.co')": (
         *(UNSURE, f"OSError.+ {NETWORK}", "train.py:1"),
     ),
-    "import sys\nsys.path.append('HERE/site-packages')\nimport library": (
-        *(UNSURE, "no operator; run the checker in the environment", "train.py:3"),
-    ),
 }
 LAUNCHED = [("python", text) for text in ENDINGS]
 BY_TORCHRUN = pytest.param("torchrun", CRASH, marks=pytest.mark.slow)
@@ -256,8 +244,7 @@ def test_what_ended_the_script(tmp_path, script, request, launcher, text):
     if launcher == "python":
         request.getfixturevalue("fork_ranks")
     (tmp_path / "data.pt").touch()
-    script("raise RuntimeError('no operator')", "site-packages/library.py")
-    _, verdicts = judged(script(text.replace("HERE", str(tmp_path))), launcher=launcher)
+    _, verdicts = judged(script(text), launcher=launcher)
     status, says, where = ENDINGS[text]
     end = verdicts["script_ends"]
     assert (end.status, end.where) == (status, where)
@@ -275,40 +262,13 @@ def test_the_verdict_comes_first(script, fork_ranks):
         lines = text_of(plan, verdicts).splitlines()
         more = text_of(plan, verdicts, everything=True).splitlines()
     assert lines[0].startswith("train.py: wrong: 1 wrong, ")
-    assert lines[1] == "first: the script ends: ValueError: no data (train.py:3)"
-    assert re.fullmatch(r"ran: 2 processes under python, on the CPU, \d+ s", lines[2])
-    assert lines[4] == "FAIL     the script ends: ValueError: no data (train.py:3)"
+    assert re.fullmatch(r"ran: 2 processes under python, on the CPU, \d+ s", lines[1])
+    assert lines[3] == "FAIL     the script ends: ValueError: no data (train.py:3)"
     assert {'         |   File "train.py", line 6, in <module>'} < {*lines[5:-1]}
     assert lines[-2:-1] == ["         | ValueError: no data"]
     assert lines[-1] == f"not seen {len(RULES) - 1} rules had nothing to look at; --all says why"
     assert len([line for line in more if line.startswith(("not seen ", "n/a "))]) == len(RULES) - 1
     assert max(map(len, more)) <= 80
-
-
-def test_labels_have_colours_on_a_terminal_alone():
-    report = lines_of(Verdict(WRONG, "no FAIL", title="the script ends"))
-    assert report == "FAIL     the script ends: no FAIL"
-    assert coloured(report) == "\033[31mFAIL\033[0m     the script ends: no FAIL"
-
-
-def test_a_report_for_programs(tmp_path, monkeypatch):
-    """JSON has every verdict with its file and line; GitHub shows what is not right."""
-    plan = plan_of("05", tmp_path)
-    verdicts = judge(plan.undisturbed)
-    report = json.loads(json.dumps(as_data(plan, verdicts)))
-    assert (report["verdict"], report["exit_code"]) == ("nothing wrong", 0)
-    results = {result["rule"]: result for result in report["results"]}
-    assert {*results} == {*named(verdicts)}
-    averaged = results["gradients_are_averaged"]
-    lines = Path(averaged["file"]).read_text(encoding="utf-8").splitlines()
-    assert "optimizer.step()" in lines[averaged["line"] - 1]
-    assert (averaged["verdict"], averaged["page"]) == ("pass", "")
-    assert annotations(plan, verdicts) == ""
-    bad = Verdict(WRONG, "100 %:\nall", "package/train.py:31", title="a, b")
-    monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path.parent))
-    assert annotations(plan, [bad]) == (
-        f"::error file={tmp_path.name}/package/train.py,line=31,title=a%2C b::100 %25:%0Aall"
-    )
 
 
 # ---------------------------------------------------------------- the command
@@ -333,6 +293,10 @@ COMMANDS = {  # a line of the shell: its exit code, and what it prints
     f"{CHECK} --all train.py | head -n 1": (0, "train.py: wrong: "),
     f"touch empty.py; {CHECK} empty.py": (2, "empty.py: no training was seen: "),
     f"echo '{JOINS}' > joins.py; {CHECK} joins.py": (2, "joins.py: no training was seen: "),
+    f"touch empty.py; {CHECK} --env RANK= empty.py": (2, "empty.py: no training was seen: "),
+    """python -c "import sys, ddp_check.__main__ as command
+sys.argv[1:], command.check = ['train.py'], lambda args: 1 / 0
+command.main()" """: (2, "ddp-check itself failed, which says nothing about the script"),
     f"{CHECK} --rules": (0, "the script ends\n"),
     f"{CHECK} --version": (0, f"ddp-check {__version__}\n"),
     f"{CHECK} -m nowhere.train": (2, "ddp-check: error: there is no nowhere/train.py\n"),
@@ -374,12 +338,6 @@ def test_a_drill_of_a_script_that_did_not_end():
     plan = SimpleNamespace(undisturbed=Run(2, Path(), returncode=None))
     (verdict,) = perform("world-size", plan)
     assert verdict.text.startswith("the script fails without the drill: still busy after 0 s")
-
-
-def test_why_no_training_was_seen():
-    run = Run(2, Path(), returncode=0, events_by_rank={0: [events.SkippedStep()]})
-    reason = reason_of(SimpleNamespace(undisturbed=run), judge(run))
-    assert reason == "the GradScaler skipped each step, as no gradient was finite"
 
 
 # Has a child, as torchrun has, and leaves a temporary folder behind.
@@ -443,4 +401,4 @@ def test_installed_as_its_page_says(tmp_path, script):
 
     script(CRASH)
     result = ended(1, ["bash", "-c", f"{check} --nobody"], tmp_path, path)
-    assert result.stdout.splitlines()[-1].startswith("::error file=train.py,line=3,title=")
+    assert "FAIL     the script ends: ValueError: no data (train.py:3)" in result.stdout

@@ -1,7 +1,4 @@
-"""The drills: what is left of a run that is killed, stopped, split or resized.
-
-How to write one stands in rules/base.py.
-"""
+"""The drills: what is left of a run that is killed, stopped or resized."""
 
 from dataclasses import replace
 
@@ -11,11 +8,10 @@ from ddp_check.rules.base import BROKEN, FRAGILE, PASS, WRONG, Verdict, unseen
 DRILLS = {
     "kill": resume.kill,
     "sigterm": resume.sigterm,
-    "own-folders": resume.own_folders,
     "world-size": world_size.world_size,
 }
 CANNOT_DECIDE = {  # drill: what says, of the undisturbed run, why it would decide nothing
-    **dict.fromkeys(("kill", "sigterm", "own-folders"), resume.cannot_resume),
+    **dict.fromkeys(("kill", "sigterm"), resume.cannot_resume),
     "world-size": world_size.cannot_compare,
 }
 

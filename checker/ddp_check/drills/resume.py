@@ -2,22 +2,21 @@
 
 import contextlib
 import math
-import os
 import random
 import re
-import signal
 import time
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 
+import psutil
 import torch
 
 from ddp_check import events
-from ddp_check.keeper import signal_processes
+from ddp_check.keeper import observed_process, signal_processes
 from ddp_check.numbers import distance
-from ddp_check.plan import read_events
 from ddp_check.ranks import counted, of_lowest_rank
+from ddp_check.reading import Reader
 from ddp_check.rules import base, judge, launch
 from ddp_check.rules.base import not_applicable, passed, unseen, unsure, wrong
 
@@ -26,14 +25,15 @@ INCOMPLETE = "resume_without_optimizer"  # the page about what a resume has to r
 MIN_TRAINING_SECONDS = 4.0  # that the steps of an interrupted run take at least
 # What a rank does when it has gone on after a save:
 GOES_ON = (events.Step, events.Batch, events.PassBegun, events.Collective, events.Final)
-SAVES = (events.Save, events.ShardedSave)
-LOADS = (events.Load, events.ShardedLoad)
 
 
 def kill(plan):
     """a killed rank costs no saved step"""
-    killed = plan.run("interrupted", during=kill_a_rank(plan), pause=pause_of(plan))
-    yield from resumes(plan, killed, "no saved step is repeated", may_lose_steps=True)
+    killer = Killer(plan.undisturbed)
+    during = partial(act_when, killer.is_late_enough, killer.kill)
+    killed = plan.run("interrupted", during=during, pause=pause_of(plan))
+    promise = f"no saved step is repeated ({killer.killed or 'no rank was killed'})"
+    yield from resumes(plan, killed, promise, may_lose_steps=True)
 
 
 def sigterm(plan):
@@ -48,30 +48,19 @@ def sigterm(plan):
         yield "it resumes", not_applicable(f"nothing handles SIGTERM: {lost} steps are lost")
 
 
-def own_folders(plan):
-    """if only rank 0 finds the checkpoint, all ranks go on from it, or the run ends"""
-    title = "the ranks resume together"
-    if plan.launcher == "python":
-        yield title, not_applicable("it starts its ranks itself, all in one folder")
-        return
-    killed = plan.run("split", during=kill_a_rank(plan), pause=pause_of(plan))
-    if reason := not_interrupted(plan, killed):
-        yield title, unseen(reason)
-    else:
-        resumed = plan.run("split", arguments=plan.restart_arguments, others_in="elsewhere")
-        yield title, resumed_together(plan, resumed)
-
-
 def cannot_resume(run):
     """Return why the undisturbed run shows that no interruption can be resumed, or ""."""
     if run.returncode != 0:
         return "the script fails even when it is not interrupted"
-    saves = run.all(*SAVES)
+    saves = run.all(events.Save)
     if not saves:
-        return "no rank saves with torch.save or torch.distributed.checkpoint"
+        return "no rank saves with torch.save"
     if min(save.steps for save in saves) >= len(run.steps):
         return "the first save comes after the last step: save each epoch, or run more epochs"
     return ""
+
+
+# ---------------------------------------------------------------- when a run is interrupted
 
 
 def pause_of(plan):
@@ -81,30 +70,43 @@ def pause_of(plan):
 
 
 def act_when(is_ready, act, process, folder, end):
-    """Call `act` soon after the events of a rank satisfy `is_ready`, unless the run has ended.
+    """Call `act` once the events of a rank satisfy `is_ready`, unless the run has ended.
 
     It gets the folder of the events. The last three arguments are those of `during` of a run.
     """
+    reader = Reader(folder)
     while time.monotonic() < end and process.poll() is None:
-        if any(is_ready(events_of_rank) for _, events_of_rank in read_events(folder).values()):
-            time.sleep(random.uniform(0, 0.2))
+        if any(is_ready(events_of_rank) for _, events_of_rank in reader.processes().values()):
             return act(folder)
         time.sleep(0.05)
 
 
-def kill_a_rank(plan):
-    """Return what kills a rank at a random moment after a save: `during` of a run."""
-    moment = random.randrange(1 + len(plan.undisturbed.steps) // 2)
+class Killer:
+    """Kills a rank some time after a save: chance chooses the rank, the step and a wait.
 
-    def is_late_enough(events_of_rank):
-        return goes_on_after_a_save(events_of_rank) and count_steps(events_of_rank) >= moment
+    The chance is the same for all runs of as many steps, so that what a report says comes again.
+    """
 
-    def kill_any(folder):
-        pid, _ = random.choice([*read_events(folder).values()])
-        with contextlib.suppress(ProcessLookupError):  # it may have ended
-            os.kill(pid, signal.SIGKILL)
+    def __init__(self, run):
+        chance = random.Random(len(run.steps))
+        self.rank = chance.randrange(run.world_size)
+        self.step = chance.randrange(1 + len(run.steps) // 2)
+        self.wait = chance.uniform(0, 0.2)  # seconds: so it is killed anywhere in a step or a save
+        self.killed = ""  # which rank was killed, and when, in words
 
-    return partial(act_when, is_late_enough, kill_any)
+    def is_late_enough(self, events_of_rank):
+        """Return whether a rank has gone on after a save, and has taken enough steps."""
+        return goes_on_after_a_save(events_of_rank) and count_steps(events_of_rank) >= self.step
+
+    def kill(self, folder):
+        """Kill the rank, unless it has ended."""
+        time.sleep(self.wait)
+        pid, events_of_rank = Reader(folder).processes()[self.rank]
+        with contextlib.suppress(psutil.Error):  # it may have ended
+            if process := observed_process(pid, folder):
+                process.kill()
+                taken = counted(count_steps(events_of_rank), "step")
+                self.killed = f"rank {self.rank} was killed after {taken}"
 
 
 def count_steps(events_of_rank):
@@ -116,7 +118,7 @@ def complete_saves(events_of_rank):
     """Return how many steps came before each save that is complete: its rank has gone on since."""
     going_on = [at for at, event in enumerate(events_of_rank) if isinstance(event, GOES_ON)]
     before = events_of_rank[: going_on[-1]] if going_on else []
-    return [event.steps for event in before if isinstance(event, SAVES)]
+    return [event.steps for event in before if isinstance(event, events.Save)]
 
 
 def goes_on_after_a_save(events_of_rank):
@@ -129,23 +131,19 @@ def saved_steps(run):
     return max(chain(*map(complete_saves, run.events_by_rank.values())), default=None)
 
 
-def not_interrupted(plan, interrupted):
-    """Return why an interrupted run leaves nothing to resume, or ""."""
-    if saved_steps(interrupted) is None:
-        return "no rank had saved before the interruption"
-    if len(interrupted.steps) >= len(plan.undisturbed.steps):
-        return "all steps were taken before the interruption: run more epochs"
-    return ""
+# ---------------------------------------------------------------- what a resumed run shows
 
 
 def resumes(plan, interrupted, promise, may_lose_steps):
     """Resume a run that was interrupted; yield titles and verdicts."""
-    if reason := not_interrupted(plan, interrupted):
-        yield "it resumes", unseen(reason)
+    if saved_steps(interrupted) is None:
+        yield "it resumes", unseen("no rank had saved before the interruption")
+        return
+    if len(interrupted.steps) >= len(plan.undisturbed.steps):
+        yield "it resumes", unseen("all steps were taken before the interruption: run more epochs")
         return
     resumed = plan.run(interrupted.cwd.name, arguments=plan.restart_arguments)
-    loads = [*chain(*loads_of_resume(plan, resumed).values())]
-    where = loads[0].where if loads else ""
+    where = line_of_load(plan, resumed)
     verdict = begins_again(plan, interrupted, resumed, where)
     yield "it resumes", verdict
     if verdict.status != base.PASS:
@@ -157,38 +155,32 @@ def resumes(plan, interrupted, promise, may_lose_steps):
     yield "the final weights are the same", replace(same_weights(plan, resumed), follows=follows)
 
 
-def loads_of_resume(plan, resumed):
-    """Return {rank: its loads}, without those of data or a backbone, which need no restart."""
+def line_of_load(plan, resumed):
+    """Return the line in which a resumed run loads its checkpoint, or "".
+
+    What the undisturbed run loads before its first step is data or a backbone.
+    """
     begun = plan.undisturbed.steps[0].time
-    known = {load.where for load in plan.undisturbed.all(*LOADS) if load.time < begun}
-    return {
-        rank: [load for load in loads if load.where not in known]
-        for rank, loads in resumed.by_rank(*LOADS).items()
-    }
+    known = {load.where for load in plan.undisturbed.all(events.Load) if load.time < begun}
+    lines = [load.where for load in resumed.all(events.Load) if load.where not in known]
+    return lines[0] if lines else ""
 
 
 def begins_again(plan, interrupted, resumed, where):
-    """Return the verdict on where an interrupted run has begun again.
-
-    - It fails: wrong, unless that is no fault of the script.
-    - It takes all steps, and loads nothing: unsure, unless --restart-args are given.
-    - It takes all steps, although some were saved: wrong.
-    - It takes too few: wrong.
-    """
+    """Return the verdict on where an interrupted run has begun again."""
     before, after, total = map(len, (interrupted.steps, resumed.steps, plan.undisturbed.steps))
     if resumed.returncode != 0:
         end = launch.script_ends(resumed)
         if end.status != base.WRONG:
             return unseen(f"when started again: {end.text}")
         return wrong(f"when started again, it fails: {end.text}", end.where, "", end.details)
-    begins_anew = after == total
-    text = f"when started again, it begins at step 0 of {total}"
-    if begins_anew and not where and plan.restart_args is None:  # it has loaded nothing
+    if after == total:
+        text = f"when started again, it begins at step 0 of {total}"
+        if where or plan.restart_args is not None:  # it has loaded something, or was told to
+            return wrong(text, where)
         if not re.search(HAS_RESUME, resumed.source):
             return unsure(f"{text}: it has no resume")
         return unsure(f"{text}. If it needs more arguments to resume, add --restart-args '…'")
-    if begins_anew and saved_steps(interrupted):
-        return wrong(text, where)
     text = f"{before} steps, then {after}; uninterrupted, {total}"
     if before + after < total:
         return wrong(f"{total - before - after} steps are skipped: {text}", where)
@@ -209,15 +201,15 @@ def steps_kept(plan, interrupted, resumed, where, may_lose_steps):
 
 
 def new_faults(plan, resumed):
-    """Return what is wrong or fragile in a resumed run, and was no fault in the undisturbed one.
-
-    What was slow or unsure there is left out even if it is wrong now: the report tells it already.
-    """
+    """Return what is wrong or fragile in a resumed run, and was no fault in the undisturbed one."""
     return [
         now
         for before, now in zip(judge(plan.undisturbed), judge(resumed))
         if before.status not in base.LEVELS and now.status in (base.WRONG, base.FRAGILE)
     ]
+
+
+# ---------------------------------------------------------------- the final weights
 
 
 def same_weights(plan, resumed):
@@ -228,14 +220,12 @@ def same_weights(plan, resumed):
     names = names_that_differ(expected, weights)
     if not names:
         return passed("bit-for-bit identical to an uninterrupted run")
-    values = expected | weights
-    for number, name in names:
-        if not values[number, name].isfinite().all():
-            return wrong(f"{name} is not finite, so no run can be compared")
-    common = [
-        name for name in names if name in weights and expected[name].shape == weights[name].shape
+    pairs = [
+        (expected[name], weights[name])
+        for name in names
+        if name in weights and expected[name].shape == weights[name].shape
     ]
-    largest = max((distance(expected[name], weights[name]) for name in common), default=math.inf)
+    largest = max((distance(*pair) for pair in pairs), default=math.inf)
     text = f"{len(names)} of {len(expected)} tensors differ, first {names[0][1]}, by up to "
     return not_restored(plan, resumed, f"{text}{largest:.1e} of the largest value")
 
@@ -269,7 +259,7 @@ def not_restored(plan, resumed, text):
     not, it may be the batches.
     """
     undisturbed, after = plan.undisturbed.steps, resumed.steps
-    loads = resumed.of_lowest_rank(*LOADS, events.StateLoaded)
+    loads = resumed.of_lowest_rank(events.Load, events.StateLoaded)
     where = loads[-1].where if loads else ""
     for rank, steps in resumed.by_rank(events.Step).items():
         if steps and not steps[0].has_state and any(step.has_state for step in undisturbed):
@@ -281,9 +271,9 @@ def not_restored(plan, resumed, text):
         if changed := [pair for pair in zip(now.rates, old.rates) if pair[0] != pair[1]]:
             text += "; the learning rate is {:.3g} instead of {:.3g}".format(*changed[0])
             return wrong(f"{text}: is the scheduler restored?", where, INCOMPLETE)
-    if numbers := random_numbers(plan.undisturbed, pairs):
-        text += f"; the optimizer is restored, the random numbers {numbers} are not"
-        return unsure(text, where, "recipes/randomness")
+    if draws(plan.undisturbed) or any(old.rng != now.rng for old, now in pairs):
+        text += "; the optimizer is restored, and the random numbers are not, which dropout, "
+        return unsure(f"{text}augmentation or a shuffle take", where, "recipes/bitwise_resume")
     if names_that_differ(final_weights(plan.undisturbed), final_weights(plan.run("again"))):
         return unseen("two uninterrupted runs differ as well: seed the script")
     if any(old.inputs != now.inputs for old, now in pairs):
@@ -291,54 +281,8 @@ def not_restored(plan, resumed, text):
     return wrong(text, where)
 
 
-def random_numbers(run, pairs):
-    """Return in words which random numbers make a resumed run another one, or "".
-
-    The pairs are the same steps of the undisturbed run and of the resumed one. If these show no
-    difference in PyTorch's numbers, it names the other generators that make samples. If there are
-    none, it is PyTorch's again: the order of a loader does not show in steps.
-    """
-    sources = {event.source for event in run.all(events.Drawn)}
-    others = sorted(sources - {"torch"})
-    differ = any(old.random != now.random for old, now in pairs)
-    if others and not differ:
-        return f"that {' and '.join(others)} draws"
+def draws(run):
+    """Return whether a run draws random numbers while it trains."""
     loaders = [of_lowest_rank(epoch) for epoch in run.training_passes]
     shuffles = any(loader.shuffle and not loader.distributed for loader in loaders)
-    return "(dropout, batches)" if differ or sources or shuffles or run.draws_numbers else ""
-
-
-def resumed_together(plan, resumed):
-    """Return the verdict on a run that was resumed where only rank 0 finds the checkpoint."""
-    loads = loads_of_resume(plan, resumed)
-    if not loads.get(0):
-        return unseen("rank 0 loads nothing when it is started again")
-    if any(loads[rank] for rank in loads if rank):
-        return unseen("each rank finds the checkpoint: its path is the same from any folder")
-    if resumed.returncode is None and not resumed.hangs:
-        return unseen(launch.script_ends(resumed).text)
-    step_counts = {rank: len(steps) for rank, steps in resumed.by_rank(events.Step).items()}
-    if resumed.returncode and not any(step_counts.values()):
-        return passed(f"the run ends before its first step: {resumed.ending}")
-    if resumed.returncode == 0 and len(set(step_counts.values())) == 1:
-        # All may have gone on from the checkpoint: new faults and the weights tell.
-        faults = new_faults(plan, resumed)
-        first = faults[0] if faults else same_weights(plan, resumed)
-        if first.status == base.PASS:
-            return passed("what rank 0 has loaded reaches the others")
-        if first.status not in (base.WRONG, base.FRAGILE):
-            return unseen(first.text)
-        reason = first.text
-    else:
-        reason = others_begin_anew(resumed, step_counts)
-    text = f"only rank 0 finds the checkpoint, and nothing says so: {reason}"
-    return wrong(text, loads[0][0].where, "unseen_checkpoint")
-
-
-def others_begin_anew(resumed, step_counts):
-    """Return in words that the other ranks have begun at the first step, and how that ends."""
-    counts = [f"{count} steps on rank {rank}" for rank, count in step_counts.items()]
-    text = f"it resumes, and the others begin anew, with {' and '.join(counts[:2])}"
-    if resumed.returncode == 0:
-        return text
-    return f"{text}; then {'it hangs' if resumed.returncode is None else resumed.ending}"
+    return bool(shuffles or run.sources_drawn or run.all(events.Drawn))

@@ -1,7 +1,11 @@
-"""The drill that compares many processes with one that has as many times the batch."""
+"""The drill that compares many processes with one that has as many times the batch.
+
+The observer levels both runs (observer/level.py): what then differs is a fault of the script, and
+no rule has to know it.
+"""
 
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain, takewhile
 
 import torch
 
@@ -10,11 +14,12 @@ from ddp_check.drills.resume import act_when, count_steps
 from ddp_check.keeper import signal_processes
 from ddp_check.numbers import close, distance, ratio
 from ddp_check.protocol import STEPS
-from ddp_check.ranks import counted
-from ddp_check.rules import gradients, launch, verdict_of
-from ddp_check.rules.base import UNSURE, WRONG, passed, unseen, unsure, wrong
+from ddp_check.ranks import counted, short
+from ddp_check.rules import launch
+from ddp_check.rules.base import passed, unseen, unsure, wrong
+from ddp_check.rules.gradients import PAGE
 
-TOLERANCE = 1e-6  # of values that have to be equal
+TOLERANCE = 1e-5  # of a gradient in float64, relative to its largest value
 COUNT_TOLERANCE = 0.3  # of numbers of samples, as loaders fetch some ahead
 
 
@@ -31,12 +36,8 @@ def cannot_compare(run):
         return "there is one process only: run it with --nproc 2"
     if not run.all(events.Wrap):
         return "no model is wrapped in DistributedDataParallel"
-    if run.averages_weights:
+    if run.goes_another_way:
         return "the ranks average their weights: one process does something else"
-    if changed := [name for step in run.all(events.Step) for name in step.buffers_changed]:
-        return f"{changed[0]} changes in training: run the drill with SyncBatchNorm or GroupNorm"
-    if run.draws_numbers:
-        return "random numbers are drawn while it trains: run the drill without dropout and noise"
     return ""
 
 
@@ -45,24 +46,28 @@ def steps_agree(plan):
     kill_all = partial(signal_processes, method="kill")
     after_some_steps = partial(act_when, lambda seen: count_steps(seen) > STEPS, kill_all)
     many = plan.run("many", scale=1, during=after_some_steps)
-    if verdict := no_gradients_kept(many):
-        return verdict
+    if reason := no_gradients_kept(many):
+        return unseen(reason)
     one, remark = run_in_one_process(plan, many, after_some_steps)
-    if verdict := no_gradients_kept(one):
-        return verdict
-    if (one.world_size, many.world_size) != (1, plan.nproc):  # it starts its ranks itself
+    if reason := no_gradients_kept(one):
+        return unseen(reason)
+    if (one.world_size, many.world_size) != (1, plan.nproc):  # the script starts its ranks itself
         return unseen(f"{one.world_size} and {many.world_size} ranks, not 1 and {plan.nproc}")
-    if verdict := other_samples(many, one):
-        return verdict
-    if many.all(events.GradientLost):
-        return unseen("both runs lack the gradient of what is gathered")
-    rates_verdict = other_rates(many, one)
-    # Other rates change the weights, so only the gradients of the first step can be compared.
-    steps = 1 if rates_verdict else min(len(many.steps), len(one.steps), STEPS)
-    # Those of the first step are the cause if later ones differ, too.
-    verdict = other_gradients(many, one, 1) or other_gradients(many, one, steps) or rates_verdict
-    text = f"samples, learning rates and gradients of {counted(steps, 'step')}, in float64"
-    return verdict or passed(f"{text}, to within {TOLERANCE:.0e}{remark}")
+    if reason := chance_in(many) or chance_in(one) or samples_differ(many, one):
+        return unseen(reason)
+    rates = other_rates(many, one)
+    # After a step with other rates, the weights differ: only the first gradients can be compared.
+    count = 1 if rates else steps_with_same_samples(many, one)
+    for number in range(1, count + 1):
+        if verdict := other_gradients(many, one, number):
+            return verdict
+    if cuts_gradients(many):
+        return unseen("a collective returns no gradient to the loss, and both runs lack it")
+    text = f"samples, learning rates and gradients of {counted(count, 'step')}, in float64"
+    return rates or passed(f"{text}, to within {TOLERANCE:.0e}{remark}")
+
+
+# ---------------------------------------------------------------- the two runs
 
 
 def run_in_one_process(plan, many, during):
@@ -76,19 +81,81 @@ def run_in_one_process(plan, many, during):
     return one, ""
 
 
-def samples_in(run):
-    """Return how many samples the first step of all ranks has."""
+def samples_in(run, steps=1):
+    """Return how many samples the first steps of all ranks have."""
     steps_by_rank = run.by_rank(events.Step).values()
-    return sum(step.sample_count for steps in steps_by_rank for step in steps[:1])
+    return sum(step.sample_count for of_rank in steps_by_rank for step in of_rank[:steps])
 
 
 def no_gradients_kept(run):
-    """Return the verdict if the run kept no gradients to compare."""
+    """Return why the run kept no gradients to compare, or ""."""
     if (run.folder / "step1").exists():  # a file with the gradients of the first step
-        return None
+        return ""
     if run.returncode != 0 and len(run.steps) <= STEPS:
-        return unseen(f"{run.nproc} processes, in float64: {launch.script_ends(run).text}")
-    return unseen("no model is wrapped in DistributedDataParallel and trained")
+        return f"on {counted(run.nproc, 'rank')}, in float64: {launch.script_ends(run).text}"
+    return "no model is wrapped in DistributedDataParallel and trained"
+
+
+# ---------------------------------------------------------------- why they cannot be compared
+
+
+def chance_in(run):
+    """Return which random numbers the observer could not level, or ""."""
+    if drawn := run.all(events.Drawn):
+        who = "the data set has a generator of its own"
+        if drawn[0].source != "generator":
+            who = f"the collate function draws random numbers ({drawn[0].source})"
+        return f"{who}: each run has other samples"
+    if sources := run.sources_drawn:
+        text = f"the training loop or the model draws random numbers ({', '.join(sources)}), other "
+        return f"{text}than for dropout: each run has other ones"
+    return ""
+
+
+def samples_differ(many, one):
+    """Return why the first step has other samples in one process, or ""."""
+    if not (many.training_passes and one.training_passes):
+        return "no DataLoader gives the samples, so the drill cannot enlarge the batch"
+    of_rank = next(iter(many.passes_by_rank.values()))
+    if sum(many.steps[0] in data_pass.steps for data_pass in of_rank) > 1:
+        return "a step takes samples from several DataLoaders, and its loss may depend on how many"
+    passes, (alone,) = [*many.training_passes[0].values()], one.training_passes[0].values()
+    if any(None in [batch.base_indices for batch in each.batches] for each in (*passes, alone)):
+        return "the samples have no index: a stream, or a loader with in_order=False"
+    if any(each.dataset_checksum != alone.dataset_checksum for each in passes):
+        return "the data differs from run to run, or with the number of ranks: seed it"
+    counts = [samples_in(run) for run in (many, one)]
+    if not close(ratio(*counts), 1, COUNT_TOLERANCE):
+        text = f"the first step has {counts[0]} samples, and {counts[1]} in one process: the "
+        return f"{text}script makes its batches itself, and the drill cannot enlarge them"
+    if not steps_with_same_samples(many, one):
+        text = "in the first step, the ranks have other samples than the one process: they do not "
+        return f"{text}take turns in one order, or a single batch is the whole epoch"
+    return ""
+
+
+def steps_with_same_samples(many, one):
+    """Return how many of the first steps have the same samples in both runs.
+
+    The last batch of an epoch has others: the sampler pads it.
+    """
+    passes, (alone,) = [*many.training_passes[0].values()], one.training_passes[0].values()
+    rows = zip(*(data_pass.batches for data_pass in passes))
+    batches = [list(chain(*(batch.base_indices for batch in row))) for row in rows]
+    expected = alone.values("base_indices")
+
+    def agree(end):
+        seen = list(chain(*batches[:end]))
+        return sorted(seen) == sorted(expected[: len(seen)])
+
+    same = len([*takewhile(agree, range(1, len(batches) + 1))])
+    samples = sum(map(len, batches[:same]))
+    counts = [sum(step.sample_count for step in row) for row in many.step_rows[:STEPS]]
+    steps = sum(total <= samples for total in accumulate(counts))
+    return min(steps, len(one.steps), STEPS)
+
+
+# ---------------------------------------------------------------- what differs
 
 
 def other_rates(many, one):
@@ -99,7 +166,7 @@ def other_rates(many, one):
     """
     for number, (of_many, of_one) in enumerate(list(zip(many.steps, one.steps))[:STEPS], 1):
         for rate, expected in zip(of_many.rates, of_one.rates):
-            if close(rate, expected, TOLERANCE):
+            if close(rate, expected, 1e-6):
                 continue
             text = f"in step {number}, the learning rates are {rate:.3g} and {expected:.3g}: "
             if rate > expected:
@@ -110,57 +177,79 @@ def other_rates(many, one):
             return unsure(text, of_many.where)
 
 
-def other_samples(many, one):
-    """Return the verdict if the steps do not have the same samples, or that is not seen."""
-    if not (many.training_passes and one.training_passes):
-        return unseen("no DataLoader was used to train")
-    passes, (alone,) = many.training_passes[0].values(), one.training_passes[0].values()
-    if any(data_pass.values("indices") is None for data_pass in (*passes, alone)):
-        return unseen("the samples have no index")
-    if any(data_pass.dataset_checksum != alone.dataset_checksum for data_pass in passes):
-        return unseen("the data differs from run to run, or with the number of ranks: seed it")
-    counts = [samples_in(run) for run in (many, one)]
-    if not close(ratio(*counts), 1, COUNT_TOLERANCE):
-        text = f"the first step has {counts[0]} samples, and {counts[1]} in one process: the "
-        return unseen(f"{text}script makes its batches itself, and the drill cannot enlarge them")
-    for number in range(1, 1 + min(STEPS, *(len(data_pass.batches) for data_pass in passes))):
-        batches = chain(*(data_pass.batches[:number] for data_pass in passes))
-        of_many = sorted(chain(*(batch.base_indices for batch in batches)))
-        if of_many != sorted(alone.values("base_indices")[: len(of_many)]):
-            text = f"batch {number} of the ranks has other samples than that of the one process"
-            return unseen(f"{text}: they do not take turns in one order")
-
-
 def other_gradients(many, one, number):
-    """Return the verdict if a gradient differs in the step of this number, with the cause."""
-    for name, of_many, of_one in gradient_pairs(many, one, number):
-        difference = distance(of_many, of_one)
-        if difference <= TOLERANCE:
-            continue
-        where, page = many.steps[0].where, gradients.WRONG_RESULTS
-        if not of_many.isfinite().all():
-            return wrong(f"step {number}: the gradient of {name} is not finite", where)
-        factor = ratio(of_many.norm().item(), of_one.norm().item())
-        text = f"step {number}: the gradient of {name} is off by {difference:.1e}, and "
-        text += f"{factor:.2f} times as large"
-        in_the_run = verdict_of(gradients.gradients_are_averaged, many)
-        if in_the_run.status in (WRONG, UNSURE):
-            text, where, page = f"{text}; {in_the_run.text}", in_the_run.where, in_the_run.page
-        return wrong(text, where, page or gradients.WRONG_RESULTS)
+    """Return the verdict if gradients differ in the step of this number: how, and by how much."""
+    pairs = gradient_pairs(many, one, number)
+    off = {name: distance(*pair) for name, pair in pairs.items()}
+    differing = [name for name in pairs if not off[name] <= TOLERANCE]
+    if not differing:
+        return None
+    step, worst = many.steps[number - 1], max(differing, key=off.get)
+    if not all(pairs[name][0].isfinite().all() for name in differing):
+        return wrong(f"step {number}: the gradient of {worst} is not finite", step.where)
+    hooks = [event.name for event in many.all(events.CommHook)]
+    if hooks:
+        return unseen(f"{hooks[0]} reduces the gradients in its own way", step.where)
+    looks, where, page = appearance(many, number, [pairs[name] for name in differing])
+    text = f"step {number}: {looks} ({len(differing)} of {counted(len(pairs), 'gradient')} differ "
+    text += f"from those of one process, {worst} by {off[worst]:.1e} of its largest value)"
+    return wrong(text + "; the steps before agree" * (number > 1), where or step.where, page)
+
+
+def appearance(many, number, pairs):
+    """Return what gradients that differ look like, with a line and a page, or ""."""
+    first, size = many.first_difference("gradients"), many.nproc
+    factors = [ratio((of_many * of_one).sum(), of_one.square().sum()) for of_many, of_one in pairs]
+    factor = factors[0]
+    is_multiple = all(
+        close(each, factor, 1e-4) and distance(of_many, each * of_one) < 1e-4
+        for each, (of_many, of_one) in zip(factors, pairs)
+    )
+    if first and first.number <= number:
+        if lines := first.row[0].bypassed:
+            text = "each rank has the gradients of its own part, because the model is called "
+            page = "forward_through_module"
+            return f"{text}without its wrapper at {short(lines[0])}", lines[0], page
+        text = "each rank has the gradients of its own part: they differ from rank to rank"
+        return text, "", PAGE
+    if is_multiple and close(factor, size, 1e-3):
+        text = f"the gradients are the sum over the ranks, {size} times the mean: is a loss or a "
+        return f"{text}gradient added up over the ranks?", "", PAGE
+    if is_multiple and close(factor, 1 / size, 1e-3):
+        text = f"the gradients are 1/{size} of the mean: is the loss divided by the number of "
+        return f"{text}ranks, although DDP divides already?", "", PAGE
+    if is_multiple:
+        text = f"the gradients are {factor:.3g} times those of one process: does the loss count "
+        return f"{text}samples or micro-batches?", "", PAGE
+    if cuts_gradients(many):
+        text = "the gradients lack a part: a collective that cuts the gradient is in the loss"
+        return text, "", "recipes/contrastive"
+    text = "the gradients are no multiple of those of one process: is the loss a mean over another "
+    text += "number of elements on each rank (a mask, padding), or does it take what is gathered "
+    return f"{text}in another order?", "", PAGE
+
+
+def cuts_gradients(run):
+    """Return whether a collective gets what a loss may depend on, and returns no gradient."""
+    return any(call.cuts_gradient and call.elements > 1 for call in run.all(events.Collective))
 
 
 def gradient_pairs(many, one, number):
-    """Return the gradients of both runs in a step: (name, of many processes, of one).
+    """Return the gradients of both runs in a step: {name: (of many processes, of one)}.
 
     Without those that are nearly 0, as that of a bias before BatchNorm.
     """
     models = (torch.load(run.folder / f"step{number}", weights_only=True) for run in (many, one))
-    pairs = [
-        (name, of_many, of_one)
-        for model_of_many, model_of_one in zip(*models)
+    pairs = {
+        f"{name} of model {position}" if position > 1 else name: (of_many, of_one)
+        for position, (model_of_many, model_of_one) in enumerate(zip(*models), 1)
         for (name, of_many), (_, of_one) in zip(model_of_many, model_of_one)
         if of_many is not None and of_one is not None and of_one.numel()
-    ]
-    smallest = 1e-6 * max((of_one.abs().max().item() for *_, of_one in pairs), default=0)
+    }
+    smallest = 1e-6 * max((of_one.abs().max().item() for _, of_one in pairs.values()), default=0)
     # `<` is false for NaN, which has to be compared.
-    return [pair for pair in pairs if not all(value.abs().max() < smallest for value in pair[1:])]
+    return {
+        name: pair
+        for name, pair in pairs.items()
+        if not all(value.abs().max() < smallest for value in pair)
+    }

@@ -6,12 +6,11 @@ Importing `start` begins the observation.
 base        the state of the observers; `report`, `ask`, `harmless`
 patches     how functions of PyTorch are replaced; `patch`
 values      checksums of tensors, batches and data sets
-randomness  who draws random numbers
-group       the process group, collectives, and what they gather
-data        passes over DataLoaders
-losses      losses and what they are divided by
+group       the process group and its collectives
+data        passes over DataLoaders, and random numbers that make samples
 models      wrapped models, and calls of any model
-steps       steps of optimizers, schedulers and GradScalers
-files       what is printed, written and loaded
+steps       losses, and steps of optimizers, schedulers and GradScalers
+files       what is written and loaded; keeps the user's own files unchanged
 translate   calls for GPUs, which become calls for the CPU
+level       what the drill world-size leaves out of a run: dropout, a rank's own statistics, chance
 """

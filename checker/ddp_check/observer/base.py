@@ -8,14 +8,14 @@ import os
 import sys
 import time
 import traceback
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 from torch._C import DisableTorchFunction, _current_graph_task_id, _len_torch_dispatch_stack
 from torch.optim import optimizer
 from torch.utils.data import get_worker_info
 
-from ddp_check.events import BetweenSteps, Drawn, Start, Trouble
+from ddp_check.events import Drawn, Start, Trouble
 from ddp_check.protocol import HERE, STACKS, VARIABLE, Task, is_own
 
 TASK = Task(**json.loads(os.environ[VARIABLE]))
@@ -24,20 +24,18 @@ torch_save, torch_load = torch.save, torch.load  # before they are patched
 
 
 @dataclass
-class SinceStep(BetweenSteps):
-    """What has happened since an optimizer took its last step: what `Step` tells, and more."""
+class SinceStep:
+    """What has happened since an optimizer took its last step."""
+
+    losses: list = field(default_factory=list)  # these four are fields of `Step`
+    backwards: int = 0
+    sample_count: int = 0
+    inputs: list = field(default_factory=list)
 
     forwards: list = field(default_factory=list)  # calls of DDP, as `Forward`
-    # (number of a DDP model, number of a backward pass since the step that reduced its gradients):
-    reductions: set = field(default_factory=set)
+    reductions: int = 0  # backward passes that reduced gradients, since the last zero_grad()
     bypasses: dict = field(default_factory=dict)  # number of a model -> a line that calls it itself
-    losses_scaled: int = 0  # by a GradScaler
-    # (checksum, number of elements) of each tensor that the script itself adds up over the ranks:
-    added_up: list = field(default_factory=list)
-
-    def as_reported(self):
-        """Return the fields that `Step` shares."""
-        return {shared.name: getattr(self, shared.name) for shared in fields(BetweenSteps)}
+    stale: bool = False  # the gradients of the step before were there when backward() began
 
 
 @dataclass
@@ -48,9 +46,6 @@ class State:
     descriptor: int = -1  # of the file that this process reports to
     rank: int | str | None = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
     reported: set = field(default_factory=set)  # what need not be reported again
-    # Randomness:
-    in_loader: bool = False  # a DataLoader makes its next batch
-    credited_up_to: torch.Tensor | None = None  # state of PyTorch's generator at the last look
     # The group:
     in_collective: bool = False
     gpu: int = 0  # that "cuda" means
@@ -58,7 +53,6 @@ class State:
     passes: int = 0  # over a DataLoader
     pass_of_batch: int = 0  # that gave the latest batch
     no_step_in_pass: bool = True  # since the last pass began
-    batch_is_unused: bool = False  # no model was called since the last batch
     batch_is_unevaluated: bool = False  # no model was called without gradients since the last batch
     # Models:
     in_forward: bool = False  # of DDP, which calls the unwrapped model
@@ -72,9 +66,7 @@ class State:
     gradients_scaled: bool = False  # a GradScaler's factor is in them
     parameters: dict = field(default_factory=dict)  # of the optimizers, by identity
     # Files:
-    unfinished_line: str = ""  # of what is printed
     changes_files: bool = False  # the observer itself does
-    in_sharded_save: bool = False  # which calls torch.save for its parts
 
 
 state = State()

@@ -14,12 +14,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ddp_check import events
 from ddp_check.observer.base import TASK, ask, harmless, is_first, report, state
-from ddp_check.observer.group import after_gather
 from ddp_check.observer.patches import patch
-from ddp_check.observer.randomness import ignoring_draws
 from ddp_check.observer.values import (
     UNKNOWN_SAMPLES,
-    checksum,
     describe_samples,
     fingerprint,
     in_double_precision,
@@ -27,7 +24,6 @@ from ddp_check.observer.values import (
 )
 
 ITERATOR = "torch.utils.data.dataloader._BaseDataLoaderIter"
-MAX_OBJECTS = 1000  # of a data set that are searched for generators
 MAX_WATCHED = 10  # first batches of a pass: to ask NumPy for its state takes 0.2 ms
 MAX_WRAPPERS = 3  # around a batch sampler, such as Accelerate's
 
@@ -43,14 +39,6 @@ class PassState:
     requested: deque = field(default_factory=deque)  # indices of batches, not returned yet
 
 
-@dataclass
-class FetcherState:
-    """What the observer keeps at the fetcher, which reads the samples of a pass."""
-
-    generators: dict  # source of random numbers -> its generators
-    batches: int = 0  # that were read
-
-
 @patch(f"{ITERATOR}.__init__", f"{ITERATOR}._reset")
 def begin(original, self, loader, *first_iter):
     """Report a pass over a DataLoader: persistent workers keep their iterator, and reset it.
@@ -59,8 +47,7 @@ def begin(original, self, loader, *first_iter):
     _reset(loader, True)  that iterator is still in its __init__: the same pass
     _reset(loader)        persistent workers begin another pass
     """
-    with ignoring_draws():  # it draws a seed for its workers
-        original(self, loader, *first_iter)
+    original(self, loader, *first_iter)
     if not any(first_iter):
         with harmless():
             begin_pass(self, loader)
@@ -68,7 +55,6 @@ def begin(original, self, loader, *first_iter):
 
 def begin_pass(iterator, loader):
     """Report a pass, with what is known of its data set and its sampler."""
-    after_gather.stop()
     state.passes += 1
     state.no_step_in_pass = True
     dataset, subset = ask(without_subsets, loader.dataset, default=(loader.dataset, None))
@@ -88,9 +74,7 @@ def begin_pass(iterator, loader):
         iterable=iterable,
         subset_checksum=0 if subset is None else zlib.crc32(repr(subset).encode()),
         distributed=distributed,
-        replicas=sampler.num_replicas if distributed else 0,
         shuffle=shuffles(sampler),
-        tensor_checksum=checksum(ask(getattr, dataset, "tensors", default=()), quick=True),
         dataset_checksum=ask(fingerprint, dataset, default=0),
         persistent=loader.persistent_workers,
     )
@@ -154,8 +138,7 @@ def make_loader(original, self, dataset, batch_size=1, *args, **kwargs):
 @patch(f"{ITERATOR}._next_index")
 def next_index(original, self):
     """Remember the indices of a batch until it is returned."""
-    with ignoring_draws():  # workers are given the first batches before `next_batch`
-        index = original(self)
+    index = original(self)
     with harmless():
         self._ddp_check.requested.append(index if isinstance(index, list | tuple) else [index])
     return index
@@ -164,10 +147,8 @@ def next_index(original, self):
 @patch(f"{ITERATOR}.__next__")
 def next_batch(original, self):
     """Report a batch that is returned, or the end of the pass."""
-    after_gather.pause()
     try:
-        with ignoring_draws():  # a sampler draws the order; `fetch` reports random samples
-            batch = original(self)
+        batch = original(self)
     except StopIteration:
         with harmless():
             end_pass(self._ddp_check)
@@ -182,7 +163,6 @@ def end_pass(pass_state):
     report(events.PassEnded, pass_number=pass_state.pass_number)
     if state.no_step_in_pass:  # an evaluation: its samples are none of the next step's
         state.since_step.sample_count = pass_state.sample_count_before
-    after_gather.resume()
 
 
 def report_batch(pass_state, batch):
@@ -192,11 +172,12 @@ def report_batch(pass_state, batch):
     base_indices = indices
     if pass_state.subset is not None:
         base_indices = ask(lambda: [pass_state.subset[index] for index in indices])
-    samples, count = UNKNOWN_SAMPLES, None if indices is None else len(indices)
-    if pass_state.in_order:
-        samples = ask(describe_samples, batch, count, default=UNKNOWN_SAMPLES)
+    count = None if indices is None else len(indices)
+    samples = ask(describe_samples, batch, count, default=UNKNOWN_SAMPLES)
     state.since_step.sample_count += len(indices or samples["checksums"] or ())
-    state.batch_is_unevaluated = state.batch_is_unused = True
+    if not pass_state.in_order:  # this may be the batch of other indices
+        indices, base_indices, samples = None, None, UNKNOWN_SAMPLES
+    state.batch_is_unevaluated = True
     state.pass_of_batch = pass_state.pass_number
     report(
         events.Batch,
@@ -213,23 +194,13 @@ def report_batch(pass_state, batch):
 def generators_of(dataset):
     """Return the global generators of random numbers, and those that a data set keeps."""
     numpy = sys.modules.get("numpy.random")
-    global_generators = {
+    below, _ = ask(without_subsets, dataset, default=(dataset, None))
+    return {
         "torch": [torch.default_generator],
         "random": [random._inst],
         "numpy": [numpy.mtrand._rand] if numpy else [],
+        "generator": [*filter(is_generator, parts_of(below))],
     }
-    return {**global_generators, "generator": [*filter(is_generator, objects_in(dataset))]}
-
-
-def objects_in(dataset):
-    """Return a data set, its parts, and theirs."""
-    objects = [dataset]
-    for value in objects:  # the list grows by the parts of each
-        if len(objects) >= MAX_OBJECTS:
-            break
-        if not is_generator(value):
-            objects += ask(parts_of, value, default=[])
-    return objects
 
 
 def is_generator(value):
@@ -239,44 +210,42 @@ def is_generator(value):
     return ask(hasattr, value, "bit_generator")  # NumPy's
 
 
-def states_by_source(fetcher):
-    """Return {source of random numbers: checksum of its state} of all that may make samples.
-
-    After the first batches of a pass, it is empty.
-    """
-    watched = fetcher._ddp_check
-    if watched.batches > MAX_WATCHED:
-        return {}
+def states_by_source(generators):
+    """Return {source of random numbers: checksum of its state}."""
     return {
-        source: ask(checksum_of_states, generators, default=0)
-        for source, generators in watched.generators.items()
+        source: ask(checksum_of_states, of_source, default=0)
+        for source, of_source in generators.items()
     }
 
 
 def checksum_of_states(generators):
     """Return a checksum of the states of these generators."""
-    total = 0
-    for generator in generators:
-        if isinstance(generator, torch._C.Generator):
-            content = generator.get_state().numpy()
-        else:
-            content = pickle.dumps(generator)
-        total = zlib.crc32(content, total)
-    return total
+    return zlib.crc32(pickle.dumps([state_of(generator) for generator in generators]))
+
+
+def state_of(generator):
+    """Return the state of a generator of PyTorch, Python or NumPy, without how it was seeded."""
+    if isinstance(generator, torch._C.Generator):
+        return generator.get_state().numpy()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if hasattr(generator, "bit_generator"):
+        return generator.bit_generator.state
+    return generator.get_state(legacy=False)  # NumPy's older kind
 
 
 @patch("torch.utils.data._utils.fetch._MapDatasetFetcher.fetch")
 def fetch(original, self, indices):
-    """Report the state from which each generator makes this process's first random sample."""
-    before = {}
+    """Report which generators make random samples, by the first batches of a pass."""
+    generators, before = {}, {}
     with harmless():
-        if not hasattr(self, "_ddp_check"):
-            self._ddp_check = FetcherState(generators_of(self.dataset))
-        self._ddp_check.batches += 1
-        before = states_by_source(self)
+        self._ddp_check_batches = getattr(self, "_ddp_check_batches", 0) + 1
+        if self._ddp_check_batches <= MAX_WATCHED:
+            generators = generators_of(getattr(self.dataset, "_ddp_check_inner", self.dataset))
+        before = states_by_source(generators)
     batch = original(self, indices)
     with harmless():
-        report_drawn(before, states_by_source(self))
+        report_drawn(before, states_by_source(generators))
     return batch
 
 
@@ -288,8 +257,7 @@ def report_drawn(before, after):
             report(
                 events.Drawn,
                 source=source,
-                before=before[source],
-                after=after[source],
+                state=zlib.crc32(f"{before[source]} {after[source]}".encode()),
                 pass_number=state.passes,
                 worker=worker.id if worker else None,
             )

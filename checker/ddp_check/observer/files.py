@@ -1,64 +1,26 @@
-"""Observes what is printed, written and loaded."""
+"""Observes what is written and loaded, and keeps the user's own files unchanged."""
 
 import contextlib
-import copy
-import logging
 import os
-import re
 import shutil
 import sys
 import time
 from pathlib import Path
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from ddp_check.events import Load, Print, Read, Save, ShardedLoad, ShardedSave, Written
-from ddp_check.imports import after_import
-from ddp_check.observer.base import TASK, ask, harmless, is_first, report, script_line, state
-from ddp_check.observer.patches import intercept, patch
-from ddp_check.protocol import is_own
+from ddp_check.events import Load, Save, Written
+from ddp_check.observer.base import TASK, ask, callers, harmless, report, script_line, state
+from ddp_check.observer.patches import patch
 
 CODE = (".py", ".pyc")
 TEMPORARY = f"{os.path.realpath(os.environ['TMPDIR'])}{os.sep}"
-MAX_LINE = 200  # characters of a printed line that are kept
+SHARDED = "torch/distributed/checkpoint"  # saves the parts of a sharded checkpoint with torch.save
+MAX_WAIT = 10  # seconds for a folder that another rank makes: a drill may kill that rank
 # Audit events by which a folder changes, and how many paths they begin with:
 CHANGES = {"os.mkdir": 1, "os.remove": 1, "os.rmdir": 1, "os.rename": 2, "shutil.rmtree": 1}
 AUDITED = {"open", "sqlite3.connect", *CHANGES}  # of many: even id() is an event
-
-stdout = sys.stdout  # the script may give sys.stdout another value; None if it is closed
-stdout_write = getattr(stdout, "write", None)  # before it is replaced
-
-
-def write(text):
-    """Report each line that is written to standard output, and write it."""
-    with harmless():
-        # A progress bar ends each of its lines with a carriage return.
-        *lines, state.unfinished_line = re.split(r"[\r\n]", f"{state.unfinished_line}{text}")
-        for line in filter(str.strip, lines):
-            report(Print, text=line[:MAX_LINE])
-    return stdout_write(text)
-
-
-def log(original, self, record):
-    """Report what the script logs; of standard output it is reported anyway.
-
-    A FileHandler is a StreamHandler, too. With the rank in the name of its file, which may hold
-    what is that rank's own, it is left out.
-    """
-    with harmless():
-        file = os.path.basename(getattr(self, "baseFilename", ""))
-        is_left_out = self.stream is stdout or re.search(rf"(?<!\d){state.rank}(?!\d)", file)
-        if ask(is_own, record.pathname) and not is_left_out:
-            text = ask(self.format, copy.copy(record))  # a formatter may change it
-            if text:
-                report(Print, text=text[:MAX_LINE])
-    return original(self, record)
-
-
-intercept(logging.StreamHandler, "emit", log)
-if stdout:
-    with harmless():
-        stdout.write = write  # not another stream: a script may ask for any attribute of this one
 
 # ---------------------------------------------------------------- files
 
@@ -101,8 +63,6 @@ def audit_open(path, mode, flags):
         return
     if writes and not set("ar") & set(mode):  # "r+" is also how np.memmap reads
         report(Written, path=real)
-    elif not writes and is_first("read", real, state.steps):
-        report(Read, path=real)
 
 
 def make_own_file(path, truncates=True):
@@ -112,56 +72,59 @@ def make_own_file(path, truncates=True):
     """
     path = os.path.abspath(path)
     make_own_folders(path)
-    if leads_outside(path) and os.path.isdir(path):  # as os.open(folder, O_TMPFILE | …) does
-        replace_link(Path(path))
-    elif leads_outside(path):
-        with unobserved():
-            new = f"{path}.{os.getpid()}"
-            if truncates or not os.path.isfile(path):
-                open(new, "w").close()
-            else:
-                shutil.copyfile(path, new)
-            os.replace(new, path)  # at once, for other ranks may use it
+    if not leads_outside(path):
+        return
+    if os.path.isdir(path):  # as os.open(folder, O_TMPFILE | …) does
+        make_own_folder(path)
+        return
+    with unobserved():
+        new = f"{path}.{os.getpid()}"
+        if truncates or not os.path.isfile(path):
+            open(new, "w").close()
+        else:
+            shutil.copyfile(path, new)
+        os.replace(new, path)  # at once, for other ranks may use it
 
 
 def make_own_folders(path):
     """Replace each folder above a path that is a link to the user's."""
     for folder in reversed(Path(path).parents):
-        if leads_outside(str(folder)):
-            replace_link(folder)
+        make_own_folder(str(folder))
+
+
+def make_own_folder(path):
+    """Point a link to a folder of the user's at a new folder, of links to its entries."""
+    if not leads_outside(path):
+        return
+    own = own_folder_of(path)
+    with unobserved():
+        try:
+            os.mkdir(own)  # only one rank can: it goes on, and the others wait until it is done
+        except FileExistsError:
+            end = time.monotonic() + MAX_WAIT
+            while leads_outside(path) and time.monotonic() < end:
+                time.sleep(0.001)
+            return
+        for entry in os.scandir(path):
+            os.symlink(os.path.realpath(entry.path), os.path.join(own, entry.name))
+        os.symlink(os.path.basename(own), f"{own}.link")  # relative: it stands beside its link
+        os.replace(f"{own}.link", path)  # at once, for other ranks may read there
+
+
+def own_folder_of(path):
+    """Return the new folder that takes the place of the user's behind a link."""
+    return os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.own")
+
+
+def stands_for_folder(path):
+    """Return whether a path is a link to a folder of the user's, or to the one in its place."""
+    return leads_outside(path) or os.path.realpath(path) == os.path.realpath(own_folder_of(path))
 
 
 def leads_outside(path):
     """Return whether a path in the script's folder is a link that leads out of it."""
     is_link = path.startswith(TASK.folder) and os.path.islink(path)
     return is_link and not os.path.realpath(path).startswith(TASK.folder)
-
-
-def own_folder_of(link):
-    """Return the new folder that takes the place of the user's behind a link."""
-    return link.with_name(f".{link.name}.own")
-
-
-def stands_for_folder(path):
-    """Return whether a path is a link to a folder of the user's, or to the one in its place."""
-    return leads_outside(path) or Path(path).resolve() == own_folder_of(Path(path)).resolve()
-
-
-def replace_link(link):
-    """Point a link to a folder of the user's at a new one, of links to its entries."""
-    original, own = link.resolve(), own_folder_of(link)
-    with unobserved():
-        try:
-            own.mkdir()  # only one rank can: it goes on, and the others wait until it is done
-        except FileExistsError:
-            while leads_outside(str(link)):
-                time.sleep(0.001)
-            return
-        for name in os.listdir(original):
-            (own / name).symlink_to(original / name)
-        new_link = own.with_suffix(".link")
-        new_link.symlink_to(own.name)  # relative: it stands beside its link
-        new_link.replace(link)  # at once, too
 
 
 @contextlib.contextmanager
@@ -180,15 +143,6 @@ sys.addaudithook(audit)
 # ---------------------------------------------------------------- checkpoints
 
 
-@patch("torch.jit.save")
-def save_program(original, m, f, *args, **kwargs):
-    """Keep the user's file from a program that is saved: PyTorch opens it in C++."""
-    with harmless():
-        if isinstance(f, str | os.PathLike):
-            make_own_file(f)
-    return original(m, f, *args, **kwargs)
-
-
 @patch("torch.save")
 def save(original, obj, f, *args, **kwargs):
     """Report a file once it is saved."""
@@ -199,7 +153,8 @@ def save(original, obj, f, *args, **kwargs):
     result = original(obj, f, *args, **kwargs)
     is_storage = isinstance(obj, torch.TypedStorage | torch.UntypedStorage)  # pickle saves them so
     with harmless():
-        if script_line() and not (is_storage or state.in_sharded_save):
+        in_checkpoint = any(SHARDED in code.co_filename for code in callers())
+        if script_line() and not (is_storage or in_checkpoint):
             report_save(obj, f, steps)
     return result
 
@@ -208,6 +163,7 @@ def report_save(obj, file, steps):
     """Report that an object was saved to a path or an open file."""
     path = file if isinstance(file, str | os.PathLike) else ask(getattr, file, "name")
     items = ask(items_in, obj, default=[])
+    saved = [obj, *(value for _, value in items)]
     # Only keys of a wrapped model's parameters: the prefix of a moving average is no fault.
     places = {value.data_ptr() for module in state.wrapped for value in module.parameters()}
     prefixed = [(key, value) for key, value in items if ask(str.startswith, key, "module.")]
@@ -216,7 +172,7 @@ def report_save(obj, file, steps):
         Save,
         path=os.path.realpath(path) if isinstance(path, str | os.PathLike) else None,
         keys=keys[:3],
-        shard=next((str(key) for key, value in items if ask(is_shard, value)), ""),
+        wrapper=any(isinstance(value, DistributedDataParallel) for value in saved),
         steps=steps,
     )
 
@@ -227,58 +183,10 @@ def items_in(obj):
     return items + [item for _, value in items for item in items_in(value)]
 
 
-def is_shard(value):
-    """Return whether a value is a DTensor of which this rank holds, and saves, only a part."""
-    return not all(placement.is_replicate() for placement in value.placements)
-
-
 @patch("torch.load")
 def load(original, *args, **kwargs):
     """Report a file that the script itself loads."""
     with harmless():
         if script_line(direct=True):
-            weights_only = kwargs.get("weights_only")
-            if weights_only is None:  # PyTorch's default
-                weights_only = kwargs.get("pickle_module") is None
-            report(Load, weights_only=bool(weights_only))
+            report(Load)
     return original(*args, **kwargs)
-
-
-def watch_sharded_checkpoints():
-    """Observe torch.distributed.checkpoint, once the script has imported it: it takes seconds."""
-
-    @patch("torch.distributed.checkpoint.save")
-    def save_sharded(original, *args, **kwargs):
-        """Report a sharded checkpoint once it is saved."""
-        steps = state.steps
-        state.in_sharded_save = True
-        try:
-            result = original(*args, **kwargs)
-        finally:
-            state.in_sharded_save = False
-        report(ShardedSave, steps=steps)
-        return result
-
-    @patch("torch.distributed.checkpoint.async_save")
-    def save_later(original, *args, **kwargs):
-        """Report a sharded checkpoint once it is saved by another thread."""
-        line, steps = script_line(), state.steps
-
-        def report_saved(future):
-            if not future.exception():
-                report(ShardedSave, line, steps=steps)
-
-        result = original(*args, **kwargs)
-        # It is a future, or has one:
-        future = ask(lambda: result.upload_completion, default=result)
-        ask(lambda: future.add_done_callback(report_saved))
-        return result
-
-    @patch("torch.distributed.checkpoint.load")
-    def load_sharded(original, *args, **kwargs):
-        """Report a sharded checkpoint before it is loaded."""
-        report(ShardedLoad)
-        return original(*args, **kwargs)
-
-
-after_import("torch.distributed.checkpoint", watch_sharded_checkpoints)

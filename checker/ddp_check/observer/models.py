@@ -1,7 +1,6 @@
 """Observes models wrapped in DDP, and calls of any model."""
 
 import functools
-import inspect
 import os
 import time
 from typing import NamedTuple
@@ -27,22 +26,17 @@ from ddp_check.observer.base import (
     state,
 )
 from ddp_check.observer.patches import C10D, DDP, patch
-from ddp_check.observer.randomness import credit_draws, credit_script
 from ddp_check.observer.values import (
     checksum,
     checksums,
-    describe_samples,
     in_double_precision,
-    is_finite,
     mesh_dimensions,
     tensors_in,
 )
 
-MAX_STEPS = 1000  # of which samples are noted
 SHARDED = {"FSDPModule", "FullyShardedDataParallel"}  # importing them would take seconds
 model_numbers = {}  # identity of a module in a wrapped model -> the number of that model
 reduced_by_ddp = {}  # identity of a parameter whose gradient a DDP model reduces -> itself
-buffers_at_start = {}  # name of a buffer -> its checksum when its model was wrapped
 
 
 class Forward(NamedTuple):
@@ -66,16 +60,11 @@ def wrap(original, self, module, *args, **kwargs):
     if TASK.scale:
         save_for_checker(f"start{number}", module.state_dict())
     with harmless():
-        credit_draws(None)  # what was drawn before made the model
         model_numbers.update((id(part), number) for part in module.modules())
         trainable = [value for value in module.parameters() if value.requires_grad]
         reduced_by_ddp.update((id(value), value) for value in trainable)
         state.wrapped.append(module)
-        buffers_at_start.update(buffer_checksums(module, number))
-        parameters = dict(module.named_parameters())
-        frozen = [name for name, value in parameters.items() if not value.requires_grad]
-        ranks = self.process_group.size()
-        report(events.Wrap, names=[*parameters], frozen=frozen, ranks=ranks)
+        report(events.Wrap, names=[name for name, _ in module.named_parameters()])
 
 
 def model_suffix(number):
@@ -83,24 +72,12 @@ def model_suffix(number):
     return f" of model {number + 1}" if number else ""
 
 
-def buffer_checksums(module, number):
-    """Return checksums of the buffers, by name, without those of SyncBatchNorm."""
-    # The path of the model itself is empty, so ".name" is "name".
-    return {
-        f"{path}.{name}{model_suffix(number)}".removeprefix("."): checksum([value], quick=True)
-        for path, part in module.named_modules()
-        if not isinstance(part, nn.SyncBatchNorm)
-        for name, value in part.named_buffers(recurse=False)
-    }
-
-
 @patch(f"{DDP}.register_comm_hook")
-def register_comm_hook(original, *args, **kwargs):
+def register_comm_hook(original, self, state, hook):
     """Report a hook that replaces the mean of the gradients."""
-    hook = inspect.signature(original).bind(*args, **kwargs).arguments["hook"]
     name = ask(lambda: f"{hook.__module__}.{hook.__qualname__}", default="")
     report(events.CommHook, name=name)
-    return original(*args, **kwargs)
+    return original(self, state, hook)
 
 
 @patch(f"{DDP}.forward")
@@ -120,32 +97,15 @@ def forward(original, self, /, *args, **kwargs):
     if TASK.scale:
         args, kwargs = in_double_precision((args, kwargs))
     try:
-        result = original(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
     finally:
         state.in_forward = False
-    with harmless():
-        watch_reduction(self, result)
-    return result
-
-
-def watch_reduction(model, result):
-    """Note each backward pass that reduces the gradients of a DDP model."""
-    number = model_numbers.get(id(model.module), -1)
-
-    def note(_):
-        if state.since_step.backwards:  # not in torch.autograd.grad(), which reduces nothing
-            state.since_step.reductions.add((number, state.since_step.backwards))
-
-    outputs = tensors_in(result) if model.require_backward_grad_sync else ()
-    for tensor in outputs:
-        if tensor.grad_fn:
-            tensor.register_hook(note)
 
 
 @patch("torch.optim.Optimizer.zero_grad", "torch.nn.Module.zero_grad")
 def zero_grad(original, self, *args, **kwargs):
     """Forget the reductions of gradients that are dropped, as SAM drops those of its first step."""
-    state.since_step.reductions.clear()
+    state.since_step.reductions = 0
     return original(self, *args, **kwargs)
 
 
@@ -155,9 +115,6 @@ def note_inputs(_, args, kwargs):
         if torch.is_grad_enabled():
             total = checksum(tensors_in([args, kwargs]), quick=True)
             state.since_step.inputs.append(total)
-            if not state.passes and state.steps < MAX_STEPS:
-                samples = describe_samples([args, kwargs], None)["checksums"]
-                state.since_step.samples += samples or []
 
 
 # ---------------------------------------------------------------- calls of modules
@@ -173,25 +130,19 @@ def enter_module(module, args):
         return
     is_outermost = state.in_module == 1
     with harmless():
-        if is_outermost:
-            credit_script()
-            state.batch_is_unused = False
         if torch.is_grad_enabled():  # at any depth: the model may be a part of another
             note_bypass(module)
             watch_sharded_inputs(module)
         elif is_outermost or is_wrapped(module):
-            report_evaluation(module, args)
+            report_evaluation(module)
 
 
 @functools.partial(hooks.register_module_forward_hook, always_call=True)
 def leave_module(module, _, __):
-    """Credit the model with what was drawn during the outermost call."""
+    """Observe that a module has been called."""
     if is_compiling():
         return
     state.in_module -= 1
-    if state.in_module == 0 and not is_recorded():
-        with harmless():
-            credit_draws("model")
 
 
 def note_bypass(module):
@@ -211,39 +162,26 @@ def watch_sharded_inputs(module):
         module.register_forward_pre_hook(note_inputs, with_kwargs=True)
 
 
-def is_wrapped(module):
-    """Return whether a module is the model in a wrapper, by identity: `==` may be the script's."""
-    return any(module is model for model in state.wrapped)
-
-
-def report_evaluation(module, args):
-    """Report that a batch is evaluated, and, now and then, the model that does it."""
+def report_evaluation(module):
+    """Report that a batch is evaluated, and, once in a pass, that a wrapped model does it."""
     if isinstance(module, DistributedDataParallel):
-        return  # it calls the wrapped model, and gives it rank 0's buffers before
+        return  # it calls the wrapped model
     if state.batch_is_unevaluated:
         report(events.BatchEvaluated)
     state.batch_is_unevaluated = False
-    # Once in a pass, and again, more and more seldom, if steps are taken meanwhile.
-    if not is_first("evaluated", id(module), state.passes, state.steps.bit_length()):
-        return
-    values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    is_around_ddp = any(isinstance(part, DistributedDataParallel) for part in module.modules())
-    if is_around_ddp or not values or mesh_dimensions(values.values()):
-        return
-    noisy = [*filter(is_noisy, module.modules())]
-    # In training mode, BatchNorm takes the statistics of the batch.
-    unused_statistics = {id(value) for part in noisy for value in part.buffers()}
-    used = {name: value for name, value in values.items() if id(value) not in unused_statistics}
-    report(
-        events.Evaluated,
-        model=type(module).__name__,
-        steps=state.steps,
-        checksums=checksums(used),
-        noisy=type(noisy[0]).__name__ if noisy and module.training else "",
-        wrapped=is_wrapped(module),
-        pass_number=state.pass_of_batch,
-        inputs=checksum(tensors_in(args), quick=True),
-    )
+    if is_wrapped(module) and is_first("evaluated", id(module), state.passes):
+        noisy = [type(part).__name__ for part in module.modules() if is_noisy(part)]
+        report(
+            events.Evaluated,
+            training=module.training,
+            noisy=noisy[0] if noisy and module.training else "",
+            pass_number=state.pass_of_batch,
+        )
+
+
+def is_wrapped(module):
+    """Return whether a module is the model in a wrapper, by identity: `==` may be the script's."""
+    return any(module is model for model in state.wrapped)
 
 
 def is_noisy(module):
@@ -265,20 +203,16 @@ def describe_models():
         values = enumerate(state.parameters.values())
         models = [{f"{events.PARAMETER}{number}": value for number, value in values}]
     for weights in models:
-        # What is frozen may be infinite on purpose, such as a mask.
-        trained = [value for value in weights.values() if value.requires_grad]
-        finite = all(ask(is_finite, value, default=True) for value in trained)
-        report(events.Final, weights=checksums(weights), finite=finite)
+        report(events.Final, weights=checksums(weights))
     if any(models):
         save_for_checker("final", [module.state_dict() for module in state.wrapped] or models)
 
 
 @patch(f"{C10D}.destroy_process_group")
 def destroy_process_group(original, group=None):
-    """Report the weights before a rank leaves the process group, and that it leaves it."""
+    """Report the weights before a rank leaves the process group."""
     if group in (None, torch.distributed.group.WORLD):
         with harmless():
             describe_models()
-        report(events.Leave)
         time.sleep(0.05)  # gloo's threads forget their last work, or freeing a DDP model could hang
     return original(group)

@@ -1,14 +1,12 @@
-"""Observes the steps of optimizers, schedulers and GradScalers."""
+"""Observes losses, and the steps of optimizers, schedulers and GradScalers."""
 
-import inspect
 import math
-import re
+import random
+import sys
 import time
-import weakref
-from collections import Counter
+import zlib
 
 import torch
-from torch.nn.parameter import is_lazy
 from torch.optim import lr_scheduler
 from torch.optim import optimizer as optimizers
 
@@ -20,25 +18,26 @@ from ddp_check.observer.base import (
     callers,
     depth_of_steps,
     harmless,
+    in_backward,
     report,
     save_for_checker,
     state,
 )
-from ddp_check.observer.group import after_gather
 from ddp_check.observer.models import (
-    buffer_checksums,
-    buffers_at_start,
     model_suffix,
     reduced_by_ddp,
 )
 from ddp_check.observer.patches import SCALER, patch
-from ddp_check.observer.randomness import credit_draws, credit_script
-from ddp_check.observer.values import checksums, is_finite, local_part, mesh_dimensions
+from ddp_check.observer.values import (
+    checksums,
+    is_finite,
+    local_part,
+    mesh_dimensions,
+    tensors_in,
+)
 from ddp_check.protocol import STEPS
 
-STATISTICS = r"(^|\.)(running_|num_batches_)\w+( of model \d+)?$"  # of normalization layers
-BATCH_COUNT = "num_batches_tracked"  # of BatchNorm, which uses it only without a momentum
-MAX_PROJECTED = 1 << 16  # elements of a parameter that enter a projection
+FEW, MAX_ELEMENTS = 3, 64  # of the first and last parameters; of each gradient
 SCHEDULERS = [  # that have a step() of their own
     "LRScheduler",
     "ReduceLROnPlateau",
@@ -46,8 +45,6 @@ SCHEDULERS = [  # that have a step() of their own
     "SequentialLR",
     "CosineAnnealingWarmRestarts",
 ]
-
-own_gradients = {}  # identity of a parameter -> its `OwnGradient`, in the first steps
 
 
 @optimizers.register_optimizer_step_pre_hook
@@ -63,8 +60,6 @@ def enter_step(optimizer, args, kwargs):
     if TASK.pause:  # time.sleep(0) takes 0.05 ms, too
         time.sleep(TASK.pause)
     with harmless():
-        after_gather.stop()
-        credit_script()
         if TASK.scale and state.steps <= STEPS and state.wrapped:
             save_gradients()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -108,27 +103,10 @@ class OptimizerParameters:
         self.mesh_dimensions = mesh_dimensions(values)
 
     @property
-    def unwrapped(self):
-        """How many that are trained are in no wrapped model; sharded ones need none."""
-        outside = [value for name, value in self.by_name.items() if name not in self.models]
-        return 0 if self.mesh_dimensions else sum(value.requires_grad for value in outside)
-
-    @property
     def unreduced(self):
         """The names of parameters in a wrapped model whose gradients DDP does not reduce."""
         names = [name for name in self.models if name in self.gradients]
         return [name for name in names if id(self.by_name[name]) not in reduced_by_ddp]
-
-    @property
-    def unused(self):
-        """How many got no gradient here, or were frozen in any model after DDP had wrapped it."""
-        count = sum(not value.requires_grad for value in reduced_by_ddp.values())
-        for value in self.by_name.values():
-            own = own_gradients.get(id(value))
-            # No projection: only DDP gave it a gradient, for the other ranks.
-            is_unused = value.grad is None or (own is not None and own.projection is None)
-            count += value.requires_grad and is_unused
-        return count
 
     @property
     def bypassed(self):
@@ -150,36 +128,29 @@ def report_step(optimizer, closure):
     """Report the step that an optimizer is about to take, with what happened since the last one."""
     since, parameters = state.since_step, OptimizerParameters(optimizer)
     gradients = parameters.gradients
-    elements = sum(gradient.numel() for gradient in gradients.values())
     report(
         events.Step,
-        **since.as_reported(),
+        losses=since.losses,
+        backwards=since.backwards,
+        sample_count=since.sample_count,
+        inputs=since.inputs,
+        rng=generator_states(),
         gradients=dict.fromkeys(parameters.by_name, 0) | checksums(gradients, quick=True),
         weights=checksums(parameters.by_name) if wants_weights() else None,
         rates=[ask(float, group.get("lr"), default=0.0) for group in optimizer.param_groups],
-        **describe_projections(parameters),
         infinite=parameters.not_finite(since.losses),
         zero=not any(bool(local_part(gradient).any()) for gradient in gradients.values()),
-        unused=parameters.unused,
-        unwrapped=parameters.unwrapped,
         unreduced=parameters.unreduced,
         bypassed=parameters.bypassed,
         mesh_dimensions=parameters.mesh_dimensions,
         has_state=bool(optimizer.state),
         closure=closure,
         synced=not since.forwards or since.forwards[-1].synced,
-        reductions=max(Counter(model for model, _ in since.reductions).values(), default=0),
-        reduced=[total for total, _ in since.added_up],
-        reduced_all=sum(count for _, count in since.added_up) >= elements,
+        reductions=since.reductions,
+        stale=since.stale,
         training=all(state.wrapped[number].training for number in parameters.models.values()),
-        **describe_buffers(),
         in_join=any(call.in_join for call in since.forwards),
     )
-    for value in parameters.by_name.values():
-        if own := own_gradients.get(id(value)):
-            own.projection = None
-    if state.steps >= STEPS:
-        end_projections()
 
 
 def wants_weights():
@@ -189,84 +160,61 @@ def wants_weights():
     return state.no_step_in_pass or not state.wrapped or is_early_or_rare
 
 
-def describe_buffers():
-    """Return checksums of the buffers, and the names of those that have changed.
-
-    BatchNorm's statistics may differ from rank to rank, but that they change is of interest.
-    """
-    sums = {}
-    for number, module in enumerate(state.wrapped):
-        sums |= buffer_checksums(module, number)
-    changed = [name for name in sorted(sums) if sums[name] != buffers_at_start.get(name)]
-    return {
-        "buffers": {name: sums[name] for name in sums if not re.search(STATISTICS, name)},
-        "buffers_changed": [name for name in changed if BATCH_COUNT not in name],
-    }
+def generator_states():
+    """Return a checksum of the state of each global generator: {source of random numbers: …}."""
+    states = {"torch": zlib.crc32(torch.get_rng_state().numpy())}
+    states["random"] = hash(
+        random.getstate()
+    )  # whole numbers, of which all processes make one hash
+    if numpy := sys.modules.get("numpy.random"):
+        _, key, position, *_ = numpy.get_state()
+        states["numpy"] = zlib.crc32(key.tobytes(), position)
+    return states
 
 
-# ---------------------------------------------------------------- projections of gradients
+# ---------------------------------------------------------------- losses
 
 
-class OwnGradient:
-    """What the losses of this rank add to the gradient of a parameter, before DDP reduces it."""
-
-    def __init__(self, parameter):
-        self.parameter = weakref.ref(parameter)
-        self.projection = None  # of what was added since the last step; None: nothing was
-        self.hook = parameter.register_hook(self.add)
-
-    def add(self, gradient):
-        """Add what a backward pass gives."""
-        with harmless():
-            parameter = self.parameter()
-            if parameter is None:
-                return
-            is_cleared = parameter.grad is None  # by zero_grad(), but not if that fills in zeros
-            is_first_since_step = self.projection is None
-            if is_cleared or is_first_since_step:
-                self.projection = 0.0
-            if not gradient.is_sparse:
-                self.projection += projection(gradient)
+def note_losses(tensors):
+    """Note the values of these losses, if they are single numbers."""
+    losses = [tensor for tensor in tensors_in(tensors) if tensor.numel() == 1]
+    state.since_step.losses += [loss.detach().float().item() for loss in losses]
 
 
-@patch("torch.optim.Optimizer.add_param_group")
-def add_param_group(original, self, *args, **kwargs):
-    """Project the gradients that this rank computes, before anything reduces them."""
-    result = original(self, *args, **kwargs)
+@patch("torch.autograd.backward")
+def backward(original, tensors, *args, **kwargs):
+    """Note the losses of a backward pass, unless they were noted before they were scaled."""
     with harmless():
-        credit_draws(None)  # what was drawn before made a model
-        for value in self.param_groups[-1]["params"]:
-            if is_lazy(value) or mesh_dimensions([value]):
-                continue  # a lazy one takes no hook; the slice of a sharded gradient communicates
-            if value.requires_grad and value.is_leaf and id(value) not in own_gradients:
-                own_gradients[id(value)] = OwnGradient(value)
-    return result
+        is_inner = in_backward()  # that of reentrant checkpointing
+        if not (state.since_step.backwards or is_inner):
+            state.since_step.stale = gradients_are_left()
+        calls = state.since_step.forwards
+        state.since_step.reductions += bool(calls and calls[-1].synced and not is_inner)
+        state.since_step.backwards += not is_inner
+        if not (state.gradients_scaled or is_inner):
+            note_losses(tensors)
+    return original(tensors, *args, **kwargs)
 
 
-def projection(gradient):
-    """Return a number to compare gradients by: a sum that weighs their elements differently."""
-    elements = gradient.detach().flatten()[:MAX_PROJECTED].double().cpu()
-    return float(elements @ torch.arange(len(elements), dtype=torch.double, device="cpu").cos())
+@patch(f"{SCALER}.scale")
+def scale(original, self, outputs):
+    """Note losses before a GradScaler scales them."""
+    with harmless():
+        note_losses(outputs)
+        state.gradients_scaled = self.is_enabled()
+    return original(self, outputs)
 
 
-def describe_projections(parameters):
-    """Return the projections of this rank's gradients, and of those that the optimizer takes."""
-    owns = [own_gradients.get(id(parameters.by_name[name])) for name in parameters.gradients]
-    gradients = parameters.gradients.values()
-    sparse = any(gradient.is_sparse for gradient in gradients)  # other elements on each rank
-    if not own_gradients or None in owns or state.since_step.losses_scaled or sparse:
-        return {"own_gradient": None, "taken_gradient": None}
-    return {
-        "own_gradient": sum(own.projection or 0.0 for own in owns),
-        "taken_gradient": sum(map(projection, gradients)),
-    }
+def gradients_are_left():
+    """Return whether all parameters that an optimizer trains still have gradients.
 
-
-def end_projections():
-    """Remove the hooks, which cost time."""
-    for own in own_gradients.values():
-        own.hook.remove()
-    own_gradients.clear()
+    Some elements of a few of them say so: zeros, and None, are what zero_grad() leaves.
+    """
+    trained = [value for value in state.parameters.values() if value.requires_grad]
+    some = [value.grad for value in (*trained[:FEW], *trained[-FEW:])]
+    return bool(some) and all(
+        grad is not None and bool(local_part(grad).flatten()[:MAX_ELEMENTS].any()) for grad in some
+    )
 
 
 # ---------------------------------------------------------------- GradScaler
@@ -281,13 +229,9 @@ def unscale(original, self, *args, **kwargs):
 
 @patch(f"{SCALER}.step")
 def step_scaled(original, self, *args, **kwargs):
-    """Report a step that a GradScaler skips. In any case, what follows belongs to the next one."""
+    """Let what follows belong to the next step, even if the GradScaler skips this one."""
     state.gradients_scaled = False
-    steps = state.steps
     result = original(self, *args, **kwargs)
-    with harmless():
-        if self.is_enabled() and state.steps == steps:
-            report(events.SkippedStep)
     state.since_step = SinceStep()  # a skipped step has not reset it
     return result
 
@@ -298,43 +242,25 @@ def step_scaled(original, self, *args, **kwargs):
 @patch("torch.nn.utils.clip_grad.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_value_")
 def clip(original, *args, **kwargs):
     """Report that gradients are clipped."""
-    since = state.since_step
-    # If a GradScaler has scaled one of two losses, these may be the gradients of the other:
-    all_scaled = since.backwards <= since.losses_scaled
-    norm = original(*args, **kwargs)
-    scaled = state.gradients_scaled and all_scaled
-    value = norm.item() if type(norm) is torch.Tensor else None
-    report(events.Clipped, scaled=scaled, norm=value)
-    return norm
+    report(events.Clipped, scaled=state.gradients_scaled)
+    return original(*args, **kwargs)
 
 
 @patch("torch.nn.Module.load_state_dict", "torch.optim.Optimizer.load_state_dict")
 def load_state_dict(original, self, *args, **kwargs):
-    """Report that a state is loaded."""
-    by_model = isinstance(self, torch.nn.Module)
-    report(events.StateLoaded, by_model=by_model, wraps=len(state.wrapped))
+    """Report that a state was loaded."""
     result = original(self, *args, **kwargs)
     with harmless():
         unexpected = ask(lambda: result.unexpected_keys)  # an optimizer returns nothing
-        if unexpected and len(unexpected) == len(args[0] if args else kwargs["state_dict"]):
-            report(events.NothingLoaded, name=unexpected[0])
+        state_dict = args[0] if args else kwargs["state_dict"]
+        fits_nothing = unexpected and len(unexpected) == len(state_dict)
+        report(
+            events.StateLoaded,
+            by_model=isinstance(self, torch.nn.Module),
+            wraps=len(state.wrapped),
+            unknown=unexpected[0] if fits_nothing else "",
+        )
     return result
-
-
-def length_of_schedule(scheduler):
-    """Return how many steps a schedule has.
-
-    Of what the script itself defines, it guesses: the largest whole number, be it a width or not.
-    """
-    if hasattr(scheduler, "lr_lambdas"):  # functools.partial(f, steps=900), or one in a function
-        function = scheduler.lr_lambdas[0]
-        kept = getattr(function, "keywords", None) or inspect.getclosurevars(function).nonlocals
-    elif type(scheduler).__module__ == lr_scheduler.__name__:  # PyTorch's CosineAnnealingLR, …
-        return int(scheduler.T_max if hasattr(scheduler, "T_max") else scheduler.total_steps)
-    else:  # a class of the script
-        counts = ("last_epoch", "_step_count")  # of the steps that it has taken
-        kept = {name: value for name, value in vars(scheduler).items() if name not in counts}
-    return max(value for value in kept.values() if type(value) is int)
 
 
 @patch(*(f"torch.optim.lr_scheduler.{name}.step" for name in SCHEDULERS))
@@ -344,7 +270,7 @@ def step_scheduler(original, self, *args, **kwargs):
     if state.steps and not (state.in_scheduler or in_constructor):
         is_plateau = isinstance(self, lr_scheduler.ReduceLROnPlateau)
         metric = (args[0] if args else kwargs.get("metrics")) if is_plateau else None
-        report(events.Scheduled, metric=ask(float, metric), length=ask(length_of_schedule, self))
+        report(events.Scheduled, metric=ask(float, metric))
     state.in_scheduler += 1
     try:
         return original(self, *args, **kwargs)

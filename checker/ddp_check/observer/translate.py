@@ -1,22 +1,18 @@
-"""Runs a script that was written for GPUs on the CPU: translates its calls and reports them."""
+"""Runs a script that was written for GPUs on the CPU: translates its calls."""
 
 import contextlib
 import inspect
 import os
 import re
-import threading
 from collections import defaultdict
 from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
-from ddp_check.events import Gpu, Translated
-from ddp_check.observer.base import TASK, is_first, report, script_line, state
+from ddp_check.observer.base import TASK, script_line, state
 from ddp_check.observer.patches import C10D, DDP, intercept, patch
 
 CPU = torch.device("cpu")
@@ -24,15 +20,8 @@ COUNT = int(os.environ.get("LOCAL_WORLD_SIZE", TASK.nproc))
 ALL_GPUS = ",".join(map(str, range(COUNT)))
 if not os.environ.get("CUDA_VISIBLE_DEVICES") and not os.path.exists("/dev/nvidiactl"):
     os.environ["CUDA_VISIBLE_DEVICES"] = ALL_GPUS  # libraries take their GPU from it
-ATTRIBUTES = {Tensor.get_device: ".get_device()", Tensor.is_cuda.__get__: ".is_cuda"}
+ATTRIBUTES = (Tensor.get_device, Tensor.is_cuda.__get__)
 DEVICE_AT = {Tensor.to: 1, torch._C._nn._parse_to: 0}  # the argument that may be a GPU's number
-
-
-def report_translated(call):
-    """Report a translated call, once per line of the script."""
-    line = script_line()
-    if line and is_first(call, line):
-        report(Translated, line, call=call)
 
 
 def names_gpu(value):
@@ -51,19 +40,9 @@ def gpu_index(device):
     return state.gpu if index is None else index
 
 
-def report_gpu(device, by_set_device=False):
-    """Report the GPU that the script names, if it is the first time."""
-    line, index = script_line(), gpu_index(device)
-    if line and index != -1 and is_first("GPU", by_set_device, index):
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        visible = "" if visible == ALL_GPUS else visible
-        report(Gpu, line, by_set_device=by_set_device, index=index, visible=visible)
-
-
 def set_device(device, *_):
     """Take the place of torch.cuda.set_device, which ignores a negative number."""
     device = state.gpu if device is None else device
-    report_gpu(device, by_set_device=True)
     if gpu_index(device) >= 0:
         state.gpu = gpu_index(device)
 
@@ -78,15 +57,10 @@ class OnTheCPU(TorchFunctionMode):
         if func in (Tensor.pin_memory, Tensor.record_stream):
             return args[0]
         if func in ATTRIBUTES and script_line(direct=True):
-            report_translated(ATTRIBUTES[func])
             return state.gpu if func is Tensor.get_device else True
         if func is Tensor.cuda:
-            report_translated(".cuda()")
-            report_gpu(args[1] if len(args) > 1 else kwargs.get("device"))
             return args[0]
         args, kwargs = without_gpus(*numbers_as_devices(func, args, kwargs))
-        if func in (torch.histc, Tensor.histc) and not args[0].is_floating_point():
-            return func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)  # GPUs can do it
         return func(*args, **kwargs)
 
 
@@ -101,14 +75,9 @@ def numbers_as_devices(func, args, kwargs):
 
 
 def without_gpus(args, kwargs):
-    """Return the arguments of a call with the CPU for each GPU, of which it reports the first."""
-    gpus = [value for value in (*args, *kwargs.values()) if names_gpu(value)]
-    if gpus:
-        report_translated(f'"{gpus[0]}"')
-        report_gpu(gpus[0])
-        args = [CPU if names_gpu(value) else value for value in args]
-        kwargs = {name: CPU if names_gpu(value) else value for name, value in kwargs.items()}
-    return args, kwargs
+    """Return the arguments of a call with the CPU for each GPU."""
+    args = [CPU if names_gpu(value) else value for value in args]
+    return args, {name: CPU if names_gpu(value) else value for name, value in kwargs.items()}
 
 
 class Ignored:
@@ -131,7 +100,7 @@ class Idle(Ignored):
     """A stream or an event. As an object counts as True, `event.query()` says that it is done."""
 
     def __init__(self, *_, **__):
-        report_translated("a stream or an event")
+        pass
 
     def elapsed_time(self, _):
         return 1.0
@@ -152,8 +121,6 @@ class Generator(torch.Generator):
     """Generates numbers on the CPU."""
 
     def __new__(cls, device=CPU):
-        if isinstance(device, int) or names_gpu(device):
-            report_translated("torch.Generator(device)")
         return super().__new__(cls, CPU)
 
 
@@ -190,10 +157,8 @@ QUIET = "set_device|init$|synchronize|empty_cache|ipc_collect|manual_seed"
 def answer(original, *args, **kwargs):
     """Answer what the script asks about GPUs by `ANSWERS`, and libraries by `QUIET`."""
     name = original.__name__
-    if script_line(direct=True):  # the script asks
-        report_translated(f"{original.__module__}.{name}()")
-    elif not re.match(QUIET, name):  # a library asks, and gets the truth
-        return original(*args, **kwargs)
+    if not (script_line(direct=True) or re.match(QUIET, name)):
+        return original(*args, **kwargs)  # a library asks, and gets the truth
     value = ANSWERS.get(name, 0)
     return value(*args, **kwargs) if callable(value) else value
 
@@ -205,27 +170,14 @@ for owner in (torch.cuda, torch.accelerator):
 
 
 def replace_arguments(name, **replacements):
-    """Let calls of a function have these arguments, and report those that they replace."""
+    """Let calls of a function have these arguments."""
 
     @patch(name)
     def on_the_cpu(original, *args, **kwargs):
         """Replace arguments that name GPUs."""
-        signature = inspect.signature(original)
-        call = signature.bind(*args, **kwargs)
-        for argument, replacement in replacements.items():
-            given = call.arguments.get(argument, signature.parameters[argument].default)
-            call.arguments[argument] = replacement
-            if given and given not in (replacement, "cpu", CPU):
-                report_replaced(argument, given)
+        call = inspect.signature(original).bind(*args, **kwargs)
+        call.arguments |= replacements
         return original(*call.args, **call.kwargs)
-
-
-def report_replaced(argument, given):
-    """Report an argument that was replaced, and the GPUs that it names."""
-    report_translated(f'"{given}"' if isinstance(given, str) else argument)
-    if argument in ("device_ids", "output_device", "device_id"):
-        for device in given if isinstance(given, list | tuple) else [given]:
-            report_gpu(device)
 
 
 replace_arguments(f"{DDP}.__init__", device_ids=None, output_device=None)
@@ -242,7 +194,6 @@ replace_arguments("torch.distributed.device_mesh.init_device_mesh", device_type=
 def autocast(original, self, device_type, dtype=None, enabled=True, cache_enabled=None):
     """Compute in float32 what a GPU computes with fewer bits, in which most CPUs are slow."""
     if device_type != "cpu":
-        report_translated(f'"{device_type}"')
         device_type, enabled = "cpu", False
     original(self, device_type, dtype, enabled, cache_enabled)
 
@@ -252,50 +203,4 @@ for name in ("_passing_sync_batchnorm_handle", "_check_comm_hook"):
     setattr(DistributedDataParallel, name, lambda self, _: None)
 
 
-class SumOverRanks(torch.autograd.Function):
-    """The sum of a tensor over the ranks of a group. The losses of all of them depend on it."""
-
-    @staticmethod
-    def forward(ctx, tensor, group):
-        ctx.group = group
-        result = tensor.contiguous().clone()
-        group.allreduce([result]).wait()  # not by a function that is patched
-        return result
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return SumOverRanks.apply(gradient, ctx.group), None
-
-
-@patch("torch.nn.SyncBatchNorm.forward")
-def normalize_over_ranks(original, self, tensor):
-    """Normalize this rank's samples together with those of the others, as one batch."""
-    report_translated("SyncBatchNorm")
-    if not (self.training and dist.is_initialized()):
-        return _BatchNorm.forward(self, tensor)
-    group = self.process_group or dist.group.WORLD
-    rank, sizes = group.rank(), torch.zeros(group.size(), dtype=torch.int)
-    sizes[rank] = len(tensor)
-    sizes = SumOverRanks.apply(sizes, group).tolist()
-    before, after = sum(sizes[:rank]), sum(sizes[rank + 1 :])
-    # Each rank fills its place in a batch of zeros: a a 0 0 0 and 0 0 b b b add up to a a b b b.
-    # What pad() gets begins with the last dimension, and the first is that of the samples.
-    padded = torch.nn.functional.pad(tensor, [0, 0] * (tensor.dim() - 1) + [before, after])
-    batch = SumOverRanks.apply(padded, group)
-    return _BatchNorm.forward(self, batch)[before : before + len(tensor)]
-
-
-def start_thread(original, self):
-    """Start a thread of the script, for a mode holds only in the thread that enters it."""
-    run = self.run
-
-    def run_on_the_cpu():
-        with OnTheCPU():
-            run()
-
-    self.run = run_on_the_cpu
-    original(self)
-
-
-intercept(threading.Thread, "start", start_thread)
 OnTheCPU().__enter__()

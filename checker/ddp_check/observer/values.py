@@ -13,7 +13,7 @@ MAX_QUICK = 1 << 16  # elements of a tensor that enter a quick checksum
 MAX_PARTS = 30  # first items of a list or attributes of an object that enter its fingerprint
 MAX_BYTES = 1e8  # a larger array does not enter a fingerprint
 # The fields of `Batch` that tell of samples, of a batch in which none has a row of its own:
-UNKNOWN_SAMPLES = {"checksums": None, "label_checksums": None, "width": None, "label_size": None}
+UNKNOWN_SAMPLES = {"checksums": None, "label_checksums": None}
 # Types for isinstance: a tensor in float32 on the CPU is a torch.FloatTensor.
 LOWER_PRECISION = (torch.FloatTensor, torch.BFloat16Tensor, torch.HalfTensor)
 
@@ -92,9 +92,9 @@ def describe_samples(batch, count):
     """Return the fields of a `Batch` event that tell of its samples.
 
     A sample has a row in each tensor that is as long as there are samples: its label is in the one
-    with the shortest rows. Of 8 images of 3 x 4 pixels and 8 labels, there are 8 checksums and 8
-    label_checksums; width is 13, label_size 1. If the count is 1, as where the data set returns
-    whole batches, all tensors are that sample's. None stands for the length of the first tensor.
+    with the shortest rows. Of 8 images and 8 labels, there are 8 checksums and 8 label_checksums.
+    If the count is 1, as where the data set returns whole batches, all tensors are that sample's.
+    None stands for the length of the first tensor.
     """
     tensors = [tensor for tensor in tensors_in(batch) if tensor.dim() and tensor.numel()]
     if count is None:
@@ -115,8 +115,6 @@ def describe_samples(batch, count):
     return {
         "checksums": checksums,
         "label_checksums": label_checksums if others else None,
-        "width": sum(part.shape[1] for part in parts),
-        "label_size": label.shape[1],
     }
 
 

@@ -1,9 +1,4 @@
-"""The rules that a run is judged by. How to write one stands in rules/base.py.
-
-To add a rule, write it in the module about its subject, and give it a line in the table: the events
-without which it has nothing to look at. Rules are reported in the order of the table, so put a rule
-before those that its fault makes fail.
-"""
+"""The rules that a run is judged by, in the order of the report. See CONTRIBUTING.md."""
 
 import traceback
 from dataclasses import replace
@@ -20,13 +15,9 @@ SUBJECTS = {  # event: (what is counted when a rule passes, what is said if a ru
     events.PassBegun: ("DataLoader", "no DataLoader was used"),
     events.Collective: ("call", "the script calls no collective itself"),
     events.Clipped: ("call", "no gradient is clipped"),
-    events.Evaluated: ("evaluation", "no model was called without gradients"),
-    events.Scheduled: ("step", "no scheduler takes a step"),
-    events.Gpu: ("GPU", "no GPU is named, or GPU calls were not translated (--translate yes)"),
-    events.Print: ("line", "nothing is printed"),
+    events.Evaluated: ("evaluation", "no wrapped model was called without gradients"),
     events.Save: ("save", "nothing is saved with torch.save"),
     events.StateLoaded: ("state", "no state is loaded"),
-    events.Load: ("load", "an uninterrupted run loads nothing (--drill kill starts it again)"),
 }
 RULES = {  # rule: what it needs to look at
     launch.script_ends: [],
@@ -35,32 +26,19 @@ RULES = {  # rule: what it needs to look at
     gradients.gradients_are_averaged: [events.Step],
     gradients.gradients_pass_collectives: [events.Collective, events.Step],
     gradients.rates_are_equal: [events.Step],
-    gradients.schedule_is_finished: [events.Scheduled],
     gradients.clipping_comes_last: [events.Clipped],
     weights.weights_agree: [],
-    weights.evaluated_models_agree: [events.Evaluated],
     data.ranks_share_data: [events.Step],
     data.order_changes: [events.Step, events.PassBegun],
     weights.training_mode: [events.Step, events.Wrap],
     weights.evaluation_mode: [events.Evaluated, events.PassBegun, events.Wrap],
     data.random_numbers_differ: [events.Step],
-    launch.own_gpu: [events.Gpu],
-    output.one_rank_prints: [events.Print],
     output.one_rank_writes: [],
     output.plain_names: [events.Save],
-    output.safe_loads: [events.Load],
     output.loaded_names_fit: [events.StateLoaded],
     evaluation.each_sample_is_evaluated_once: [events.PassBegun],
-    evaluation.result_is_of_all: [],
+    evaluation.result_is_of_all: [events.PassBegun],
     launch.same_collectives: [events.Collective],
-    launch.port_is_free: [events.Join],
-    launch.group_is_destroyed: [events.Join],
-    weights.unused_search_is_needed: [events.Step, events.Wrap],
-    output.sums_begin_anew: [events.Collective],
-    output.gathered_parts_are_apart: [events.Collective],
-    output.printed_loss_is_of_all: [events.Print, events.Step],
-    evaluation.accuracy_is_of_samples: [events.PassBegun, events.Print],
-    launch.no_thread_left: [events.Join],
 }
 assert {kind for kinds in RULES.values() for kind in kinds} <= SUBJECTS.keys()
 

@@ -2,14 +2,13 @@
 
 import re
 import signal
-from dataclasses import replace
-from itertools import chain, permutations, zip_longest
+from itertools import zip_longest
 
 from ddp_check import events
+from ddp_check.ending import LACKS_GPUS, OF_OTHERS
 from ddp_check.protocol import FRAME, is_own
 from ddp_check.ranks import counted, differing_ranks, of_lowest_rank, short
-from ddp_check.rules.base import WRONG, fragile, not_applicable, note, passed, unseen, unsure, wrong
-from ddp_check.run import LACKS_GPUS, OF_OTHERS
+from ddp_check.rules.base import WRONG, fragile, passed, unseen, unsure, wrong
 
 NETWORK = (
     r"URLError|gaierror|ConnectionError|MaxRetryError|name resolution|OfflineMode|HTTPError"
@@ -17,16 +16,9 @@ NETWORK = (
 )
 BESIDE = r"(FileNotFoundError|NotFound|No such file).*\.\./"  # what is missing is there: ../data
 OF_A_LIBRARY = r"ModuleNotFoundError|ImportError: .+/site-packages/"  # missing, or another version
-DROP_THE_MODEL = "drop every reference to the DDP model (del model) before destroy_process_group"
 BUFFERS = "Buffers wait for all ranks to call the DDP model: evaluate model.module"
 UNTRANSLATED = rf"{LACKS_GPUS}|Tensor-likes|not implemented for '|getFuture not implemented"
 UNTRANSLATED += "|must have the same dtype|bias type"  # autocast is left out
-# In a script that knows the option of PyTorch's former launcher alone:
-ASKS_LOCAL_RANK = r"(?s)^(?!.*LOCAL_RANK).*--local[_-]rank"
-DEFAULTS = (  # a port is only a default in `port: int = 29500`, `environ.get("PORT", 29500)`
-    r".*(default[=(]|\.get\(|getenv\(|: *(Optional\[)?(int|str)\]?( \| None)? *=).*"
-    r"|\bif .*MASTER_.*\n.*\n.*"  # `if "MASTER_PORT" not in environ:`, and the next two lines
-)
 PAGES = {  # part of an error: the pitfall that explains it
     "Expected to have finished reduction": "unused_parameters",
     'key(s) in state_dict: "module.': "module_prefix_saved",
@@ -36,7 +28,7 @@ PAGES = {  # part of an error: the pitfall that explains it
 def script_ends(run):
     """the script ends"""
     text = f"after {run.seconds:.0f} s"
-    rank, code = run.first_failure
+    rank, code = run.end.first_failure
     if run.returncode == 0:
         return passed(text)
     if run.hangs:
@@ -47,9 +39,7 @@ def script_ends(run):
             cure = "no process joined a process group: download the data first, name its --launcher"
         return unsure(f"still busy {text}: {cure}, or raise --timeout")
     if code == -signal.SIGABRT and run.by_rank(events.Exit).get(rank):
-        text += f"; rank {rank} was aborted after its last line, a rare race of gloo's threads"
-        # Where a library has joined the process group, this is not the script's to mend.
-        return passed(text) if joined_by_framework(run) else fragile(text, "", "late_import")
+        return passed(f"{text}; rank {rank} was aborted afterwards, a race of gloo's threads")
     return failure(run)
 
 
@@ -62,121 +52,71 @@ def hang(run):
         waiting.append(f"rank {rank} {at}")
         own_lines += own[:1]
     text = f"still running after {run.seconds:.0f} s; {'; '.join(waiting)}"
-    if run.joins and all(run.by_rank(events.Leave).values()):
-        text += f". All ranks have left the process group. To rule out a race: {DROP_THE_MODEL}"
-        return wrong(text, "", "handler_holds_model")
     where = next(iter(own_lines), "")
     return with_cause(run, text, where, "collective_on_one_rank" if run.joins else "")
 
 
 def with_cause(run, text, where, page="", details=()):
-    """Return the verdict on a run that fails or hangs, with the cause if a rank is not there.
+    """Return the verdict on a run that fails or hangs, with its cause if that is seen.
 
-    The first of these that is seen is the cause; after 1, only 5 and 6 are looked for:
-    1. An error that is not about the other ranks says itself what is wrong.
-    2. A rank has begun fewer epochs. But one that waits in _sync_buffers evaluates the DDP model.
-    3. A rank calls a collective while another one trains on.
-    4. A parameter came into the model after it was wrapped.
-    5. A rank evaluates the DDP model, whose buffers wait for the others.
-    6. The ranks have called different collectives.
+    An error that is not about the other ranks says itself what is wrong: the causes before the
+    buffers would only follow from it.
     """
-    tells_its_cause = run.returncode and run.raised and not re.search(OF_OTHERS, run.ending)  # 1
-    syncing_buffers = [
-        rank
-        for rank, stack in run.stacks.items()
-        if any(function == "_sync_buffers" for _, _, function in stack)
-    ]
-    if not tells_its_cause:  # else, 2 to 4 would only follow from it
-        if reason := fewer_epochs(run, syncing_buffers):  # 2
-            return wrong(f"{reason}; {text}", where, "recipes/early_stopping", details)
-        if verdict := more_batches(run):  # 3
-            return replace(verdict, text=f"{verdict.text}; {text}", details=details)
-        if names := [name for step in run.all(events.Step) for name in step.unreduced]:  # 4
-            reason = f"{names[0]} came into the model after it was wrapped"
-            return wrong(f"{reason}; {text}", where, page, details)
-    if syncing_buffers or "_sync_buffers" in str(details):  # 5
-        return wrong(f"{BUFFERS}; {text}", where, "rank_0_evaluates_the_wrapper", details)
-    cause = same_collectives(run)
-    if cause and cause.status == WRONG:  # 6
-        return wrong(f"{cause.text}; {text}", cause.where, cause.page or page, details)
+    tells_its_cause = run.returncode and run.end.errors and not re.search(OF_OTHERS, run.end.text)
+    cause = (not tells_its_cause and early_cause(run)) or late_cause(run, details)
+    if cause:
+        page = cause.page or page
+        return wrong(f"{cause.text}; {text}", cause.where or where, page, details)
     return wrong(text, where, page, details)
 
 
-def more_batches(run):
-    """Return the verdict if a rank calls a collective while another is in a backward pass.
-
-    That the other one is in a further step is seen in its traceback.
-    """
-    steps, calls = run.by_rank(events.Step), run.by_rank(events.Collective)
-    if "_engine_run_backward(" not in run.output:  # in no rank's traceback
-        return None
-    for caller, trainer in permutations(calls, 2):
-        more_calls = calls[caller][len(calls[trainer]) :]  # both have made those before
-        if more_calls and len(steps[trainer]) >= len(steps[caller]) > 0:
-            call, taken = more_calls[0], counted(len(steps[caller]), "step")
-            text = f"after {taken}, rank {caller} calls {call.name}, and rank {trainer} "
-            # Either both are inside of the loop, or the caller is done with it before the other.
-            if any(each.steps and not each.ended for each in run.passes_by_rank[caller]):
-                return wrong(f"{text}does not, but trains on", call.where, "collective_on_one_rank")
-            text += f"trains on: {why_more_batches(run, caller)}"
-            return wrong(text, call.where, "uneven_batches")
+def early_cause(run):
+    """Return a verdict if the ranks have different numbers of batches, or models, or None."""
+    if cause := uneven_passes(run):
+        return cause
+    if names := [name for step in run.all(events.Step) for name in step.unreduced]:
+        return wrong(f"{names[0]} came into the model after it was wrapped")
 
 
-def why_more_batches(run, rank):
-    """Return in words why a rank is done before another: it has skipped batches, or has fewer."""
-    for data_pass in [each for each in run.passes_by_rank[rank] if each.steps][-1:]:
-        batches, steps = len(data_pass.batches), len(data_pass.steps)
-        if steps < batches < 2 * steps:  # 5 < 6 < 10; with twice as many, it accumulates gradients
-            return f"rank {rank} has taken {counted(steps, 'step')} with {batches} batches"
-    return "does it have more batches?"
+def late_cause(run, details):
+    """Return a verdict if a rank waits for the buffers of others, or for another call, or None."""
+    stacks = [function for stack in run.stacks.values() for _, _, function in stack]
+    if "_sync_buffers" in stacks or "_sync_buffers" in str(details):
+        return wrong(BUFFERS, "", "rank_0_evaluates_the_wrapper")
+    cause = same_collectives(run)
+    return cause if cause and cause.status == WRONG else None
 
 
-def fewer_epochs(run, syncing_buffers):
-    """Return in words what a rank does that begins fewer epochs than another, or "".
-
-    Either it has left the loop over the epochs, or it waits inside of it for a collective that it
-    alone calls. If it waits in _sync_buffers, it evaluates the DDP model: "".
-    """
-    passes = list(chain(*run.passes_by_rank.values()))
-    training_lines = {data_pass.where for data_pass in passes if data_pass.steps}
-    epochs = {
-        rank: sum(bool(each.batches) and each.where in training_lines for each in of_rank)
-        for rank, of_rank in run.passes_by_rank.items()
-    }
-    pair = differing_ranks(epochs)
-    if not pair or not min(epochs.values()):  # one without an epoch may evaluate the DDP model
-        return ""
-    fewer, more = sorted(pair, key=epochs.get)
-    if fewer in syncing_buffers:
-        return ""
-    steps, calls = run.by_rank(events.Step), run.by_rank(events.Collective)
-    text = f"after {counted(epochs[fewer], 'epoch')}, in step {len(steps[fewer])}, rank {fewer} "
-    text += f"left the loop over the epochs, or waits inside of it, and rank {more} began the next"
-    if calls_alone := calls[fewer][len(calls[more]) :]:
-        call = calls_alone[0]
-        return f"{text}; rank {fewer} alone calls {call.name} ({short(call.where)})"
-    return f"{text}: does each decide by its own loss?"
+def uneven_passes(run):
+    """Return a verdict if a rank has had all batches of an epoch, and another has had more."""
+    for number, epoch in enumerate([] if run.in_join else run.training_passes, 1):
+        counts = {rank: len(data_pass.batches) for rank, data_pass in epoch.items()}
+        least, most = min(counts, key=counts.get), max(counts, key=counts.get)
+        if epoch[least].ended and counts[least] < counts[most]:
+            text = f"the ranks have different numbers of batches: in epoch {number}, rank {least} "
+            text += f"has {counts[least]}, and rank {most} at least {counts[most]}"
+            return wrong(text, epoch[least].where, "uneven_batches")
 
 
 def failure(run):
     """Return the verdict on a run that failed: the fault may not be the script's."""
-    text, details = run.ending, tuple(run.traceback)
+    text, details = run.end.text, tuple(run.end.traceback)
     if cure := cure_of_this_machine(run):
-        return unsure(f"{text}; {cure}", run.error_where, "", details)
-    if re.search(ASKS_LOCAL_RANK, run.source) and re.search("(?i)device|rank", run.ending):
-        text += '; torchrun passes no --local_rank: read int(os.environ["LOCAL_RANK"])'
+        return unsure(f"{text}; {cure}", run.end.where, "", details)
+    if "mixed torch.Tensor and DTensor" in text and re.search(r"\.forward\(", str(details)):
+        text += "; call model(x), not model.forward(x): only then does FSDP2 gather the parameters"
     page = next((page for message, page in PAGES.items() if message in run.output), "")
-    return with_cause(run, text, run.error_where, page, details)
+    return with_cause(run, text, run.end.where, page, details)
 
 
 def cure_of_this_machine(run):
     """Return what to do if a run failed for what is missing here, or ""."""
-    errors = [match[1] for match in run.raised]
-    if re.search(NETWORK, " ".join([*errors, run.ending, *run.traceback])):
+    errors = [match[1] for match in run.end.errors]
+    if re.search(NETWORK, " ".join([*errors, run.end.text, *run.end.traceback])):
         return "it needs the network: download the data first"
-    if re.match(OF_A_LIBRARY, run.ending) or run.fails_in_an_import:
+    if re.match(OF_A_LIBRARY, run.end.text):
         return "run the checker in the environment of the script"
-    if re.search(BESIDE, run.ending):
+    if re.search(BESIDE, run.end.text):
         return "it is run in a copy of its folder, which has no such neighbour: use absolute paths"
     if run.translate and is_about_gpus(run):
         return "the checker cannot translate this for the CPU"
@@ -185,12 +125,12 @@ def cure_of_this_machine(run):
 
 def is_about_gpus(run):
     """Return whether a translated run failed in the translation, or for the lack of a GPU."""
-    frames = [at for at, line in enumerate(run.traceback) if FRAME.match(line)]
-    innermost = run.traceback[frames[-1] :] if frames else [""]
+    frames = [at for at, line in enumerate(run.end.traceback) if FRAME.match(line)]
+    innermost = run.end.traceback[frames[-1] :] if frames else [""]
     # In __torch_function__, the observer passes a call on: its error is PyTorch's, or the script's.
     if "ddp_check/observer" in innermost[0] and not innermost[0].endswith("in __torch_function__"):
         return True
-    text = " ".join([run.ending, *innermost[1:]])
+    text = " ".join([run.end.text, *innermost[1:]])
     return bool(re.search(UNTRANSLATED, text)) and "Invalid device string" not in text
 
 
@@ -200,97 +140,15 @@ def one_group(run):
     if not joins and run.returncode == 0 and run.all(events.Step):
         return wrong(f"{none_joined}: each trains on its own; diffs/README.md shows what to add")
     if not joins and run.returncode == 0:
-        _, _, last = run.printed.strip().rpartition("\n")
-        return unsure(f"{none_joined} or trained: {last or 'nothing is printed'}")
+        return unsure(f"{none_joined} or trained: {run.end.last_line}")
+    if run.returncode == 0 and (missing := run.events_by_rank.keys() - joins.keys()):
+        return wrong(f"rank {min(missing)} did not join")
     for event in run.all(events.OtherMachine):
         text = f"the ranks meet at {event.host}, not this machine (changed for this run)"
         return fragile(f"{text}: let the launcher set MASTER_ADDR", event.where)
-    if run.returncode == 0 and (missing := run.events_by_rank.keys() - joins.keys()):
-        return wrong(f"rank {min(missing)} did not join")
     if not joins:
         return unseen(f"{none_joined} before the script failed")
     return passed(counted(len(joins), "rank"), of_lowest_rank(joins).where)
-
-
-def port_is_free(run):
-    """the script does not fix the port at which the ranks meet"""
-    source_without_defaults = re.sub(DEFAULTS, "", run.source)
-    for join in run.joins.values():
-        if join.port and re.search(rf"\b{join.port}\b", source_without_defaults):
-            reason = f"the port is always {join.port}: two jobs on one node would collide"
-            return fragile(reason, join.where, "fixed_port")
-
-
-def group_is_destroyed(run):
-    """each rank destroys the process group, and ends as Python programs do"""
-    if run.returncode != 0:
-        return unseen("the script did not finish")
-    for rank, exits in run.by_rank(events.Exit).items():
-        if not exits:
-            text = f"rank {rank} ends with os._exit: no atexit function runs"
-            return fragile(text, "", "os_exit")
-        if exits[0].group_open and rank in run.joins and not joined_by_framework(run):
-            text = f"rank {rank} did not call destroy_process_group"
-            return fragile(text, run.joins[rank].where, "destroy_missing")
-
-
-def joined_by_framework(run):
-    """Return whether a library joined the process group, so leaving it is not the script's task."""
-    return not all(event.by_script for event in run.all(events.Join))
-
-
-def no_thread_left(run):
-    """no gloo thread is left at exit"""
-    if run.for_nccl or "get_default_backend_for_device" in run.source:
-        return not_applicable("with NCCL, for which the script is written, there are none")
-    if joined_by_framework(run) or run.is_sharded:
-        return not_applicable("a library joined the group, or keeps it for sharded parameters")
-    exits = run.by_rank(events.Exit)
-    for rank, exits_of_rank in exits.items():
-        for event in exits_of_rank:
-            if event.gloo_threads and rank in run.joins:
-                return thread_left(run, rank, event)
-    if not all(exits.values()) or any(event.group_open for event in run.all(events.Exit)):
-        return unseen("a rank did not finish, or did not destroy the process group")
-    if any(event.gloo_threads is None for event in run.all(events.Exit)):
-        return unseen("before PyTorch 2.13, gloo's threads may have no names")
-
-
-def thread_left(run, rank, event):
-    """Return the verdict on a rank that ends with a thread of gloo."""
-    text = f"rank {rank} has some, and in rare cases aborts after its work is done"
-    if event.nn_imported and not run.joins[rank].nn_imported_before:
-        cure = "import torch.distributed.nn at the top: DDP and optimizers import it too late"
-        return note(f"{text}: {cure}", run.joins[rank].where, "late_import")
-    return fragile(f"{text}: {DROP_THE_MODEL}", "", "handler_holds_model", follows=True)
-
-
-def own_gpu(run):
-    """each rank uses a GPU of its own"""
-    if not run.all(events.Step) and run.returncode != 0:
-        return unseen("no step was taken before the run ended")
-    first_rank = {}  # name of a GPU -> the first rank that uses it
-    used = {  # a GPU that only set_device gets counts only if no tensor or module names any
-        rank: [event for event in named if not event.by_set_device] or named
-        for rank, named in run.by_rank(events.Gpu).items()
-    }
-    gpus_per_rank = min(len({event.index for event in of_rank}) for of_rank in used.values())
-    gpus_of_node = run.nproc * max(1, gpus_per_rank)
-    for rank, events_of_rank in used.items():
-        for event in events_of_rank:
-            visible, reason = [*map(str, range(gpus_of_node))], f"a node has {gpus_of_node}"
-            if event.visible:
-                visible = event.visible.split(",")
-                reason = f"the script sets CUDA_VISIBLE_DEVICES={event.visible}"
-            if not 0 <= event.index < len(visible):
-                page = "" if event.visible else "global_rank_as_device"
-                return wrong(f"rank {rank} uses GPU {event.index}, but {reason}", event.where, page)
-            gpu = visible[event.index]
-            other = first_rank.setdefault(gpu, rank)
-            if other != rank:
-                text = f"ranks {other} and {rank} both use GPU {gpu}"
-                return wrong(f"{text}: {reason}" if event.visible else text, event.where)
-    return passed(counted(len(first_rank), "GPU"), run.all(events.Gpu)[0].where)
 
 
 def same_collectives(run):

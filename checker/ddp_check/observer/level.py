@@ -1,0 +1,128 @@
+"""Levels a run for the drill world-size: takes out what may differ between N processes and one.
+
+Dropout drops nothing, BatchNorm takes the statistics of all ranks, the random numbers of a sample
+depend on its index alone, and everything is computed in float64.
+"""
+
+import random
+import sys
+import zlib
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import data
+
+from ddp_check.observer.base import TASK
+from ddp_check.observer.patches import patch
+
+DROPOUTS = (
+    "dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "alpha_dropout",
+    "feature_alpha_dropout",
+)
+plain_forward = _BatchNorm.forward  # before it is patched
+
+# ---------------------------------------------------------------- BatchNorm
+
+
+class SumOverRanks(torch.autograd.Function):
+    """The sum of a tensor over the ranks of a group. The losses of all of them depend on it."""
+
+    @staticmethod
+    def forward(ctx, tensor, group):
+        ctx.group = group
+        result = tensor.contiguous().clone()
+        group.allreduce([result]).wait()  # a method: the functions of torch.distributed are patched
+        return result
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return SumOverRanks.apply(gradient, ctx.group), None
+
+
+def normalize_over_ranks(forward, layer, tensor):
+    """Normalize this rank's samples together with those of the other ranks, as one batch."""
+    if not (layer.training and dist.is_initialized()):
+        return forward(layer, tensor)
+    group = getattr(layer, "process_group", None) or dist.group.WORLD
+    rank, sizes = group.rank(), torch.zeros(group.size(), dtype=torch.int)
+    sizes[rank] = len(tensor)
+    sizes = SumOverRanks.apply(sizes, group).tolist()
+    before, after = sum(sizes[:rank]), sum(sizes[rank + 1 :])
+    # Each rank fills its place in a batch of zeros: a a 0 0 0 and 0 0 b b b add up to a a b b b.
+    # What pad() gets begins with the last dimension, and the first is that of the samples.
+    padded = nn.functional.pad(tensor, [0, 0] * (tensor.dim() - 1) + [before, after])
+    batch = SumOverRanks.apply(padded, group)
+    return forward(layer, batch)[before : before + len(tensor)]
+
+
+@patch("torch.nn.SyncBatchNorm.forward")
+def forward_synced(original, self, tensor):
+    """Normalize over all ranks on the CPU, too, where PyTorch's SyncBatchNorm cannot."""
+    return normalize_over_ranks(plain_forward, self, tensor)
+
+
+if TASK.scale:
+    torch.set_default_dtype(torch.float64)  # of what the script creates, such as class weights
+
+    @patch("torch.nn.modules.batchnorm._BatchNorm.forward")
+    def forward(original, self, tensor):
+        """Normalize over the batches of all ranks, as one process would."""
+        return normalize_over_ranks(original, self, tensor)
+
+    # ------------------------------------------------------------ dropout and lower precision
+
+    @patch(*(f"torch.nn.functional.{name}" for name in DROPOUTS))
+    def drop_nothing(original, input, *_, **__):
+        """Return what a dropout gets."""
+        return input
+
+    @patch("torch.nn.functional.scaled_dot_product_attention")
+    def attend_to_all(original, *args, dropout_p=0.0, **kwargs):
+        """Drop nothing out of an attention: its fifth argument is the share that is dropped."""
+        return original(*args[:4], *([0.0] if args[4:] else []), *args[5:], **kwargs)
+
+    @patch("torch.nn.RNNBase.__init__")
+    def make_recurrent(original, self, *args, **kwargs):
+        """Drop nothing out between the layers of a recurrent network."""
+        original(self, *args, **kwargs)
+        self.dropout = 0.0
+
+    @patch("torch.autocast.__init__")
+    def autocast(original, self, device_type, *args, **kwargs):
+        """Keep float64 where the script would compute with fewer bits."""
+        original(self, device_type, enabled=False)
+
+    # ------------------------------------------------------------ random samples
+
+    class SeededByIndex(data.Dataset):
+        """A data set that makes a random sample in the same way, whichever rank asks for it."""
+
+        def __init__(self, dataset):
+            self._ddp_check_inner = dataset
+
+        def __getitem__(self, index):
+            numpy = sys.modules.get("numpy.random")
+            before = torch.get_rng_state(), random.getstate(), numpy and numpy.get_state()
+            seed = zlib.crc32(repr(index).encode())
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            if numpy:
+                numpy.seed(seed)
+            try:
+                return self._ddp_check_inner[index]
+            finally:
+                torch.set_rng_state(before[0])
+                random.setstate(before[1])
+                if numpy:
+                    numpy.set_state(before[2])
+
+    @patch("torch.utils.data._utils.fetch._MapDatasetFetcher.__init__")
+    def make_fetcher(original, self, dataset, *args):
+        """Let the random numbers of a sample depend on its index alone."""
+        original(self, SeededByIndex(dataset), *args)
