@@ -396,6 +396,7 @@ def others(codes):
     os.replace(f"data-{rank}.pt", "data.pt")
     failed = []
     for title, code in codes:
+        dist.barrier()  # nobody reads the files of the block before
         if rank == 0:
             torch.save(Net().state_dict(), "model.pt")
             torch.save(given('checkpoint["')["checkpoint"] | {"epochs": 1}, "checkpoint.pt")
