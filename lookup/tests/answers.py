@@ -5,8 +5,8 @@ blocks under the name `others` are run one by one, with the names of `given`.
 """
 # ruff: noqa: F401, the printed code uses what is imported
 
-import argparse
 import copy
+import io
 import itertools
 import json
 import logging
@@ -16,11 +16,10 @@ import re
 import signal
 import socket
 import sys
-import tempfile
 import textwrap
 import time
 import traceback
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -30,22 +29,18 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.distributed.nn  # early: see pitfalls/late_import.md
-from sklearn.metrics import f1_score, roc_auc_score
+from sklearn.metrics import roc_auc_score
 from torch import multiprocessing as mp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_state_dict,
     set_model_state_dict,
-    set_state_dict,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import (
     MixedPrecision,
-    MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
@@ -53,7 +48,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 CODE = json.loads(sys.argv[1])
@@ -115,14 +110,10 @@ def tokens(code):
     """Ranks with different numbers of tokens, in two batches: the gradient of the whole mean."""
     mine = slice(0, 3) if rank == 0 else slice(3, 10)
     x, one, two = torch.arange(10.0)[:, None], nn.Linear(1, 1), nn.Linear(1, 1)
-    model = DDP(one)
     two.load_state_dict(one.state_dict())
-
-    def micro_batches(masks):
-        for batch, mask in zip(x[mine].chunk(2), masks):
-            yield model(batch).squeeze(1) ** 2, mask
-
-    run(code[1], masks=torch.ones(10)[mine].chunk(2), micro_batches=micro_batches)
+    micro_batches = list(zip(x[mine].chunk(2), torch.ones(10)[mine].chunk(2)))
+    names = {"losses": lambda output: output.squeeze(1) ** 2, "micro_batches": micro_batches}
+    run(code[0], model=DDP(one), **names)
     (two(x) ** 2).mean().backward()
     assert torch.allclose(one.weight.grad, two.weight.grad)
 
@@ -134,7 +125,8 @@ def clipped(code):
     alone = copy.deepcopy(start)
     alone(x).square().mean().backward()
     norm = nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
-    for wrap, lines in (DDP, code[:1]), (fully_shard, code[:2]), (FSDP, code[2:]):
+    fsdp1 = ["norm = model.clip_grad_norm_(1.0)"]  # printed within a sentence
+    for wrap, lines in (DDP, code[:1]), (fully_shard, code), (FSDP, fsdp1):
         sharded = wrap(copy.deepcopy(start), **({"device_id": device} if wrap is FSDP else {}))
         sharded(x[5 * rank :][:5]).square().mean().backward()
         names = run("".join(lines), model=sharded)
@@ -151,10 +143,7 @@ def evaluation(code):
     assert (names["loss"], names["accuracy"]) == (4, pytest.approx(4 / 9))
     mine = slice(0, 3) if rank == 0 else slice(3, 10)
     scores, labels = np.arange(10) * 7 % 10, np.arange(10) % 2
-    guesses = torch.tensor(scores % 3 % 2)
-    names = run(code[1], labels=torch.tensor(labels)[mine], predictions=guesses[mine], classes=2)
-    assert names["f1"].numpy() == pytest.approx(f1_score(labels, guesses, average=None))
-    names = run(code[2], scores=scores[mine], labels=labels[mine])
+    names = run(code[1], scores=scores[mine], labels=labels[mine])
     score = roc_auc_score(names["labels"], names["scores"])
     assert rank == 1 or score == roc_auc_score(labels, scores)
 
@@ -194,34 +183,120 @@ def shortest(code):
     assert len(seen) == 4
 
 
+def parts_to_train():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+
+def train_one_epoch(model, loader, optimizer):
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
 def resume(code):
     """Two epochs, and one and one more, end with the same bits."""
-
-    def train_one_epoch(wrapped, loader, optimizer):
-        for x, y in loader:
-            optimizer.zero_grad()
-            nn.functional.mse_loss(wrapped(x), y).backward()
-            optimizer.step()
-
-    def train(epochs):
-        torch.manual_seed(0)
-        data, model = TensorDataset(torch.rand(64, 4), torch.rand(64, 1)), nn.Linear(4, 1)
-        loader = DataLoader(data, 8, sampler=DistributedSampler(data))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        names = {"model": model, "optimizer": optimizer, "loader": loader, "epochs": epochs}
-        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
-        names = run(code[0], train_one_epoch=train_one_epoch, scheduler=scheduler, **names)
+    data, found = TensorDataset(torch.rand(64, 4), torch.rand(64, 1)), []
+    for epochs, new in (2, True), (1, True), (2, False):
+        if new and rank == 0:
+            Path("checkpoint.pt").unlink(missing_ok=True)
         dist.barrier()
-        return names["start"], model.weight.clone()
-
-    _, whole = train(2)
-    if rank == 0:
-        os.remove("checkpoint.pt")
-    dist.barrier()
-    train(1)
-    start, resumed = train(2)
+        parts, loader = parts_to_train(), DataLoader(data, 8, sampler=DistributedSampler(data))
+        given = {"loader": loader, "epochs": epochs, "train_one_epoch": train_one_epoch}
+        found.append((run(code[0], **parts, **given)["start"], parts["model"].weight.clone()))
+        dist.barrier()
+    (_, whole), _, (start, resumed) = found
     assert start == 1
     assert torch.equal(whole, resumed)
+
+
+def jump(code):
+    """The next epoch is that of an undisturbed run, unless the model alone was saved."""
+    first, second, lost = (parts_to_train() for _ in range(3))
+    loader = list(zip(torch.rand(2, 8, 4), torch.rand(2, 8, 1)))
+    train_one_epoch(first["model"], loader, first["optimizer"])
+    if rank == 0:
+        run(code[0], **{**first, "model": SimpleNamespace(module=first["model"])}, epoch=0)
+    dist.barrier()
+    assert run(code[1], **second)["first_epoch"] == 1
+    lost["model"].load_state_dict(first["model"].state_dict())  # the model alone
+    for parts in (first, second, lost):
+        train_one_epoch(parts["model"], loader, parts["optimizer"])
+    assert torch.equal(first["model"].weight, second["model"].weight)
+    assert not torch.equal(first["model"].weight, lost["model"].weight)
+
+
+def stream(code):
+    """Each sample is read once, and all ranks stop after as many steps."""
+
+    class Stream(torch.utils.data.IterableDataset):
+        __iter__ = run(code[0])["__iter__"]
+
+        def read(self):
+            return iter(range(101))
+
+    for workers in (0, 2):
+        loader, steps, both = DataLoader(Stream(), 4, num_workers=workers), [], [None, None]
+        dist.all_gather_object(both, [sample for batch in loader for sample in batch.tolist()])
+        assert sorted(both[0] + both[1]) == list(range(101))
+        run(code[1], loader=loader, batches=12, train=steps.append)
+        assert len(steps) == 12
+
+
+def inference(code):
+    """The parts that two ranks predict are put together in the order of the data set."""
+    torch.manual_seed(0)
+    samples, model = torch.rand(11, 3), nn.Linear(3, 2)
+    run(code[0], dataset=samples, model=model)
+    dist.barrier()
+    with torch.inference_mode():
+        assert torch.allclose(run(code[1], ranks=2)["predictions"], model(samples))
+
+
+def one_copy(code):
+    """All ranks map one file; and rank 0 alone reads the weights of a large model."""
+    rows = torch.rand(5, 3)
+    np.save(f"rows-{rank}.npy", rows.numpy())
+    data = run(code[0])["Mapped"](f"rows-{rank}.npy")
+    assert isinstance(data.rows, np.memmap)
+    assert torch.equal(torch.stack([data[index] for index in range(len(data))]), rows)
+    if rank == 0:
+        torch.save({"weight": torch.arange(8.0).view(2, 4), "bias": torch.ones(2)}, "model.pt")
+    dist.barrier()
+    names = run(code[1], build_model=lambda: nn.Linear(4, 2), shard=fully_shard)
+    assert len(names["state"]) == 2 * (rank == 0)
+    assert names["model"].weight.full_tensor().sum() == 28
+
+
+def on_rank_0(code):
+    """Rank 0 alone prints, logs and draws a bar."""
+    from tqdm import tqdm
+
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        run(code[0], tqdm=tqdm, epoch=0, loss=0.5, loader=range(3), train=lambda batch: None)
+        logging.getLogger().info("logged")
+    assert out.getvalue() == "epoch 0: loss 0.5000\n" * (rank == 0)
+    assert [text in err.getvalue() for text in ("INFO:root:logged", "3/3")] == [rank == 0] * 2
+
+
+def one_run(code):
+    """Rank 0 alone opens a run of W&B, and both ranks write into one folder."""
+    import wandb
+
+    os.environ |= {f"WANDB_{name}_DIR": os.getcwd() for name in ("CACHE", "CONFIG", "DATA")}
+    os.environ["WANDB_MODE"], folders = "offline", [None, None]
+    names = run(code[0], wandb=wandb, loss=0.5)
+    dist.all_gather_object(folders, names["folder"])
+    assert folders[0] == folders[1]
+    assert (names["run"] is not None) == (rank == 0)
+    if rank == 0:
+        names["run"].finish()
+        assert len([*Path().glob("wandb/offline-run-*")]) == 1
 
 
 def stop(code):
@@ -271,25 +346,6 @@ def adapters(code):
     assert torch.equal(again(input_ids=mine).logits, model(input_ids=mine).logits)
 
 
-def sharded(code):
-    """In bfloat16, a step of two ranks ends near to that of one in float32."""
-    if rank == 0:
-        build_llama().save_pretrained("start")
-    dist.barrier()
-    names = run("\n".join(code))
-    model, plain = names["sharded"]("start"), build_llama()
-    start = weights(plain)
-    assert 2 * sum(part.to_local().numel() for part in model.parameters()) == start.numel()
-    for each, batch in (model, TOKENS[rank:][:1]), (plain, TOKENS):
-        optimizer = torch.optim.SGD(each.parameters(), lr=1.0)  # moves by what the gradient is
-        each(input_ids=batch, labels=batch).loss.backward()
-        optimizer.step()
-    names["save"](model, "trained")
-    trained = AutoModelForCausalLM.from_pretrained("trained", dtype=torch.float32)
-    moved, missed = weights(plain) - start, weights(trained) - weights(plain)
-    assert missed.norm() < moved.norm() / 50
-
-
 # ---------------------------------------------------------------- all others: they run
 
 
@@ -314,27 +370,24 @@ def given(code):
         model = DDP(model)
     if re.search(r"model\.forward|to_local", code) and "fully_shard(" not in code:
         fully_shard(model)
-    if "summon_full_params" in code:
-        model = FSDP(model, device_id=device)
     sampler = DistributedSampler(data)
-    names = {"data": data, "dataset": data, "train_set": data, "sampler": sampler, "model": model}
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.9)
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    names = {"data": data, "dataset": data, "sampler": sampler, "criterion": nn.MSELoss(), **parts}
     names |= {"loader": DataLoader(data, 4, sampler=sampler), "batch_size": 4, "epochs": 2}
-    names |= {"optimizer": torch.optim.AdamW(model.parameters()), "criterion": nn.MSELoss()}
-    names["scheduler"] = lr_scheduler.ExponentialLR(names["optimizer"], 0.9)
     names |= {"images": torch.rand(4, 4), "labels": torch.rand(4, 1), "x": torch.rand(4, 4)}
-    names |= {"output": torch.rand(4, 1), "target": torch.rand(4, 1), "path": "state.pt"}
     names |= {"real": torch.rand(2, 4), "fake": torch.rand(2, 4), "tensor": torch.rand(2 + rank)}
-    names |= {"teacher": Net(), "layer": nn.Linear(4, 4), "local_rank": 0, "loss_value": 1.0}
+    names |= {"layer": nn.Linear(4, 4), "output": torch.rand(4, 1), "batch": torch.rand(4, 4)}
     names |= {"loss": torch.tensor(1.0), "total": 8, "steps": 2, "seconds": 1.0, "epoch": 0}
     names |= {"step": 0, "seed": 0, "correct": 1, "seen": 2, "batches": 2, "paths": ["a", "b"]}
-    names |= {"batch": torch.rand(4, 4), "shard": fully_shard, "build_model": lambda *_: Net()}
-    nothing = dict.fromkeys(("train", "train_one_epoch", "evaluate", "save"), lambda *_: None)
-    whole = partial(FSDP, device_id=device) if "FSDP(" in code else FSDP
-    parts = {name: names[name].state_dict() for name in ("model", "optimizer", "scheduler")}
-    names |= {"checkpoint": parts} if 'checkpoint["' in code else {}
-    names |= {"parser": argparse.ArgumentParser(), "parts": {**parts, "epochs": 1}}
-    more = {"state": Net().state_dict(), "self": SimpleNamespace(), "FSDP": whole}
-    return {**names, **nothing, **more}
+    names |= dict.fromkeys(("train", "train_one_epoch", "evaluate", "save"), lambda *_: None)
+    names |= {"state": Net().state_dict(), "self": SimpleNamespace(), "local_rank": 0}
+    names["build_model"] = lambda *_: Net()
+    names["FSDP"] = partial(FSDP, device_id=device) if "FSDP(" in code else FSDP
+    if 'checkpoint["' in code:
+        names["checkpoint"] = {name: part.state_dict() for name, part in parts.items()}
+    return names
 
 
 def others(codes):
@@ -343,9 +396,10 @@ def others(codes):
     os.replace(f"data-{rank}.pt", "data.pt")
     failed = []
     for title, code in codes:
+        dist.barrier()  # nobody reads the files of the block before
         if rank == 0:
             torch.save(Net().state_dict(), "model.pt")
-            torch.save(given("")["parts"], "checkpoint.pt")
+            torch.save(given('checkpoint["')["checkpoint"] | {"epochs": 1}, "checkpoint.pt")
         dist.barrier()
         text = re.sub(r"^( *)torch\.cuda\.set_device.*", r"\1pass", code, flags=re.MULTILINE)
         text = re.sub(r"^.*torch\.cuda\.memory.*", "", text, flags=re.MULTILINE)
