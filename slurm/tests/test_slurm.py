@@ -70,7 +70,7 @@ def test_the_first_small_job(cluster, submit, trained):
     """As the guide shows it, but for fewer epochs and a smaller model, and from inside a step."""
     seen = cluster.run("bash", "-c", in_the_guide("^(sinfo .*)$"))
     assert seen.split("\n")[1].split() == ["gpu*", "2", "gpu:a100:4", "256", "100000"]
-    job = submit("01", *ONE, options=["--export=ALL,SLURM_STEP_ID=0"]).becomes("COMPLETED")
+    job = submit("01", *ONE, options=["--export=ALL,SLURM_STEP_ID=0,port=1"]).becomes("COMPLETED")
     assert epochs(job) == [1]
     assert accuracy(job)
     assert same_bits(job.checkpoint, trained("01", *ONE))
