@@ -4,7 +4,21 @@
 
 fail() { echo "$1" >&2; exit 1; }
 
+# A job that is submitted from inside an array inherits its variables, and would requeue the array.
+shown=$(scontrol show job --oneliner "$SLURM_JOB_ID")
+if [[ -n $SLURM_ARRAY_TASK_ID && $shown == "JobId=$SLURM_JOB_ID JobName="* ]]; then
+    fail "submitted from inside an array: use a login node, or see slurm/README.md"
+fi
 [ "${SLURM_GPUS_ON_NODE:-0}" -gt 0 ] || fail "the job has no GPU, ask for some with --gpus-per-node"
+[ "$SLURM_CPUS_ON_NODE" -ge "$SLURM_GPUS_ON_NODE" ] ||
+    fail "the job has fewer CPUs than GPUs, ask for more with --cpus-per-gpu"
+
+if [[ " $*" == *" --checkpoint-path"[=\ ]* ]]; then # the path ends at the first space, or is whole
+    printf '%s\n' "$@" | grep -qxF -e "$checkpoint" -e "--checkpoint-path=$checkpoint" ||
+        fail "the path after --checkpoint-path must not contain a space"
+    [ -z "$SLURM_ARRAY_TASK_ID" ] ||
+        fail "array tasks need a checkpoint each: set checkpoint_dir instead of --checkpoint-path"
+fi
 if [ -e "$checkpoint" ] && [ ! -O "$checkpoint" ]; then
     fail "$checkpoint belongs to another user: choose another --job-name or checkpoint_dir"
 fi
@@ -14,16 +28,16 @@ fi
 end_ranks() {
     pgrep --parent $$ --exact srun > /dev/null && return
     for process in /proc/[0-9]*; do
+        [ "$process" = "/proc/$$" ] && continue # it has such variables after sbatch inside a job
         grep -sqzx "SLURM_JOB_ID=$SLURM_JOB_ID" "$process/environ" &&
             grep -sqz '^SLURM_STEP_ID=' "$process/environ" && kill -KILL "${process#/proc/}"
     done
 }
 trap end_ranks EXIT
 
-[ -n "$port" ] || return 0 # steps 1 to 3 have no port
-case $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%l) in # the time limit
-    [0-4]:??) fail "--time has to be 5 minutes or more, or SIGTERM comes too early" ;;
-esac
+[ -n "$port" ] && [ -n "$host" ] || return 0 # steps 1 to 3 have no port
+[[ $shown != *" TimeLimit=00:0"[0-4]:* ]] ||
+    fail "--time has to be 5 minutes or more, or SIGTERM comes too early"
 getent hosts "$host" > /dev/null || fail "host '$host' cannot be resolved"
 if (: < "/dev/tcp/$host/$port") 2> /dev/null; then
     fail "port $port of $host is already in use"

@@ -165,7 +165,7 @@ def found(job):
 
 def second_launcher(text):
     """Return the text of step 4's batch file with the guide's lines for one task per GPU."""
-    lines = in_the_guide(r'^(export MASTER_ADDR(?s:.*?)"\$checkpoint"\n)```')
+    lines = in_the_guide(r'^(unset SLURM_GPUS_PER_TASK (?s:.*?)"\$checkpoint"\n)```')
     return text.replace(re.search(r"^srun .*\\\n(?: .*\n)+", text, re.MULTILINE)[0], lines)
 
 

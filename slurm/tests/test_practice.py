@@ -25,7 +25,7 @@ PROMPT = "login$ "
 SECTION = in_the_guide(r"^## Practise on your own machine\n((?s:.*))")
 SHOWN = "".join(re.findall(r"^```console\n(.*?)^```$", SECTION, re.M | re.S))
 SESSION = [piece.split("\n", 1) for piece in re.split(r"^(?:login)?\$ ", SHOWN, flags=re.M)[1:]]
-LOOKING = ("sinfo", "squeue", "scontrol", "grep")  # repeated until they show it
+LOOKING = ("scontrol", "grep")  # repeated until they show it
 ARGS = ("6", *SMALL)
 
 # In the tested copy of step 4, rank 1 waits for SIGTERM, so no run is over before it is disturbed:

@@ -67,10 +67,10 @@ def test_every_line_is_read(cluster):
 
 
 def test_the_first_small_job(cluster, submit, trained):
-    """As the guide shows it, but for fewer epochs and a smaller model."""
+    """As the guide shows it, but for fewer epochs and a smaller model, and from inside a step."""
     seen = cluster.run("bash", "-c", in_the_guide("^(sinfo .*)$"))
     assert seen.split("\n")[1].split() == ["gpu*", "2", "gpu:a100:4", "256", "100000"]
-    job = submit("01", *ONE).becomes("COMPLETED")
+    job = submit("01", *ONE, options=["--export=ALL,SLURM_STEP_ID=0,port=1"]).becomes("COMPLETED")
     assert epochs(job) == [1]
     assert accuracy(job)
     assert same_bits(job.checkpoint, trained("01", *ONE))
@@ -230,6 +230,17 @@ def test_what_is_refused(cluster, clone, submit, tmp_path_factory):
     slash = submit("01", options=["--job-name=wide/256"])
     assert slash.becomes("FAILED").show("ExitCode") == "0:53"
     assert not slash.stdout
+    text = (clone / BATCH["02"]).read_text(encoding="utf-8")
+    few = text.replace("#SBATCH --cpus-per-gpu=18\n", "")
+    (clone / "few.sbatch").write_text(few, encoding="utf-8")
+    jobs[submit("few.sbatch")] = "the job has fewer CPUs than GPUs"
+    inherited = "--export=ALL,SLURM_ARRAY_JOB_ID=1,SLURM_ARRAY_TASK_ID=1"
+    jobs[submit("01", options=[inherited])] = "submitted from inside an array"
+    for words in (["--checkpoint-path=my runs/x.pt"], ["--checkpoint-path", "my runs/x.pt"]):
+        jobs[submit("03", *words, options=["--job-name=space"])] = "must not contain a space"
+    words = "04", "--checkpoint-path=x.pt"
+    array = submit(*words, options=["--array=7", "--output=%x_%A_%a.out"])
+    jobs[array] = "array tasks need a checkpoint each"
     (clone / "theirs.pt").touch()
     os.chown(clone / "theirs.pt", 65534, 65534)
     for step, option, said in (
@@ -246,7 +257,7 @@ def test_what_is_refused(cluster, clone, submit, tmp_path_factory):
     jobs[taken] = f"port {taken.lose_its_port()} of node1 is already in use"
     for job, said in jobs.items():
         assert said in job.becomes("FAILED").stdout
-        assert job.stdout.count("\n") == 1 + ("submit" in said)
+        assert job.stdout.count("\n") == 1 + ("submit from" in said)
     images = in_the_guide(r"^```bash\n(apptainer .*)\n(--container.*)\n```")
     text = (clone / BATCH["04"]).read_text(encoding="utf-8")
     for words, said in zip(images, ("error: execve(): apptainer: No such file", "unrecognized")):
@@ -281,8 +292,7 @@ def test_a_node_runs_as_many_processes_as_it_has_gpus(cluster, alone, clone, sim
          ["2 2 0,1"] * 2),
         (alone, ["--exclusive", "--gpus-per-node=2"], ["8 64 0,1,2,3"] * 8),
         (alone, ["--gres=gpu:2"], ["4 18 0,1"] * 4),
-        (alone, ["--gpus-per-task=1", "--ntasks-per-node=2", "--gpus-per-node=2",
-                 "--cpus-per-gpu=9"], ["4 9 0", "4 9 0", "4 9 1", "4 9 1"]),
+        (alone, ["--gpus-per-task=2", "--gpus-per-node=2", "--cpus-per-gpu=9"], ["4 9 0,1"] * 4),
     ):  # fmt: skip
         assert found(simple(step, *options).becomes("COMPLETED")) == expected
 

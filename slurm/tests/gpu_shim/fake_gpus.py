@@ -106,7 +106,7 @@ class FakeGPUs(TorchFunctionMode):
 torch.cuda.is_available = torch.accelerator.is_available = lambda: True
 torch.cuda.device_count = lambda: GPUS
 torch.cuda.current_device = lambda: current
-torch.cuda.get_device_name = lambda device=None: "a pretended GPU"
+torch.cuda.get_device_name = lambda: "a pretended GPU"
 torch.cuda.set_device = set_device
 torch.accelerator.current_accelerator = lambda check_available=False: None
 torch.cuda.is_current_stream_capturing = lambda: False  # PyTorch 2.6 asks before each step
