@@ -138,3 +138,34 @@ def test_no_record(pitfall):
     _, report = job.stderr.split("Root Cause (first observed failure):")
     assert pitfall.on_screen()[0] in report
     assert "RuntimeError: cannot load" not in report
+
+
+EXIT = "    raise SystemExit(1 if interrupted"
+THREADS = """\
+    time.sleep(1)  # Linux lists a thread for a moment after it has ended
+    names = os.popen(f"cat /proc/{os.getpid()}/task/*/comm").read()
+    state = dist.is_initialized(), "gloo" in names
+    os.write(1, f"(group, its threads): {state}\\n".encode())
+"""
+
+
+def left_at_the_end(script, folder, start):
+    """Return whether the group and gloo's threads are still there when a script ends."""
+    edit(script, EXIT, THREADS + EXIT)
+    job = run(start(script, *ONE), folder)
+    states = set(re.findall(r"threads\): \((\w+), (\w+)\)", job.stdout))
+    assert len(states) == 1, job
+    return states.pop()
+
+
+def test_destroy_missing(pitfall):
+    assert left_at_the_end(pitfall.script(), pitfall.folder, forked) == ("True", "True")
+
+
+def test_handler_holds_model(pitfall):
+    assert left_at_the_end(pitfall.script(), pitfall.folder, forked) == ("False", "True")
+
+
+def test_late_import(pitfall):
+    """Under torchrun: forked ranks have imported the module in time."""
+    assert left_at_the_end(pitfall.script(), pitfall.folder, command) == ("False", "True")

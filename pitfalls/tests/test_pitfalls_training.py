@@ -85,6 +85,27 @@ def test_accumulation_without_no_sync(pitfall):
     assert broken == pytest.approx([4 * norm for norm in remedied], rel=0.05)
 
 
+def test_mean_of_means(both):
+    """The last batch of rank 0 has one sample, so the result is no share of 359 samples."""
+    broken, ours = both(args=("1", "--width=4", "--batch-size=179"))
+    shares = {f"accuracy {correct / 359:.2%}" for correct in range(360)}
+    found = [re.findall(r"accuracy [\d.]+%", job.stdout)[-1] in shares for job in (broken, ours)]
+    assert found == [False, True]
+
+
+def test_batchnorm_of_rank_0(pitfall):
+    """The statistics of the ranks differ, unless rank 0's are sent to all."""
+    call = "    model.eval()\n"
+    sent = (call, f"{call}    for buffer in model.buffers():\n        dist.broadcast(buffer, 0)\n")
+    for name, changes in ("broken", []), ("remedied", [sent]):
+        job = pitfall.at(name).ran(said_at_the_end(digest("model.buffers()")), *changes)
+        assert (said(job, 0) == said(job, 1)) == (name == "remedied")
+
+
+def test_prints_on_every_rank(both):
+    assert [job.stdout.count("epoch 1 ") for job in both()] == [2, 1]
+
+
 def test_rank_0_evaluates_the_wrapper(pitfall):
     job = pitfall.refused(IMPATIENT)
     assert "accuracy" not in job.stdout
