@@ -59,10 +59,9 @@ def main(epochs=10, seed=0):
             samples += len(labels)
         total = torch.tensor([loss_sum, samples], dtype=torch.float64, device=device)
         dist.all_reduce(total)  # the sums over all ranks
-        loss_sum, samples = total.tolist()
         if dist.get_rank() == 0:  # one rank evaluates, prints and saves
             accuracy = evaluate(model.module, valid_set, device)
-            print(f"epoch {epoch}: loss {loss_sum / samples:.4f}, accuracy {accuracy:.2%}")
+            print(f"epoch {epoch}: loss {total[0] / total[1]:.4f}, accuracy {accuracy:.2%}")
             save(model.module, optimizer, epoch)
 
 

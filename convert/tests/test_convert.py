@@ -189,7 +189,7 @@ KINDS = {  # what an entry's title begins with: a diff that makes train_ddp.py a
 
 -        if dist.get_rank() == 0:  # one rank evaluates, prints and saves
 -            accuracy = evaluate(model.module, valid_set, device)
--            print(f"epoch {epoch}: loss {loss_sum / samples:.4f}, accuracy {accuracy:.2%}")
+-            print(f"epoch {epoch}: loss {total[0] / total[1]:.4f}, accuracy {accuracy:.2%}")
 -            save(model.module, optimizer, epoch)
 +        PRINTED
 """,
