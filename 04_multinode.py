@@ -9,7 +9,7 @@ from itertools import islice
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused; a later import by DDP would keep the destroyed group alive
+import torch.distributed.nn  # unused; if DDP imported it later, it would keep the group alive
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
@@ -63,7 +63,7 @@ def log(message):
 
 
 class ResumableSampler(DistributedSampler):
-    """A DistributedSampler that skips `samples_run` samples, rounded down to equal shares."""
+    """A DistributedSampler that skips a rank's share of the first `samples_run` samples."""
 
     samples_run = 0
 

@@ -11,7 +11,7 @@ from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused; a later import by DDP would keep the destroyed group alive
+import torch.distributed.nn  # unused; if DDP imported it later, it would keep the group alive
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -66,7 +66,7 @@ def windows(numbers):
 
 
 class ResumableSampler(DistributedSampler):
-    """A DistributedSampler that skips `samples_run` samples, rounded down to equal shares."""
+    """A DistributedSampler that skips a rank's share of the first `samples_run` samples."""
 
     samples_run = 0
 
