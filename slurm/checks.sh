@@ -1,10 +1,10 @@
 # shellcheck shell=bash disable=SC2154  # the batch file sets host, port and checkpoint
-# The batch files source these checks. Each ends the job at once, with one line that says why, where
+# The batch files source these checks. A check ends the job at once, with one line that says why, if
 # the job would otherwise hang, or fail later for a reason that is hard to see.
 
 fail() { echo "$1" >&2; exit 1; }
 
-# A job that is submitted from inside an array inherits its variables, and would requeue the array.
+# A job that is submitted from inside an array inherits the array's variables, and would requeue it.
 shown=$(scontrol show job --oneliner "$SLURM_JOB_ID")
 if [[ -n $SLURM_ARRAY_TASK_ID && $shown == "JobId=$SLURM_JOB_ID JobName="* ]]; then
     fail "submitted from inside an array: use a login node, or see slurm/README.md"
@@ -13,7 +13,7 @@ fi
 [ "$SLURM_CPUS_ON_NODE" -ge "$SLURM_GPUS_ON_NODE" ] ||
     fail "the job has fewer CPUs than GPUs, ask for more with --cpus-per-gpu"
 
-if [[ " $*" == *" --checkpoint-path"[=\ ]* ]]; then # the path ends at the first space, or is whole
+if [[ " $*" == *" --checkpoint-path"[=\ ]* ]]; then # $checkpoint ends at the first space
     printf '%s\n' "$@" | grep -qxF -e "$checkpoint" -e "--checkpoint-path=$checkpoint" ||
         fail "the path after --checkpoint-path must not contain a space"
     [ -z "$SLURM_ARRAY_TASK_ID" ] ||
@@ -28,7 +28,7 @@ fi
 end_ranks() {
     pgrep --parent $$ --exact srun > /dev/null && return
     for process in /proc/[0-9]*; do
-        [ "$process" = "/proc/$$" ] && continue # it has such variables after sbatch inside a job
+        [ "$process" = "/proc/$$" ] && continue # this shell has them if sbatch was typed in a job
         grep -sqzx "SLURM_JOB_ID=$SLURM_JOB_ID" "$process/environ" &&
             grep -sqz '^SLURM_STEP_ID=' "$process/environ" && kill -KILL "${process#/proc/}"
     done

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Train on several machines over ssh. Type in the repository, which lies in the same folder on each:
+# Train on several machines over ssh. Type in the repository, which is in the same folder on each:
 #     bash without_slurm/over_ssh.sh node1,node2 04_multinode.py [arguments of the script]
 # Ctrl-C stops the ranks on all machines; step 4 then saves, and the same command resumes. If one
 # machine fails, the others stop, too. If this shell dies, all stop.
