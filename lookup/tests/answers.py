@@ -162,15 +162,6 @@ def steps(code):
     assert scheduler.get_last_lr() == [pytest.approx(0.01)]
 
 
-def longest(code):
-    """Rank 1 has three batches, and rank 0 has none; each keeps the outputs of its own."""
-    for wrap in fully_shard, lambda module: FSDP(module, device_id=device):
-        model, seen, loader = wrap(nn.Linear(4, 1)), [], list(torch.rand(3 * rank, 2, 4))
-        with torch.no_grad():
-            run(code[0], model=model, loader=loader, seen=seen, any_batch=torch.rand(2, 4))
-        assert len(seen) == len(loader)
-
-
 def shortest(code):
     """Rank 1 has one batch more, in which DDP would wait for ever."""
     model, seen = DDP(nn.Linear(4, 1)), []

@@ -62,7 +62,6 @@ QUICK = {  # function of answers.py: entry
     "clipped": "Where do I clip gradients",
     "evaluation": "How do I evaluate: validation loss",
     "steps": "How many steps has an epoch",
-    "longest": "Validation hangs with FSDP",
     "shortest": "It hangs at the end of an epoch",
     "resume": "How do I save and resume",
     "jump": "After a resume the loss jumps up",
