@@ -87,7 +87,7 @@ class Run:
         return list(zip(*self.by_rank(kind).values()))
 
     def following(self, event, kinds, until):
-        """Return the lowest rank's events of these kinds after `event`, up to one of kind `until`."""
+        """Return the lowest rank's events of these kinds after `event`, up to a kind in `until`."""
         after = dropwhile(lambda other: other is not event, of_lowest_rank(self.events_by_rank))
         before_next = takewhile(lambda other: not isinstance(other, until), [*after][1:])
         return [other for other in before_next if isinstance(other, kinds)]
@@ -135,7 +135,7 @@ class Run:
 
     @property
     def in_join(self):
-        """Whether a step was taken inside join(), where some ranks run out of data before others."""
+        """Whether a step was taken inside join(), where some ranks run out of data earlier."""
         return any(step.in_join for step in self.all(events.Step))
 
     @property

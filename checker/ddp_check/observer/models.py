@@ -214,5 +214,5 @@ def destroy_process_group(original, group=None):
     if group in (None, torch.distributed.group.WORLD):
         with harmless():
             describe_models()
-        time.sleep(0.05)  # lets gloo's threads drop their last work; otherwise, freeing DDP may hang
+        time.sleep(0.05)  # gloo's threads drop their last work; otherwise, freeing DDP could hang
     return original(group)

@@ -87,7 +87,7 @@ def unequal_step_counts(run):
 
 
 def counts_that_differ(run, kind):
-    """Return in words how many steps of this kind two ranks take, or "" if all take equally many."""
+    """Return in words how many steps of this kind two ranks take, or "" if all take as many."""
     if run.returncode != 0 or run.in_join:
         return ""
     counts = {rank: len(steps) for rank, steps in run.by_rank(kind).items()}

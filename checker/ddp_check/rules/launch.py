@@ -14,11 +14,11 @@ NETWORK = (
     r"URLError|gaierror|ConnectionError|MaxRetryError|name resolution|OfflineMode|HTTPError"
     r"|(FileNotFoundError|OSError): .*https?://|Error downloading"
 )
-BESIDE = r"(FileNotFoundError|NotFound|No such file).*\.\./"  # a missing file such as ../data
+BESIDE = r"(FileNotFoundError|NotFound|No such file).*\.\./"  # matches a missing ../data
 OF_A_LIBRARY = r"ModuleNotFoundError|ImportError: .+/site-packages/"  # missing, or a wrong version
 BUFFERS = "Buffers wait for all ranks to call the DDP model: evaluate model.module"
 UNTRANSLATED = rf"{LACKS_GPUS}|Tensor-likes|not implemented for '|getFuture not implemented"
-UNTRANSLATED += "|must have the same dtype|bias type"  # as autocast is off
+UNTRANSLATED += "|must have the same dtype|bias type"  # autocast is left out
 PAGES = {  # part of an error -> the pitfall that explains it
     "Expected to have finished reduction": "unused_parameters",
     'key(s) in state_dict: "module.': "module_prefix_saved",
@@ -154,7 +154,7 @@ def one_group(run):
 def same_collectives(run):
     """all ranks call the same collectives in the same order"""
     calls = run.by_rank(events.Collective)
-    if run.all(events.CommHook):  # its calls may come in any order, as they wait for others
+    if run.all(events.CommHook):  # the order of a hook's calls may differ from rank to rank
         calls = {
             rank: [call for call in of_rank if not call.in_model] for rank, of_rank in calls.items()
         }

@@ -31,7 +31,7 @@ def weights_agree(run):
 def nothing_is_wrapped(run):
     """Return the verdict on ranks that train models of their own."""
     rows, calls = run.step_rows, run.of_lowest_rank(events.Collective)
-    if run.all(events.Wrap) or (run.returncode != 0 and not rows):  # the run failed in its first step
+    if run.all(events.Wrap) or (run.returncode != 0 and not rows):  # the first step failed
         return None
     if len(calls) >= len(rows) > 0 and not run.first_difference("gradients"):
         return None  # they may average their gradients by hand
