@@ -57,7 +57,7 @@ def option_parser():
 def parse_args():
     """Return the options, with the variables of --env as a dictionary."""
     parser, words = option_parser(), sys.argv[1:]
-    if "--restart-args" in words[:-1]:  # argparse needs "=" if its value begins with "-"
+    if "--restart-args" in words[:-1]:  # argparse needs "=" before a value that begins with "-"
         at = words.index("--restart-args")
         words[at : at + 2] = ["=".join(words[at : at + 2])]
     args = parser.parse_args(words)

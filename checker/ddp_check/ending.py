@@ -53,8 +53,8 @@ class Ending:
     def error(self):
         """The match of the error that ended the first rank.
 
-        Errors that are not about other ranks are preferred. If that rank has several errors, the
-        last one has ended it, because the script has caught and printed the earlier ones.
+        Errors that are not about other ranks are preferred. If a rank has several errors, the last
+        one has ended it, because the script has caught and printed the earlier ones.
         """
         own = [error for error in self.errors if not re.search(OF_OTHERS, error[1])]
         errors = own or self.errors
@@ -71,7 +71,7 @@ class Ending:
         prefix = prefix_of(first)
         lines = [line.removeprefix(prefix) for line in text.splitlines() if line.startswith(prefix)]
         starts = [at for at, line in enumerate(lines) if line.startswith("Traceback")]
-        if not starts:  # a SyntaxError has a frame, but no such line
+        if not starts:  # a SyntaxError has only a frame, not this line
             starts = [at for at, line in enumerate(lines) if FRAME.match(line)]
         return lines[starts[-1] :] if starts else []
 
@@ -124,7 +124,7 @@ def ends_rank(error):
         return True
     frames, lines = [], lines_before(error)
     for line in lines:
-        # This line is no frame and not in a box that "rich" draws: "Traceback (most recent …".
+        # A line that is neither a frame nor in a box of "rich" should be "Traceback (most recent …".
         if not re.match(r"\s|╰", line):
             break
         frames.append(line)
@@ -132,7 +132,7 @@ def ends_rank(error):
     if above.startswith("Exception ignored in"):  # such an error ends no rank
         return False
     if re.match(r"[\w.]*(Error|Exception)\b", error[1]):
-        return bool(frames)  # or a box of "rich"
+        return bool(frames)  # or lines of a box that "rich" has drawn
     return any(map(FRAME.match, frames))  # a name such as StopIteration needs a frame
 
 

@@ -8,7 +8,7 @@ were empty or could not be read, and None if it is not known.
 import json
 from dataclasses import dataclass
 
-PARAMETER = "parameter "  # with a number, the name of a parameter in no wrapped model
+PARAMETER = "parameter "  # prefix of the name of a parameter that is in no wrapped model
 
 
 @dataclass(kw_only=True)
@@ -134,9 +134,9 @@ class EpochSet(Event):
 class Drawn(Event):
     """A generator of random numbers was used for samples, for the first time in a pass."""
 
-    source: str  # "torch", "random", "numpy", or "generator": the data set has one of its own
+    source: str  # "torch", "random", "numpy", or "generator" if it belongs to the data set
     state: int  # checksum of the generator's state before and after
-    pass_number: int  # in a persistent worker, always its first pass
+    pass_number: int  # number of the pass; in a persistent worker, of its first pass
     worker: int | None  # number of the DataLoader's worker, or None in the training process
 
 
@@ -212,7 +212,7 @@ class Evaluated(Event):
     """A wrapped model is called without gradients, for the first time since a pass began."""
 
     training: bool  # the model is in training mode
-    noisy: str  # a layer that returns something else in training mode, and is in it, or ""
+    noisy: str  # a layer in training mode that would return something else in evaluation mode, or ""
     pass_number: int  # number of the pass that gave the latest batch, or 0 if there was none
 
 

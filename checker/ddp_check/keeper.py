@@ -39,7 +39,7 @@ def kept_folder():
 def observed_process(pid, folder):
     """Return the process that reports to this folder under this ID, or None if it has ended.
 
-    The system may have given its ID to another process, but that one has not opened its file.
+    The system may have given the ID to another process, which has not opened this file of events.
     """
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)

@@ -31,7 +31,7 @@ class Mirror:
         __pycache__     is left out, and so are checkpoints, unless they are wanted or `in_data`
         folders         are made in the same way, or linked if hidden, `is_large`, or very deep
         code            is copied, because from a linked file Python would import its neighbours
-        other files     are copied while there is room, smallest first, but `in_data` are linked
+        other files     are copied while there is room, smallest first, or linked if `in_data`
         hidden files    are linked
         """
         target.mkdir()

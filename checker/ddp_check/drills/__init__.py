@@ -10,7 +10,7 @@ DRILLS = {
     "sigterm": resume.sigterm,
     "world-size": world_size.world_size,
 }
-CANNOT_DECIDE = {  # drill -> function of the undisturbed run that returns why it cannot decide
+CANNOT_DECIDE = {  # drill -> function that returns why the drill cannot decide, or ""
     **dict.fromkeys(("kill", "sigterm"), resume.cannot_resume),
     "world-size": world_size.cannot_compare,
 }

@@ -115,7 +115,7 @@ def count_steps(events_of_rank):
 
 
 def complete_saves(events_of_rank):
-    """Return how many steps came before each save that a rank has finished, and gone on after."""
+    """Return how many steps preceded each complete save, that is, one followed by other work."""
     going_on = [at for at, event in enumerate(events_of_rank) if isinstance(event, GOES_ON)]
     before = events_of_rank[: going_on[-1]] if going_on else []
     return [event.steps for event in before if isinstance(event, events.Save)]
@@ -176,7 +176,7 @@ def begins_again(plan, interrupted, resumed, where):
         return wrong(f"when started again, it fails: {end.text}", end.where, "", end.details)
     if after == total:
         text = f"when started again, it begins at step 0 of {total}"
-        if where or plan.restart_args is not None:  # it loaded something, or got these
+        if where or plan.restart_args is not None:  # it loaded a file, or got --restart-args
             return wrong(text, where)
         if not re.search(HAS_RESUME, resumed.source):
             return unsure(f"{text}: it has no resume")

@@ -19,8 +19,8 @@ from ddp_check.rules import launch
 from ddp_check.rules.base import passed, unseen, unsure, wrong
 from ddp_check.rules.gradients import PAGE
 
-TOLERANCE = 1e-5  # largest error of a float64 gradient, relative to its largest value
-COUNT_TOLERANCE = 0.3  # for numbers of samples, because loaders fetch some ahead
+TOLERANCE = 1e-5  # allowed error of a float64 gradient, relative to its largest value
+COUNT_TOLERANCE = 0.3  # allowed relative difference of sample counts, because loaders fetch ahead
 
 
 def world_size(plan):
@@ -42,7 +42,7 @@ def cannot_compare(run):
 
 
 def steps_agree(plan):
-    """Return the verdict that compares the first steps of many processes with those of one."""
+    """Return the verdict on the first steps of N processes, compared with those of one."""
     kill_all = partial(signal_processes, method="kill")
     after_some_steps = partial(act_when, lambda seen: count_steps(seen) > STEPS, kill_all)
     many = plan.run("many", scale=1, during=after_some_steps)
@@ -56,7 +56,7 @@ def steps_agree(plan):
     if reason := chance_in(many) or chance_in(one) or samples_differ(many, one):
         return unseen(reason)
     rates = other_rates(many, one)
-    # After a step with different rates, the weights differ, so only its gradients are compared.
+    # Different rates make the weights differ, so only the gradients of step 1 are compared.
     count = 1 if rates else steps_with_same_samples(many, one)
     for number in range(1, count + 1):
         if verdict := other_gradients(many, one, number):
@@ -161,8 +161,8 @@ def steps_with_same_samples(many, one):
 def other_rates(many, one):
     """Return the verdict on learning rates that differ between many processes and one.
 
-    The drill multiplies the DataLoader's batch size, which the script does not see. If it computes
-    the rates from its batch size times the number of processes, one process gets 1/N of them.
+    The drill multiplies the DataLoader's batch size, but the script does not see that. If it scales
+    its rates with batch size times processes, the rates of one process are N times smaller.
     """
     for number, (of_many, of_one) in enumerate(list(zip(many.steps, one.steps))[:STEPS], 1):
         for rate, expected in zip(of_many.rates, of_one.rates):

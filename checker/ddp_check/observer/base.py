@@ -32,9 +32,9 @@ class SinceStep:
     sample_count: int = 0
     inputs: list = field(default_factory=list)
 
-    forwards: list = field(default_factory=list)  # calls of DDP, as `Forward`
+    forwards: list = field(default_factory=list)  # calls of DDP models, as `Forward` tuples
     reductions: int = 0  # number of backward passes that reduced gradients since zero_grad()
-    bypasses: dict = field(default_factory=dict)  # number of a model -> line that bypasses its DDP
+    bypasses: dict = field(default_factory=dict)  # number of a model -> line that bypasses DDP
     stale: bool = False  # the previous step's gradients were still there when backward() began
 
 
@@ -63,8 +63,8 @@ class State:
     since_step: SinceStep = field(default_factory=SinceStep)
     steps: int = 0  # number of optimizer steps so far
     in_scheduler: int = 0  # depth of nested calls, because one scheduler's step may call another's
-    gradients_scaled: bool = False  # they are multiplied by a GradScaler's factor
-    parameters: dict = field(default_factory=dict)  # id of an optimizer's parameter -> itself
+    gradients_scaled: bool = False  # gradients are multiplied by a GradScaler's factor
+    parameters: dict = field(default_factory=dict)  # id -> parameter of an optimizer
     # Files:
     changes_files: bool = False  # the observer itself is changing files
 
@@ -144,7 +144,7 @@ def script_line(direct=False):
     frame = sys._getframe(1)
     while frame:
         path = frame.f_code.co_filename
-        # If the script defines its own `print` or a stream's `write`, its caller is what counts.
+        # Skip a `print` or a stream's `write` that the script defines, because its caller counts.
         if is_own(path) and frame.f_code.co_name not in ("print", "write"):
             path = os.path.normpath(os.path.join(TASK.folder, path))
             return f"{path.removeprefix(TASK.folder)}:{frame.f_lineno}"
@@ -170,7 +170,7 @@ def in_backward():
 
 
 def is_recorded():
-    """Return whether PyTorch records all computations, so that the observer must not compute.
+    """Return whether PyTorch records computations; if so, the observer must not compute.
 
     It does so in torch.jit.trace, and in modes such as FlopCounterMode.
     """

@@ -20,7 +20,7 @@ SHARDED = "torch/distributed/checkpoint"  # calls torch.save for parts of a shar
 MAX_WAIT = 10  # seconds to wait for a folder that another rank makes: a drill may kill that rank
 # Audit events that change a folder, and how many of their first arguments are paths:
 CHANGES = {"os.mkdir": 1, "os.remove": 1, "os.rmdir": 1, "os.rename": 2, "shutil.rmtree": 1}
-AUDITED = {"open", "sqlite3.connect", *CHANGES}  # few of all events: even id() is one
+AUDITED = {"open", "sqlite3.connect", *CHANGES}  # only these, because even id() is an event
 
 # ---------------------------------------------------------------- files
 
@@ -54,7 +54,7 @@ def audit_open(path, mode, flags):
     path, writes = os.fsdecode(path), flags & (os.O_WRONLY | os.O_RDWR)
     if writes:
         make_own_file(path, truncates=bool(flags & os.O_TRUNC))
-    if mode is None:  # os.open() has opened it, which libraries call
+    if mode is None:  # opened with os.open(), as libraries do
         return
     real = os.path.realpath(path)
     is_temporary = real.startswith(TEMPORARY)  # libraries keep files there, such as compiled code
@@ -66,9 +66,9 @@ def audit_open(path, mode, flags):
 
 
 def make_own_file(path, truncates=True):
-    """Replace a link by a file before it is written to, so the user's own file stays unchanged.
+    """Replace a link with a file before it is written to, so the user's own file stays unchanged.
 
-    truncates: it is opened with an empty content, so nothing has to be copied
+    truncates: opening the file empties it, so nothing has to be copied
     """
     path = os.path.abspath(path)
     make_own_folders(path)
@@ -151,7 +151,7 @@ def save(original, obj, f, *args, **kwargs):
             make_own_file(f)  # PyTorch opens it in C++, without an audit event
     steps = state.steps
     result = original(obj, f, *args, **kwargs)
-    is_storage = isinstance(obj, torch.TypedStorage | torch.UntypedStorage)  # pickle calls this
+    is_storage = isinstance(obj, torch.TypedStorage | torch.UntypedStorage)  # saved by pickle
     with harmless():
         in_checkpoint = any(SHARDED in code.co_filename for code in callers())
         if script_line() and not (is_storage or in_checkpoint):

@@ -113,7 +113,7 @@ def collective(original, *args, **kwargs):
             result = original(*args, **kwargs)
     finally:
         state.in_collective = False
-    with harmless():  # an asynchronous call has not finished yet
+    with harmless():  # an asynchronous call returns a Work, and has no result yet
         if original.__name__ in REDUCTIONS and tensors and not isinstance(result, dist.Work):
             report_numbers(tensors[0])
     return result

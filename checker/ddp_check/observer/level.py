@@ -31,7 +31,7 @@ plain_forward = _BatchNorm.forward  # the original, which is patched below
 
 
 class SumOverRanks(torch.autograd.Function):
-    """The sum of a tensor over the ranks of a group, with gradients from the losses of all."""
+    """The sum of a tensor over the ranks of a group. Its gradient is the sum over their losses."""
 
     @staticmethod
     def forward(ctx, tensor, group):
@@ -55,7 +55,7 @@ def normalize_over_ranks(forward, layer, tensor):
     sizes = SumOverRanks.apply(sizes, group).tolist()
     before, after = sum(sizes[:rank]), sum(sizes[rank + 1 :])
     # Each rank fills its place in a batch of zeros: a a 0 0 0 and 0 0 b b b add up to a a b b b.
-    # The widths that pad() gets begin with the last dimension; the samples are the first.
+    # pad() gets the widths of the last dimension first, and the samples are the first dimension.
     padded = nn.functional.pad(tensor, [0, 0] * (tensor.dim() - 1) + [before, after])
     batch = SumOverRanks.apply(padded, group)
     return forward(layer, batch)[before : before + len(tensor)]

@@ -157,7 +157,7 @@ def note_bypass(module):
 
 
 def watch_sharded_inputs(module):
-    """Note the inputs of the first sharded model that is called, as DDP's are noted."""
+    """Note the inputs of the first sharded model that is called, as for models in DDP."""
     if SHARDED & {kind.__name__ for kind in type(module).__mro__} and is_first("sharded"):
         module.register_forward_pre_hook(note_inputs, with_kwargs=True)
 
@@ -214,5 +214,5 @@ def destroy_process_group(original, group=None):
     if group in (None, torch.distributed.group.WORLD):
         with harmless():
             describe_models()
-        time.sleep(0.05)  # gloo's threads drop their last work; otherwise, freeing DDP could hang
+        time.sleep(0.05)  # for gloo's threads to drop their work; otherwise, freeing DDP could hang
     return original(group)

@@ -55,7 +55,7 @@ def enter_step(optimizer, args, kwargs):
     if "_init_optim_state" in {code.co_name for code in callers()}:
         return  # the step only creates the state into which a sharded checkpoint is loaded
     if ask(float, getattr(optimizer, "found_inf", None), default=0):
-        return  # a GradScaler lets a fused optimizer itself skip the step
+        return  # a GradScaler makes a fused optimizer skip this step
     state.steps += 1
     if TASK.pause:  # because even time.sleep(0) takes 0.05 ms
         time.sleep(TASK.pause)

@@ -21,7 +21,7 @@ ALL_GPUS = ",".join(map(str, range(COUNT)))
 if not os.environ.get("CUDA_VISIBLE_DEVICES") and not os.path.exists("/dev/nvidiactl"):
     os.environ["CUDA_VISIBLE_DEVICES"] = ALL_GPUS  # libraries get their GPU from it
 ATTRIBUTES = (Tensor.get_device, Tensor.is_cuda.__get__)
-DEVICE_AT = {Tensor.to: 1, torch._C._nn._parse_to: 0}  # position of what may be a GPU's number
+DEVICE_AT = {Tensor.to: 1, torch._C._nn._parse_to: 0}  # function -> index of its device argument
 
 
 def names_gpu(value):
@@ -41,7 +41,7 @@ def gpu_index(device):
 
 
 def set_device(device, *_):
-    """Replace torch.cuda.set_device, which also ignores a negative number."""
+    """Replace torch.cuda.set_device and, like it, ignore a negative number."""
     device = state.gpu if device is None else device
     if gpu_index(device) >= 0:
         state.gpu = gpu_index(device)
@@ -52,7 +52,7 @@ class OnTheCPU(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.device:  # it may name a GPU, because its uses are translated
+        if func is torch.device:  # it may name a GPU, because the calls that use it are translated
             return func(*args, **kwargs)
         if func in (Tensor.pin_memory, Tensor.record_stream):
             return args[0]
@@ -97,7 +97,7 @@ class Ignored:
 
 
 class Idle(Ignored):
-    """A stream or an event. `event.query()` returns it, and a true value means that it is done."""
+    """A stream or an event. `event.query()` returns the object itself, which means "done"."""
 
     def __init__(self, *_, **__):
         pass

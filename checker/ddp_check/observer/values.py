@@ -42,7 +42,7 @@ def mesh_dimensions(tensors):
     This is 1 for FSDP and for HSDP, which replicates over a second dimension, and 2 for FSDP with
     tensor parallelism. For tensors that are only replicated over a mesh, it is also 1.
     """
-    flat = any(hasattr(tensor, "_fsdp_flattened") for tensor in tensors)  # FSDP1's mark
+    flat = any(hasattr(tensor, "_fsdp_flattened") for tensor in tensors)  # set by FSDP1
     meshes = [
         max(1, sum(not placement.is_replicate() for placement in tensor.placements))
         for tensor in tensors
