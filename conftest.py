@@ -79,7 +79,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(scope="session")
 def launched():
-    """Run a step to completion with its own launcher, once for all tests."""
+    """Return a function that runs a step to the end with its own launcher, once for all tests."""
 
     def train(step, *args, nprocs=2):
         text = SCRIPT[step].read_text(encoding="utf-8")
@@ -91,7 +91,7 @@ def launched():
 
 @pytest.fixture(scope="session")
 def trained_with():
-    """Run an edited step to completion on forked ranks, once for all tests."""
+    """Return a function that runs an edited step to the end on forked ranks, once for all tests."""
 
     def train(step, changes, args, nprocs=2):
         def make(cwd):
@@ -110,7 +110,7 @@ def trained_with():
 
 @pytest.fixture(scope="session")
 def trained(trained_with):
-    """Run a step to completion on forked ranks, once for all tests."""
+    """Return a function that runs a step to the end on forked ranks, once for all tests."""
     return lambda step, *args, **options: trained_with(step, (), args, **options)
 
 

@@ -124,7 +124,7 @@ def ends_rank(error):
         return True
     frames, lines = [], lines_before(error)
     for line in lines:
-        # A line that is neither a frame nor in a box of "rich" should be "Traceback (most recent …".
+        # A line that is neither a frame nor in a box of "rich" may be "Traceback (most recent …".
         if not re.match(r"\s|╰", line):
             break
         frames.append(line)

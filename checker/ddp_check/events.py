@@ -212,7 +212,7 @@ class Evaluated(Event):
     """A wrapped model is called without gradients, for the first time since a pass began."""
 
     training: bool  # the model is in training mode
-    noisy: str  # a layer in training mode that would return something else in evaluation mode, or ""
+    noisy: str  # a layer in training mode that would return something else outside of it, or ""
     pass_number: int  # number of the pass that gave the latest batch, or 0 if there was none
 
 

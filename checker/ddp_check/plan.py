@@ -26,7 +26,7 @@ SPAWNS = r"(?<![\w.])((torch\.)?\w*(mp|multiprocessing|dist)\.)?(spawn|start_pro
 PROCESS = r"\bProcess\(\s*target"
 SETS = r"""environ\[["'](\w+)["']\]\s*=[^=]"""
 ASKS = r"""(?:environ(?:\.get)?|getenv)[\[(]["']((?:LOCAL_)?RANK)["'][\],)]"""
-MAY_BE_SET = r"""["']RANK["'] (?:not )?in os.environ"""  # checks whether torchrun has set it
+MAY_BE_SET = r"""["']RANK["'] (?:not )?in os.environ"""  # matches a check for torchrun
 SET_BY_TORCHRUN = r"\b(MASTER_ADDR|(LOCAL_)?RANK|WORLD_SIZE)\b"
 USES_GPUS = r"nccl|cuda|device_ids|torch\.accelerator|\.to\(\w*rank\)"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=NPROC"]
@@ -218,7 +218,7 @@ def environment(task, variables, launcher):
             env |= {f"SLURM_{name}": stand_for.get(value, value) for name in names.split()}
         # Let each process join the group as if torchrun had not started it:
         env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "SLURM_SUBMIT_DIR": os.getcwd()}
-    # All runs in a folder share it, because a script may resume from what it has saved there.
+    # Runs in one folder share it, so that a script can resume from what it has saved in $TMPDIR.
     temporary = Path(f"{task.folder.rstrip(os.sep)}.tmp")
     temporary.mkdir(exist_ok=True)
     python_path = variables.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
@@ -244,7 +244,7 @@ def wait(process, run, end):
         elif time.monotonic() - since > HANGS_AFTER:
             if seems_to_hang(run):
                 return
-            since = time.monotonic()  # it may wait for the network: look again later
+            since = time.monotonic()  # it may be waiting for the network, so look again later
     run.stacks, run.idle_ranks = stacks_and_idle_ranks(run.folder)
 
 
@@ -259,7 +259,7 @@ def progress(process, folder):
 
 
 def seems_to_hang(run):
-    """Return whether a script that is running hangs."""
+    """Return whether a running script seems to hang."""
     collect(run)
     run.stacks, run.idle_ranks = stacks_and_idle_ranks(run.folder)
     return run.hangs

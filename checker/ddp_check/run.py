@@ -12,7 +12,7 @@ from ddp_check.ending import Ending
 from ddp_check.passes import passes_in
 from ddp_check.ranks import of_lowest_rank
 
-FEW = 8  # so few numbers in a collective are losses or counts, not parts of a model
+FEW = 8  # most elements of a collective that exchanges losses or counts, not weights
 
 
 def common_training(events_of_rank):
@@ -64,7 +64,7 @@ class Run:
 
     @property
     def world_size(self):
-        """How many ranks have reported something."""
+        """The number of ranks that have reported something."""
         return len(self.events_by_rank)
 
     def by_rank(self, *kinds):
@@ -83,7 +83,7 @@ class Run:
         return list(chain(*self.by_rank(*kinds).values()))
 
     def rows(self, kind):
-        """Return a tuple of the ranks' first events of a kind, of their second ones, and so on."""
+        """Return the events of a kind in rows: the first ones of all ranks, their second ones, …"""
         return list(zip(*self.by_rank(kind).values()))
 
     def following(self, event, kinds, until):
@@ -154,7 +154,7 @@ class Run:
         """Return the first step in which a field differs from rank to rank, or None.
 
         Few steps report weights, and only those of one optimizer, so the latest value of each name
-        is compared. Other fields are complete in each step, so their latest values are its own.
+        is compared. Other fields are complete in each step, so their latest values are the step's.
         """
         latest = [{} for _ in self.events_by_rank]  # {name: value}; for a list, {index: value}
         for number, row in enumerate(self.step_rows, 1):
@@ -205,9 +205,9 @@ class Run:
         times = [self.begun, *sorted(event.time for event in self.all(events.Event))]
         longest = max((after - before for before, after in pairwise(times)), default=0)
         nothing_since = self.begun + self.seconds - times[-1]
-        if nothing_since <= 2 * longest:  # such a pause came before
+        if nothing_since <= 2 * longest:  # similar pauses came before
             return False
-        # A rank outside a process group, or waiting for the network, does not wait for a rank:
+        # A rank outside a process group, or waiting for the network, does not wait for other ranks:
         frames = list(chain(*self.stacks.values()))
         joining = any(function == "init_process_group" for _, _, function in frames)
         outside = r"/(socket|ssl|subprocess)\.py$"  # files in which a rank waits for a download

@@ -1,4 +1,4 @@
-"""The hunks between the steps of the ladder, and the notes in diffs/README.md that explain them."""
+"""The hunks between consecutive scripts, and the notes in diffs/README.md that explain them."""
 
 import difflib
 import re

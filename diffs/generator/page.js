@@ -14,7 +14,7 @@ function show() {
     else link.removeAttribute("aria-current");
   }
   if (target) {
-    document.body.classList.add("scrolled"); // before scrolling, because it changes the height of the bar
+    document.body.classList.add("scrolled"); // first, because this changes the height of the bar, and so where to scroll
     target.scrollIntoView();
   }
   if (moved || (target && target.matches(".entry"))) {

@@ -191,7 +191,7 @@ def tab(root, pages, kind):
 
 
 def figures(kind):
-    """Return the figures' styles, scripts or data: [(name, text)]."""
+    """Yield the name and the text of each of the figures' styles, scripts or data."""
     for path in sorted(FIGURES.glob(f"*.{kind}")):
         yield path.stem, Markup(path.read_text(encoding="utf-8").replace("</", r"<\/"))
 

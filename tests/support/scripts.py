@@ -104,7 +104,7 @@ def exact(nprocs):
 def on_each_rank(expression):
     """Return a line of code that prints the rank and the value of an expression.
 
-    It writes in one piece, because print may split long lines, so that ranks would interleave.
+    The line writes in one piece, because print may split a long line, and ranks then interleave.
     """
     line = f"'rank {{}}: {{}}\\n'.format(dist.get_rank(), ({expression}))"
     return f"print(end='', flush=True) or __import__('os').write(1, {line}.encode()) and None\n"

@@ -8,7 +8,7 @@ WRONG = "wrong"  # the result is wrong, or the run fails
 FRAGILE = "fragile"  # the script works until something else goes wrong
 SLOW = "slow"  # the result is right, but takes longer than necessary
 UNSURE = "unsure"  # something may be wrong, but the checker cannot decide
-NOTE = "note"  # rare or harmless: worth a line at the end
+NOTE = "note"  # something rare or harmless, which is reported at the end
 BROKEN = "error"  # the checker itself failed
 LABELS = {  # status -> its label in the report, and its level on GitHub; the worst come first
     WRONG: ("FAIL", "error"),

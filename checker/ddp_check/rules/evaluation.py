@@ -56,7 +56,7 @@ def each_sample_is_evaluated_once(run):
             continue
         loaded, distinct = sum(map(len, samples)), len({*chain(*samples)})
         if any(len({*of_rank}) == distinct for of_rank in samples):
-            continue  # a rank evaluates all of it
+            continue  # one rank evaluates all samples
         text = f"{loaded} samples, {distinct} of them distinct, of {size}"
         if loaded > distinct:
             sums = chain(
@@ -95,7 +95,7 @@ def result_is_of_all(run):
 
 
 def is_divided(run, parts):
-    """Return whether each rank evaluates samples that no other does, but for padding."""
+    """Return whether each rank evaluates samples that no other rank has, except for padding."""
     samples = [part.values("base_indices") for part in parts]
     if not len(parts) == run.world_size > 1 or None in samples or not all(samples):
         return False

@@ -96,7 +96,7 @@ def counts_that_differ(run, kind):
 
 
 def gradients_differ(run):
-    """Return the verdict on gradients that differ from rank to rank, with the first cause seen."""
+    """Return the verdict on gradients that differ from rank to rank, with the first cause found."""
     first = run.first_difference("gradients")
     if not first:
         return None

@@ -62,7 +62,7 @@ def written_by_several(run, writes):
     verdicts = []
     for (path, _), by_rank in writes.items():
         if len(by_rank) > 1:
-            last = by_rank[max(by_rank)]  # of the highest rank, as only the lowest should write
+            last = by_rank[max(by_rank)]  # the highest rank's, as only the lowest should write
             ranks = ", ".join(map(str, sorted(by_rank)))
             text = f"ranks {ranks} write {Path(path).name} at the same time"
             if last.time > first_step:
