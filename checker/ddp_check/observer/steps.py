@@ -163,7 +163,8 @@ def wants_weights():
 def generator_states():
     """Return a checksum of the state of each global generator: {source of random numbers: …}."""
     states = {"torch": zlib.crc32(torch.get_rng_state().numpy())}
-    states["random"] = hash(random.getstate())  # of integers, so it is the same in all processes
+    _, integers, _ = random.getstate()  # the third is None, whose hash differs between processes
+    states["random"] = hash(integers)
     if numpy := sys.modules.get("numpy.random"):
         _, key, position, *_ = numpy.get_state()
         states["numpy"] = zlib.crc32(key.tobytes(), position)
