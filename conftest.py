@@ -1,4 +1,4 @@
-"""What the tests of all rooms share: which of them run, and the fixtures that train a step."""
+"""What the tests in all folders share: which of them run, and fixtures that train a step."""
 
 import os
 import signal
@@ -32,9 +32,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
-    os.environ.pop("PYTHONUNBUFFERED", None)  # would divide the lines that ranks print
-    os.environ["OMP_NUM_THREADS"] = "1"  # or each process would keep all cores busy
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore SIGINT
+    os.environ.pop("PYTHONUNBUFFERED", None)  # it would split the lines that ranks print
+    os.environ["OMP_NUM_THREADS"] = "1"  # otherwise, each process would use all cores
     if config.option.gpus:
         import torch
 
@@ -45,15 +45,15 @@ def pytest_configure(config):
     if FOLDER not in os.environ:
         folder = tempfile.TemporaryDirectory(prefix="trained-")
         config.add_cleanup(folder.cleanup)
-        os.chmod(folder.name, 0o1777)  # as /tmp is
+        os.chmod(folder.name, 0o1777)  # the same mode as /tmp
         os.environ[FOLDER] = os.environ["TMPDIR"] = folder.name  # torchrun leaves a folder there
     if getattr(config.option, "numprocesses", None):
-        server.start()  # one for all workers of pytest-xdist, which inherit its address
+        server.start()  # one server for all workers of pytest-xdist, which inherit its address
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
-    """Turn a skip into a failure where CI has installed everything but GPUs."""
+    """Turn a skip into a failure in CI, where only GPUs may be missing."""
     report = yield
     unexpected = report.skipped and "GPU" not in str(report.longrepr)
     if unexpected and not hasattr(report, "wasxfail") and "CI" in os.environ:
@@ -63,7 +63,7 @@ def pytest_runtest_makereport(item):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Print a line for each file: with `-n`, the workers' lines are those of several files."""
+    """Print a line for each file, because with `-n`, the lines of several files are mixed."""
     files = defaultdict(Counter)
     for outcome in ("passed", "failed", "error", "skipped", "xfailed"):
         for report in terminalreporter.getreports(outcome):
@@ -79,7 +79,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(scope="session")
 def launched():
-    """Run a step to completion with its own launcher, once for all tests."""
+    """Return a function that runs a step to the end with its own launcher, once for all tests."""
 
     def train(step, *args, nprocs=2):
         text = SCRIPT[step].read_text(encoding="utf-8")
@@ -91,7 +91,7 @@ def launched():
 
 @pytest.fixture(scope="session")
 def trained_with():
-    """Run an edited step to completion on forked ranks, once for all tests."""
+    """Return a function that runs an edited step to the end on forked ranks, once for all tests."""
 
     def train(step, changes, args, nprocs=2):
         def make(cwd):
@@ -110,13 +110,13 @@ def trained_with():
 
 @pytest.fixture(scope="session")
 def trained(trained_with):
-    """Run a step to completion on forked ranks, once for all tests."""
+    """Return a function that runs a step to the end on forked ranks, once for all tests."""
     return lambda step, *args, **options: trained_with(step, (), args, **options)
 
 
 @pytest.fixture(autouse=True)
 def forked_ranks_end_at_once(request, monkeypatch):
-    """In tests/, forked ranks do not free their modules at exit, unless a test is about the end."""
+    """In tests/, let forked ranks skip freeing their modules at exit, except in test_ending."""
     if request.path.parent == ROOT / "tests" and request.path.stem != "test_ending":
         monkeypatch.setenv(server.AT_ONCE, "1")
 
@@ -141,7 +141,7 @@ TWO_CORES = "os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])\n"
 def spawned():
     """Return a function that runs step 2 with mp.spawn on two cores, and returns the Result.
 
-    Each rank says how many threads it has and, after training, a checksum of its weights.
+    Each rank prints its number of threads and, after training, a checksum of its weights.
     """
 
     def make(cwd):
@@ -160,8 +160,8 @@ def spawned():
 def disturbed():
     """Return a function that runs step 4 with torchrun and loader workers.
 
-    In epoch 2, rank 1 is killed, and torchrun restarts all ranks. In epoch 3, torchrun is told to
-    stop. The function returns the Result, and the checkpoint that was left.
+    In epoch 2, rank 1 is killed, and torchrun restarts all ranks. In epoch 3, torchrun receives
+    SIGTERM. The function returns the Result and the last checkpoint.
     """
 
     def make(cwd):
@@ -183,8 +183,8 @@ def disturbed():
 def two_nodes():
     """Return a function that runs step 4 on two nodes, and returns the Result of each.
 
-    A node is a torchrun, called its agent, in a folder of its own. The agents find each other over
-    c10d at one address, and share only the checkpoint.
+    Each node is a torchrun process (an agent) in a folder of its own. The agents find each other
+    through c10d at one address, and share only the checkpoint.
     """
 
     def run(nproc_per_node):

@@ -24,7 +24,7 @@ WRITTEN = "Written by diffs/generate.py from the scripts: edit those."
 
 
 def front_page(root):
-    """Return README.md with the diff of the scripts in convert/ brought up to date."""
+    """Return README.md with an up-to-date diff of the scripts in convert/."""
     diff = Diff(root / CONVERT / "train.py", root / CONVERT / "train_ddp.py")
     files = {"-": diff.old_lines, "+": diff.new_lines, " ": diff.new_lines}
     lines = brief(diff.old_lines, diff.new_lines)
@@ -34,7 +34,7 @@ def front_page(root):
 
 
 def generate(root=HERE.parent):
-    """Yield the path and the text of each generated file, those of the diffs first."""
+    """Yield the path and the text of each generated file, starting with the front page."""
     diffs = explained(root)
     folder = root / "diffs"
     yield root / "README.md", front_page(root)

@@ -24,7 +24,7 @@ except ModuleNotFoundError as error:
     sys.exit(2)
 USAGE = """ddp-check [options] script [arguments]    (--help shows the options)
        ddp-check --drill kill train.py --epochs 2"""
-SHOWN = ("drill", "all", "output")  # options that are not about how the script is run
+SHOWN = ("drill", "all", "output")  # options that do not change how the script is run
 
 
 def option_parser():
@@ -57,7 +57,7 @@ def option_parser():
 def parse_args():
     """Return the options, with the variables of --env as a dictionary."""
     parser, words = option_parser(), sys.argv[1:]
-    if "--restart-args" in words[:-1]:  # its value begins with a hyphen: argparse wants them joined
+    if "--restart-args" in words[:-1]:  # argparse needs "=" before a value that begins with "-"
         at = words.index("--restart-args")
         words[at : at + 2] = ["=".join(words[at : at + 2])]
     args = parser.parse_args(words)
@@ -72,7 +72,7 @@ def parse_args():
 
 
 def main():
-    """Run the command. If the checker itself fails, that is exit code 2: it says nothing."""
+    """Run the command. If the checker itself fails, exit with code 2 instead of Python's 1."""
     try:
         check(parse_args())
     except Exception:
@@ -83,8 +83,8 @@ def main():
 
 def check(args):
     """Run the script and the drills, print the report, and exit."""
-    for number in (signal.SIGINT, signal.SIGPIPE):  # as in `ddp-check train.py | head`
-        signal.signal(number, signal.SIG_DFL)  # end at once, silently: the keeper cleans up
+    for number in (signal.SIGINT, signal.SIGPIPE):  # `ddp-check … | head` sends SIGPIPE
+        signal.signal(number, signal.SIG_DFL)  # end at once and silently; the keeper cleans up
     how = {name: value for name, value in vars(args).items() if name not in SHOWN}
     with planned(**how) as plan:
         print(f"ddp_check: {plan.nproc} processes, {plan.launcher}", *args.drill, file=sys.stderr)
@@ -96,7 +96,7 @@ def check(args):
 
 
 def show(plan, verdicts, args):
-    """Print the report, and what the script printed if that was asked for."""
+    """Print the report and, with --output, also what the script printed."""
     print(report.text_of(plan, verdicts, args.drill, args.all))
     if args.output:
         print(f"\nThe script printed:\n{plan.undisturbed.output}")

@@ -1,4 +1,4 @@
-"""How a run ended, as far as its output says."""
+"""How a run ended, as far as its output shows."""
 
 import os
 import re
@@ -10,14 +10,14 @@ from pathlib import Path
 
 from ddp_check.protocol import FRAME, own_frame
 
-LACKS_GPUS = r"(?i)cuda|nccl|nvidia|\bgpu|accelerator"  # in an error message
-# In an error that may only follow from what another rank did:
+LACKS_GPUS = r"(?i)cuda|nccl|nvidia|\bgpu|accelerator"  # matches errors for the lack of a GPU
+# Matches an error that another rank may have caused:
 OF_OTHERS = r"(?i)gloo|nccl|connection|timed ?out|reduction|unpickl|\brank|\bpeer|\bstore"
-PREFIX = r"(?:\[rank\d+\]: ?)?"  # that PyTorch puts before each line of a traceback
+PREFIX = r"(?:\[rank\d+\]: ?)?"  # what PyTorch puts before each line of a traceback
 CHAINED = r"\s+(?:\[rank\d+\]:\s*)*(?:During handling of|The above exception was)"
-# The last line of a traceback, or what an argument parser says; but see `ends_rank`:
+# Matches the last line of a traceback or an argument parser's error; but see `ends_rank`:
 ERROR = rf"^{PREFIX}([\w.]+(?:: .+)?|[\w.-]+: error: .+)$(?!{CHAINED})"
-REPORT = r"^[EW]\d{4} .*torch/distributed"  # torchrun's, of a failure, and of which rank:
+REPORT = r"^[EW]\d{4} .*torch/distributed"  # begins torchrun's report of a failure
 FIRST_FAILURE = r"Root Cause.*\n(?:.*\n)*?\s+rank\s+: (\d+).*\n\s+exitcode\s+: (-?\d+)"
 
 
@@ -26,7 +26,7 @@ class Ending:
     """How a run ended."""
 
     output: str
-    cwd: Path  # the folder that the script ran in
+    cwd: Path  # folder that the script ran in
     returncode: int | None  # None: it was killed after the timeout
 
     @property
@@ -43,8 +43,8 @@ class Ending:
     def errors(self):
         """The matches of the errors that may have ended ranks.
 
-        ERROR leaves out those that others follow, `ends_rank` those that were only printed. Those
-        that PyTorch has marked with their rank are preferred, as nothing has caught them.
+        ERROR leaves out errors that others follow, and `ends_rank` errors that were only printed.
+        Errors that PyTorch has marked with a rank are preferred, because nothing has caught them.
         """
         errors = list(filter(ends_rank, re.finditer(ERROR, self.printed, re.M)))
         return list(filter(prefix_of, errors)) or errors
@@ -53,8 +53,8 @@ class Ending:
     def error(self):
         """The match of the error that ended the first rank.
 
-        One that is not about another rank is preferred. Of several errors of its rank, it is the
-        last: the script has caught and printed the earlier ones.
+        Errors that are not about other ranks are preferred. If a rank has several errors, the last
+        one has ended it, because the script has caught and printed the earlier ones.
         """
         own = [error for error in self.errors if not re.search(OF_OTHERS, error[1])]
         errors = own or self.errors
@@ -71,7 +71,7 @@ class Ending:
         prefix = prefix_of(first)
         lines = [line.removeprefix(prefix) for line in text.splitlines() if line.startswith(prefix)]
         starts = [at for at, line in enumerate(lines) if line.startswith("Traceback")]
-        if not starts:  # a SyntaxError has only a frame
+        if not starts:  # a SyntaxError has only a frame, not this line
             starts = [at for at, line in enumerate(lines) if FRAME.match(line)]
         return lines[starts[-1] :] if starts else []
 
@@ -82,11 +82,11 @@ class Ending:
 
     @property
     def text(self):
-        """How a script that failed has ended, in words; not for one killed after the timeout."""
+        """How a failed script has ended, in words. Not defined for one killed after the timeout."""
         if first := self.error:
             text = first[1]
             next_line = re.match(rf"\s*{PREFIX}\s*(\S.*)", first.string[first.end() :])
-            if next_line and text.endswith((":", " ")):  # the message goes on there
+            if next_line and text.endswith((":", " ")):  # the message continues there
                 text = f"{text.rstrip()} {next_line[1]}"
             usage = re.findall(r"^usage: .+", self.printed, re.M)
             return textwrap.shorten("; ".join([text, *usage[:1]]), 500, placeholder=" …")
@@ -99,17 +99,17 @@ class Ending:
 
     @property
     def first_failure(self):
-        """The rank that failed first, or None if the launcher does not say, and its returncode."""
+        """The rank that failed first, or None if the launcher names none, and its exit code."""
         match = re.search(FIRST_FAILURE, self.output)
         return (int(match[1]), int(match[2])) if match else (None, self.returncode)
 
     @property
     def lacks_gpus(self):
-        """Whether the script failed because there are none."""
+        """Whether the script failed because there are no GPUs."""
         if not self.returncode:  # it has not failed
             return False
-        # Without a message, only what is asserted says it. A traceback ends with the frame,
-        # "assert torch.cuda.is_available()", and "AssertionError".
+        # An AssertionError without a message names GPUs only in the line of code above it, such as
+        # "assert torch.cuda.is_available()".
         end = self.traceback[-3:] if self.text == "AssertionError" else []
         return bool(re.search(LACKS_GPUS, "\n".join([self.text, *end])))
 
@@ -117,23 +117,23 @@ class Ending:
 def ends_rank(error):
     """Return whether a match of ERROR may have ended a rank.
 
-    It ends a traceback, or an argument parser wrote it. Any other was printed, such as
-    "Error: 0.52", or the reason why a library is not used.
+    Such an error ends a traceback, or an argument parser wrote it. The script printed any other
+    match itself, such as "Error: 0.52", or the reason why it does not use a library.
     """
     if ": error: " in error[1]:
         return True
     frames, lines = [], lines_before(error)
     for line in lines:
-        # Neither a frame nor a line of the box that "rich" draws, but "Traceback (most recent …".
+        # A line that is neither a frame nor in a box of "rich" may be "Traceback (most recent …".
         if not re.match(r"\s|╰", line):
             break
         frames.append(line)
-    above = next(lines, "")  # that line
-    if above.startswith("Exception ignored in"):  # it ends nobody
+    above = next(lines, "")  # the line that ended the loop
+    if above.startswith("Exception ignored in"):  # such an error ends no rank
         return False
     if re.match(r"[\w.]*(Error|Exception)\b", error[1]):
-        return bool(frames)  # or a box of "rich"
-    return any(map(FRAME.match, frames))  # other names, such as StopIteration, need a frame
+        return bool(frames)  # or lines of a box that "rich" has drawn
+    return any(map(FRAME.match, frames))  # a name such as StopIteration needs a frame
 
 
 def lines_before(error):

@@ -1,22 +1,22 @@
 """What the observer reports: a dataclass for each kind of event. Does not import PyTorch.
 
-A process writes an event as a line of JSON, and the checker reads it again. Checksums are whole
-numbers, equal if the values were equal bit for bit. One is 0 if there was nothing to sum, or it
-could not be read, and None if it is not known.
+A process of the script writes an event as a line of JSON, which the checker reads. Checksums are
+whole numbers, which are equal if the values were equal bit for bit. A checksum is 0 if the values
+were empty or could not be read, and None if it is not known.
 """
 
 import json
 from dataclasses import dataclass
 
-PARAMETER = "parameter "  # and a number: the name of a parameter that is in no wrapped model
+PARAMETER = "parameter "  # prefix of the name of a parameter that is in no wrapped model
 
 
 @dataclass(kw_only=True)
 class Event:
     """Something that a process of the script did. Each subclass becomes a dataclass, too."""
 
-    time: float = 0.0  # in seconds, of a clock that all processes share
-    where: str = ""  # the line of the script, as "file:line"; "" if none of its lines is running
+    time: float = 0.0  # seconds on a clock that all processes share
+    where: str = ""  # line of the script, as "file:line"; "" if none of its lines is running
 
     def __init_subclass__(cls):
         dataclass(kw_only=True)(cls)
@@ -37,35 +37,35 @@ def read(line):
 class Start(Event):
     """The process imported PyTorch."""
 
-    rank: int | str | None = None  # as its launcher says
+    rank: int | str | None = None  # rank that its launcher has set
 
 
 class Trouble(Event):
-    """The observer could not look at something; the script has not noticed it."""
+    """The observer failed to look at something, which does not affect the script."""
 
     error: str
 
 
 class Join(Event):
-    """It joined a process group."""
+    """The process joined a process group."""
 
     rank: int
 
 
 class Exit(Event):
-    """It ends, and Python's atexit functions run."""
+    """The process ends, and Python's atexit functions run."""
 
-    modules: list[str]  # files in the script's folder that it has imported
+    modules: list[str]  # files that it has imported from the script's folder
 
 
 class OtherMachine(Event):
-    """It was told to meet the other ranks on another machine; they meet here instead."""
+    """The script names another machine for the ranks to meet on; they meet here instead."""
 
     host: str
 
 
 class SigtermHandler(Event):
-    """It set a handler for SIGTERM."""
+    """The script set a handler for SIGTERM."""
 
 
 # ---------------------------------------------------------------- communication
@@ -75,17 +75,17 @@ class Collective(Event):
     """The script, or a library on its behalf, calls a collective on all ranks."""
 
     name: str
-    in_model: bool  # during a forward pass of DDP, or a backward pass
-    elements: int  # of its largest tensor
-    requires_gradient: bool  # an input does, so a loss may depend on the result
-    # requires_gradient, and gradients are enabled: backward() cannot pass through the result
+    in_model: bool  # called during a forward pass of DDP, or a backward pass
+    elements: int  # number of elements in its largest tensor
+    requires_gradient: bool  # whether an input does, so that a loss may depend on the result
+    # requires_gradient, and gradients are enabled, but backward() does not go through the call:
     cuts_gradient: bool
 
 
 class Totalled(Event):
-    """Numbers of all ranks were added up: they may count samples."""
+    """Numbers of all ranks were added up. They may be counts of samples."""
 
-    values: list[int]  # the results that are whole numbers, and their sum if that is one
+    values: list[int]  # the whole numbers among the results, and their sum if it is whole
 
 
 # ---------------------------------------------------------------- data
@@ -94,25 +94,25 @@ class Totalled(Event):
 class PassBegun(Event):
     """A pass over a DataLoader begins."""
 
-    pass_number: int  # counts the passes of this process
-    sample_count: int | None  # of the data set, if that is known
-    batch_count: int | None  # to come, if that is known
-    iterable: bool  # the data set is an IterableDataset: its samples have no index
-    subset_checksum: int  # of the indices that a Subset keeps, or 0
+    pass_number: int  # number of this pass among those of its process, from 1
+    sample_count: int | None  # number of samples in the data set, if that is known
+    batch_count: int | None  # number of batches to come, if that is known
+    iterable: bool  # the data set is an IterableDataset, so its samples have no index
+    subset_checksum: int  # checksum of the indices that a Subset keeps, or 0
     distributed: bool  # the sampler is a DistributedSampler
     shuffle: bool | None  # None: the sampler does not say
     dataset_checksum: int  # the same for equal data sets
-    persistent: bool  # its workers stay for the next pass
+    persistent: bool  # the DataLoader keeps its workers for the next pass
 
 
 class Batch(Event):
     """A DataLoader has returned a batch."""
 
     pass_number: int
-    indices: list[int] | None  # as the sampler gave them
-    base_indices: list[int] | None  # the same samples in the data set below all Subsets
-    checksums: list[int] | None  # of each sample
-    label_checksums: list[int] | None  # of the smallest part of each, if it has several
+    indices: list[int] | None  # indices of its samples, as the sampler gave them
+    base_indices: list[int] | None  # their indices in the data set below all Subsets
+    checksums: list[int] | None  # checksum of each sample
+    label_checksums: list[int] | None  # checksum of the smallest part of each, if it has several
 
 
 class PassEnded(Event):
@@ -132,12 +132,12 @@ class EpochSet(Event):
 
 
 class Drawn(Event):
-    """Random numbers were drawn to make samples, by this generator for the first time in a pass."""
+    """A generator of random numbers was used for samples, for the first time in a pass."""
 
-    source: str  # "torch", "random", "numpy", or "generator": the data set has one of its own
+    source: str  # "torch", "random", "numpy", or "generator" if it belongs to the data set
     state: int  # checksum of the generator's state before and after
-    pass_number: int  # for a persistent worker, the first of its passes
-    worker: int | None  # of the DataLoader, or None for the training process
+    pass_number: int  # number of the pass; in a persistent worker, of its first pass
+    worker: int | None  # number of the DataLoader's worker, or None in the training process
 
 
 # ---------------------------------------------------------------- models and optimizers
@@ -146,13 +146,13 @@ class Drawn(Event):
 class Wrap(Event):
     """A model was wrapped in DistributedDataParallel."""
 
-    names: list[str]  # of its parameters
+    names: list[str]  # names of its parameters
 
 
 class CommHook(Event):
     """A wrapped model gets a hook that reduces its gradients instead of DDP."""
 
-    name: str  # of the hook, with its module
+    name: str  # name of the hook, with its module
 
 
 class Step(Event):
@@ -161,63 +161,63 @@ class Step(Event):
     If two optimizers step after one backward pass, the second step has no losses and no inputs.
     """
 
-    losses: list[float]  # whose backward pass came since the step before
-    backwards: int  # backward passes since then
-    sample_count: int  # of the batches that a DataLoader returned since then
-    inputs: list[int]  # checksums of the batches that entered models since then
+    losses: list[float]  # losses of the backward passes since the previous step
+    backwards: int  # number of backward passes since then
+    sample_count: int  # number of samples that DataLoaders returned since then
+    inputs: list[int]  # checksums of the batches that models were called with since then
 
     rng: dict[str, int]  # checksum of the state of each global generator of random numbers
-    gradients: dict[str, int]  # checksum of each parameter's gradient, 0 without one
-    # Checksum of each parameter, in the first step of a pass and some others; without DDP, in each:
+    gradients: dict[str, int]  # checksum of each parameter's gradient, 0 if it has none
+    # Checksum of each parameter; with DDP, only in the first step of a pass and in some others:
     weights: dict[str, int] | None
     rates: list[float]  # learning rate of each group of parameters
-    # "gradient of NAME" if that is not finite, "loss" if a loss, too, is not, its cause; or "":
+    # "gradient of NAME" if that is not finite, "loss" if a loss is not finite either, or "":
     infinite: str
     zero: bool  # all gradients are zero
-    # Parameters that got into a model, or got a gradient, after DDP had wrapped it:
+    # Parameters that were added to a model, or unfrozen, after DDP had wrapped the model:
     unreduced: list[str]
-    # Lines that call a wrapped model whose wrapper was not called, and which has gradients:
+    # Lines that call a model that has gradients, although its DDP wrapper was not called:
     bypassed: list[str]
-    mesh_dimensions: int  # of the mesh that the parameters are sharded over, or 0
-    has_state: bool  # the optimizer has taken a step before, or its state was loaded
-    closure: bool  # step() was given one, which computes the gradients
-    synced: bool  # the last forward pass of DDP asked for a reduction, or there was none
-    reductions: int  # backward passes that reduced gradients, since the last zero_grad()
-    stale: bool  # the gradients of the step before were still there when backward() began
+    mesh_dimensions: int  # number of dimensions that the parameters are sharded over, or 0
+    has_state: bool  # the optimizer has taken a step before, or has loaded a state
+    closure: bool  # step() was given a closure, which computes the gradients
+    synced: bool  # no forward pass of DDP, or the last one asked for a reduction
+    reductions: int  # number of backward passes that reduced gradients since zero_grad()
+    stale: bool  # the gradients of the previous step were still there when backward() began
     training: bool  # the wrapped models with these parameters, if any, are in training mode
-    in_join: bool  # it is taken inside join()
+    in_join: bool  # the step is taken inside join()
 
 
 class Clipped(Event):
     """Gradients are clipped."""
 
-    scaled: bool  # a GradScaler's factor is in them
+    scaled: bool  # they are still multiplied by a GradScaler's factor
 
 
 class Scheduled(Event):
     """A learning rate scheduler takes a step, after an optimizer has taken one."""
 
-    metric: float | None  # that ReduceLROnPlateau gets
+    metric: float | None  # metric that ReduceLROnPlateau gets
 
 
 class StateLoaded(Event):
     """A model or an optimizer has loaded a state."""
 
-    by_model: bool  # not by an optimizer
-    wraps: int  # how many models had been wrapped before
-    unknown: str  # the first name in the state, if the model has none of them; or ""
+    by_model: bool  # a model has loaded it, not an optimizer
+    wraps: int  # number of models that had been wrapped before
+    unknown: str  # the first name in the state, if the model has none of its names; or ""
 
 
 class Evaluated(Event):
     """A wrapped model is called without gradients, for the first time since a pass began."""
 
     training: bool  # the model is in training mode
-    noisy: str  # a layer in training mode that then changes what it returns, or ""
-    pass_number: int  # of the pass that gave the latest batch, or 0 if there was none
+    noisy: str  # a layer in training mode that would return something else outside of it, or ""
+    pass_number: int  # number of the pass that gave the latest batch, or 0 if there was none
 
 
 class Final(Event):
-    """The weights of a model at the end."""
+    """The final weights of a model."""
 
     weights: dict[str, int]  # checksum of each parameter
 
@@ -226,23 +226,23 @@ class Final(Event):
 
 
 class Written(Event):
-    """A file is opened for writing, not only to append to it, or gets its name."""
+    """A file is opened for writing, not only for appending, or it is renamed."""
 
-    path: str | None  # None: outside of the script's folder
-    old_name: str = ""  # if it is renamed
+    path: str | None  # its path, or None outside of the script's folder
+    old_name: str = ""  # its former path, if it is renamed
 
 
 class Save(Event):
     """torch.save has returned."""
 
     path: str | None
-    keys: list[str]  # the first ones that begin with "module."
-    wrapper: bool  # a model is saved as an object, with the wrapper around it
-    steps: int  # of the optimizers before
+    keys: list[str]  # the first keys that begin with "module."
+    wrapper: bool  # a model is saved as an object, together with its DDP wrapper
+    steps: int  # number of optimizer steps before this save
 
 
 class Load(Event):
-    """torch.load is called by the script."""
+    """The script calls torch.load."""
 
 
 KINDS = {kind.__name__: kind for kind in Event.__subclasses__()}

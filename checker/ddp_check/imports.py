@@ -6,7 +6,7 @@ import sys
 class AfterImport:
     """A finder that calls a function after a module has been imported for the first time.
 
-    To look a module up, as `importlib.util.find_spec` does, is no import, and changes nothing.
+    Merely looking up a module, as `importlib.util.find_spec` does, does not call the function.
     """
 
     def __init__(self, name, function):
@@ -23,12 +23,12 @@ class AfterImport:
         return spec
 
     def call_after(self, loader):
-        """Let the loader that a lookup has found call the function once the module is executed."""
+        """Let a loader, found by a lookup, call the function as soon as it has run the module."""
         execute = loader.exec_module
 
         def exec_module(module):
             execute(module)
-            if self in sys.meta_path:  # find_spec() and an import give two loaders: call it once
+            if self in sys.meta_path:  # find_spec() may give several loaders: call it only once
                 sys.meta_path.remove(self)
                 self.function()
 
@@ -36,7 +36,7 @@ class AfterImport:
 
 
 def after_import(name, function):
-    """Call a function when a module has been imported, at once if it has been already."""
+    """Call a function as soon as a module has been imported, or now if it already has been."""
     if name in sys.modules:
         function()
     else:

@@ -1,7 +1,7 @@
 """Cleans up after the checker, however it ends: by itself, by Ctrl-C, by SIGTERM or by SIGKILL.
 
-A process of its own waits until the checker has gone, kills what it started, and removes its
-temporary folder. A cleanup inside the checker would not survive a signal.
+The keeper is a separate process. It waits until the checker has ended, kills what the checker has
+started, and removes its temporary folder. SIGKILL would prevent a cleanup inside the checker.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from ddp_check.protocol import HERE, VARIABLE
 
 @contextlib.contextmanager
 def kept_folder():
-    """Yield a temporary folder; at the end, kill what reports to it, and remove it."""
+    """Yield a temporary folder; at the end, kill the processes that report to it, and remove it."""
     folder = Path(tempfile.mkdtemp(prefix="ddp_check-")).resolve()
     paths = filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])  # psutil may be there
     keeper = subprocess.Popen(
@@ -33,13 +33,13 @@ def kept_folder():
     try:
         yield folder
     finally:
-        keeper.communicate()  # closes the pipe that it waits at
+        keeper.communicate()  # closes the pipe that the keeper reads from
 
 
 def observed_process(pid, folder):
     """Return the process that reports to this folder under this ID, or None if it has ended.
 
-    Another process may have got its ID, but not its file of events.
+    The system may have given the ID to another process, which has not opened this file of events.
     """
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
@@ -48,7 +48,7 @@ def observed_process(pid, folder):
 
 
 def signal_processes(folder, method):
-    """Terminate or kill all observed processes that report to a folder or inside it; count them."""
+    """Terminate or kill all processes that report to a folder or inside it; return how many."""
     count = 0
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

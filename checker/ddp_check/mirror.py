@@ -1,37 +1,37 @@
-"""The folder that a script runs in: its files, copied or linked."""
+"""The folder in which a script runs: the user's files, copied or linked."""
 
 import math
 import os
 import shutil
 from dataclasses import dataclass
 
-# Checkpoints end so, but so may weights and data that a script needs:
+# Endings of checkpoints; but weights and data that a script needs may have the same:
 CHECKPOINT = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".new", ".interrupted")
 CHECKPOINT += (".distcp", ".metadata")
-ENVIRONMENTS = {"pyvenv.cfg", "conda-meta"}  # folders of Python's environments have one of these
-MAX_DEPTH, MAX_ENTRIES = 9, 1000  # of folders that are copied, not linked
-MAX_COPIED = 1 << 28  # bytes of files that are copied for a run; others are linked
+ENVIRONMENTS = {"pyvenv.cfg", "conda-meta"}  # the folder of a venv or of conda has one of these
+MAX_DEPTH, MAX_ENTRIES = 9, 1000  # folders that are deeper or larger are linked, not copied
+MAX_COPIED = 1 << 28  # total bytes of files that are copied for a run; others are linked
 
 
 @dataclass
 class Mirror:
-    """Makes new folders with the files of others.
+    """Makes new folders with the files of existing ones.
 
-    What is copied is safe from the script, whoever writes to it. The observer replaces a link by a
-    copy before Python writes to it, but sees nothing of what a library in C does.
+    If a file is copied, nothing that the script does can change the user's own file. If it is
+    linked, the observer makes a copy before Python writes to it, but cannot see C libraries write.
     """
 
     with_checkpoints: bool
-    room: int  # bytes that may still be copied
-    left_out: bool = False  # a checkpoint is
+    room: int  # number of bytes that may still be copied
+    left_out: bool = False  # whether a checkpoint was left out
 
     def make(self, target, source, depth=MAX_DEPTH, in_data=False):
         """Make a new folder with the files of another.
 
         __pycache__     is left out, and so are checkpoints, unless they are wanted or `in_data`
-        folders         are made, too, but linked if they are hidden, `is_large`, or very deep
-        code            is copied, for Python would import from the folder that a link points to
-        other files     are copied while there is room, the smallest first, but linked `in_data`
+        folders         are made in the same way, or linked if hidden, `is_large`, or very deep
+        code            is copied, because from a linked file Python would import its neighbours
+        other files     are copied while there is room, smallest first, or linked if `in_data`
         hidden files    are linked
         """
         target.mkdir()
@@ -48,7 +48,7 @@ class Mirror:
                 new.symlink_to(path)
 
     def try_to_copy(self, path, new, in_data):
-        """Copy a file, unless it is to be linked; return whether it was copied."""
+        """Copy a file, unless it has to be linked; return whether it was copied."""
         fits = size_of(path) <= self.room and not in_data
         if not path.is_file() or not (fits or path.suffix == ".py"):
             return False
@@ -62,12 +62,12 @@ class Mirror:
 
 
 def size_of(path):
-    """Return the size of a file in bytes, infinite for a folder and what cannot be read."""
+    """Return the size of a file in bytes; infinity for a folder, and if it cannot be read."""
     return os.path.getsize(path) if os.path.isfile(path) else math.inf
 
 
 def is_large(folder):
-    """Return whether a folder is linked as a whole: it holds very many files, or an environment."""
+    """Return whether a folder holds very many files, or a Python environment."""
     if not ENVIRONMENTS.isdisjoint(os.listdir(folder)):
         return True
     entries = (entry for _, folders, files in os.walk(folder) for entry in folders + files)

@@ -1,21 +1,21 @@
-"""How numbers are compared. What is not finite equals nothing, not even itself."""
+"""How numbers are compared. A number that is not finite equals no number, not even itself."""
 
 import math
 
 import torch
 
-SMALLEST = 1e-300  # stands for a zero that something is divided by
+SMALLEST = 1e-300  # replaces a zero in a denominator
 
 
 def close(value, expected, relative=1e-6, absolute=0.0):
-    """Return whether two numbers agree; never if one of them is not finite."""
+    """Return whether two numbers agree; False if one of them is not finite."""
     if not (math.isfinite(value) and math.isfinite(expected)):
         return False
     return abs(value - expected) <= absolute + relative * abs(expected)
 
 
 def ratio(value, expected):
-    """Return value / expected; NaN if either is not finite, or expected is next to zero."""
+    """Return value / expected; NaN if either is not finite, or expected is nearly zero."""
     if not (math.isfinite(value) and math.isfinite(expected)) or abs(expected) < SMALLEST:
         return math.nan
     return value / expected
@@ -24,7 +24,7 @@ def ratio(value, expected):
 def distance(tensor, other):
     """Return the largest difference of two tensors, relative to their largest value.
 
-    It is infinite if one of them has a number that is not finite.
+    The result is infinite if one of them has a number that is not finite.
     """
     both = torch.stack([tensor.to_dense().double(), other.to_dense().double()])
     if not both.isfinite().all():

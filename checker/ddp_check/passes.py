@@ -1,4 +1,4 @@
-"""The passes over the data: which batches each gave, and which steps used them."""
+"""The passes over the data: which batches each pass gave, and which steps used them."""
 
 from dataclasses import field
 from itertools import chain
@@ -13,11 +13,11 @@ class Pass(events.PassBegun):  # a dataclass, as every subclass of Event becomes
     steps: list = field(default_factory=list)
     ended: bool = False
     evaluates: bool = False  # a model was called without gradients
-    events_after: list = field(default_factory=list)  # that follow one of its batches
+    events_after: list = field(default_factory=list)  # events that follow one of its batches
 
     @property
     def dataset(self):
-        """What is equal for passes over equal data sets."""
+        """A value that is equal for passes over equal data sets."""
         return self.dataset_checksum, self.subset_checksum
 
     @property
@@ -26,7 +26,7 @@ class Pass(events.PassBegun):  # a dataclass, as every subclass of Event becomes
         return bool(self.steps)
 
     def events_of(self, kind):
-        """Return the events of a kind that follow one of its batches."""
+        """Return the events of this kind that follow one of its batches."""
         return [event for event in self.events_after if isinstance(event, kind)]
 
     @property
@@ -43,14 +43,14 @@ class Pass(events.PassBegun):  # a dataclass, as every subclass of Event becomes
 def passes_in(events_of_rank):
     """Return the passes of one rank over its data, with the steps that used their batches.
 
-    A batch, or an end, goes to the pass that it names, and a step to those that gave a batch for
-    it. Any other event goes to `events_after` of the pass that gave the last batch.
+    `Batch` and `PassEnded` belong to the pass with their number, and a step belongs to all passes
+    that gave a batch for it. Other events are `events_after` of the pass with the last batch.
     """
-    passes = {}  # by number
-    recent = []  # passes with a batch since the last step, in the order of their last batches
+    passes = {}  # number -> pass
+    recent = []  # passes that gave a batch since the last step, in the order of their last batches
     latest = None  # the pass that gave the last batch
     for event in events_of_rank:
-        # None, too, where a process goes on with a pass that began before it was forked:
+        # Also None if a process was forked during a pass and continues it:
         data_pass = passes.get(getattr(event, "pass_number", None))
         match event:
             case events.PassBegun():
@@ -76,8 +76,8 @@ def passes_in(events_of_rank):
 def passes_of_step(recent, passes):
     """Return the passes whose batches a step used: several if a loop reads two loaders at once.
 
-    An evaluation in between has ended, or was left by a break. If no pass gave a batch since the
-    step before, the batch was fetched ahead: by the pass that has trained last, or the newest.
+    This leaves out evaluations since the previous step. If no pass gave a batch since then, the
+    batch was fetched ahead, in the pass that was trained on last, or otherwise in the newest.
     """
     training = [each for each in recent if not each.ended and (each.steps or not each.evaluates)]
     trained = [each for each in passes if each.steps]
@@ -87,7 +87,7 @@ def passes_of_step(recent, passes):
 def drop_unused_batches(data_pass):
     """Drop the batches of an evaluation that no model was called with.
 
-    A loop that is left by a break may have got one more than it used.
+    A loop that ends with a break may have received one batch more than it used.
     """
     evaluated = len(data_pass.events_of(events.BatchEvaluated))
     if evaluated and not (data_pass.ended or data_pass.is_training):

@@ -20,25 +20,25 @@ from ddp_check.protocol import HERE, STACKS, VARIABLE, Task
 from ddp_check.reading import read_events
 from ddp_check.run import Run, common_training
 
-LOOK_EVERY, HANGS_AFTER = 5, 30  # seconds: at a running script, and without progress
-# In a script that starts its own processes; with the second, it may be another process:
+LOOK_EVERY, HANGS_AFTER = 5, 30  # seconds between looks at a script, and without progress
+# Match a script that starts its own ranks; PROCESS may also match other processes:
 SPAWNS = r"(?<![\w.])((torch\.)?\w*(mp|multiprocessing|dist)\.)?(spawn|start_processes)\("
 PROCESS = r"\bProcess\(\s*target"
 SETS = r"""environ\[["'](\w+)["']\]\s*=[^=]"""
 ASKS = r"""(?:environ(?:\.get)?|getenv)[\[(]["']((?:LOCAL_)?RANK)["'][\],)]"""
-MAY_BE_SET = r"""["']RANK["'] (?:not )?in os.environ"""  # by torchrun, if not by the script
+MAY_BE_SET = r"""["']RANK["'] (?:not )?in os.environ"""  # matches a check for torchrun
 SET_BY_TORCHRUN = r"\b(MASTER_ADDR|(LOCAL_)?RANK|WORLD_SIZE)\b"
 USES_GPUS = r"nccl|cuda|device_ids|torch\.accelerator|\.to\(\w*rank\)"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=NPROC"]
-# What bash does in each process before it becomes that of the script:
+# Commands that bash runs in each process before it starts the script:
 AS_TASK = """export MASTER_ADDR=localhost SLURM_PROCID=$RANK SLURM_LOCALID=$LOCAL_RANK
 unset RANK LOCAL_RANK ${!TORCHELASTIC_*}"""
-LAUNCHERS = {  # what precedes the script on the command line
+LAUNCHERS = {  # name -> what precedes the script on the command line
     "python": [sys.executable],  # the script starts its own processes
     "srun": TORCHRUN,
     "torchrun": TORCHRUN,
 }
-SLURM = {  # value: variables that srun sets to it on one node; their names begin with SLURM_
+SLURM = {  # value -> variables that srun sets to it on one node, without SLURM_ in front
     "NPROC": """NTASKS NPROCS NTASKS_PER_NODE TASKS_PER_NODE STEP_NUM_TASKS STEP_TASKS_PER_NODE
         CPUS_ON_NODE JOB_CPUS_PER_NODE GPUS GPUS_ON_NODE GPUS_PER_NODE""",
     "RANKS": "GTIDS JOB_GPUS STEP_GPUS",
@@ -52,29 +52,29 @@ SLURM = {  # value: variables that srun sets to it on one node; their names begi
 
 @dataclass
 class Plan:
-    """How a script is run: in a new folder, or in that of an earlier run."""
+    """How a script is run: in a new folder, or in the folder of an earlier run."""
 
-    script: str  # or the name of a module
+    script: str  # path of the script, or name of a module
     arguments: list
     nproc: int
     timeout: float  # seconds
     launcher: str | None  # None: chosen by the text of the script
-    folder: str  # temporary, for all runs
+    folder: str  # temporary folder for all runs
     module: bool = False  # the script is a module, as after python -m
     translate: str = "auto"  # GPU calls: auto, yes or no
-    env: dict = field(default_factory=dict)  # more variables
-    restart_args: list | None = None  # follow the arguments after an interruption
+    env: dict = field(default_factory=dict)  # more environment variables
+    restart_args: list | None = None  # arguments that are added after an interruption
 
     def __post_init__(self):
         self.path = module_path(self.script) if self.module else Path(self.script)
         self.text = self.path.read_text(encoding="utf-8", errors="replace")
         self.may_choose_launcher = self.launcher is None
         self.launcher = self.launcher or launcher_of(self.text)
-        # What `undisturbed` finds out holds for all further runs, the launcher included:
+        # `undisturbed` may change these, and the launcher, for all further runs:
         self.translated = self.translate == "yes"
         self.lacking = ""  # how the run without translated calls ended
-        self.left_out = False  # there are checkpoints beside the script
-        self.with_checkpoints = False  # they are not left out
+        self.left_out = False  # checkpoints beside the script were not copied
+        self.with_checkpoints = False  # checkpoints beside the script are copied
 
     @property
     def restart_arguments(self):
@@ -94,7 +94,7 @@ class Plan:
         return run
 
     def first_run(self, name):
-        """Run the script, and once more with GPU calls translated if it fails without GPUs."""
+        """Run the script. If it fails without GPUs, run it again with its GPU calls translated."""
         run = self.run(name)
         if self.translate != "auto" or self.translated or not self.may_want_gpus(run):
             return run
@@ -102,7 +102,7 @@ class Plan:
         self.lacking = run.end.text if run.returncode else "no training"
         translated = self.run(f"{name}-translated")
         if translated.returncode and translated.end.text == run.end.text and not run.end.lacks_gpus:
-            self.translated, self.lacking = False, ""  # the same error, which names no GPU
+            self.translated, self.lacking = False, ""  # the same error, not about GPUs
             return run
         return translated
 
@@ -115,7 +115,7 @@ class Plan:
         return run.end.lacks_gpus or bool(untrained and re.search(USES_GPUS, self.text))
 
     def folder_of(self, name):
-        """Return the folder of a name, with the script's files in it."""
+        """Return the folder with this name, with the script's files in it."""
         cwd = Path(self.folder, name).resolve()
         if not cwd.exists():
             mirror = Mirror(self.with_checkpoints, MAX_COPIED)
@@ -126,8 +126,8 @@ class Plan:
     def run(self, name, nproc=None, during=None, arguments=None, **options):
         """Run the script in the folder of this name, and return a Run.
 
-        Meanwhile, `during` is called with the process, the folder of the events, and the time at
-        which the script will be killed. The options are those of a `Task`.
+        While the script is running, `during` is called with the process, the folder of the events,
+        and the time at which the script will be killed. The options are fields of `Task`.
         """
         cwd, nproc = self.folder_of(name), nproc or self.nproc
         for_events = cwd.with_name(f"{name}.run{len(list(cwd.parent.glob(f'{name}.run*')))}")
@@ -157,21 +157,21 @@ class Plan:
         return run
 
     def command(self, nproc, cwd):
-        """Return the command that starts the script: its copy in this folder, if there is one.
+        """Return the command that starts the script, or its copy in this folder if there is one.
 
         torchrun … -- train.py
         python train.py
         torchrun … --no-python -- bash -c 'export …; exec "$@"' bash python train.py  # as srun
         """
         words = [word.replace("NPROC", str(nproc)) for word in LAUNCHERS[self.launcher]]
-        # Else torchrun refuses an option of the script that begins like several of its own.
+        # Without "--", torchrun refuses the script's options that begin like several of its own.
         end_of_options = ["--"] if LAUNCHERS[self.launcher] is TORCHRUN else []
         path, here = self.path.resolve(), Path.cwd()
         path = cwd / path.relative_to(here) if path.is_relative_to(here) else path
         option, name = (["-m"], self.script) if self.module else ([], str(path))
         if self.launcher != "srun":
             return [*words, *option, *end_of_options, name]
-        # "$@" stands for Python with the script and its arguments.
+        # "$@" expands to Python, the script and its arguments.
         bash = ["bash", "-c", f'{AS_TASK}\nexec "$@"', "bash", sys.executable]
         return [*words, "--no-python", *end_of_options, *bash, *option, name]
 
@@ -187,7 +187,7 @@ def launcher_of(text):
     """Return which launcher a script is written for."""
     with contextlib.suppress(SyntaxError):
         text = ast.unparse(ast.parse(text))  # without comments
-    # It reads RANK, and sets it nowhere, so a launcher has to.
+    # If the script reads RANK but never sets it, a launcher has to.
     needs_torchrun = set(re.findall(ASKS, text)) - set(re.findall(SETS, text))
     needs_torchrun |= set(re.findall(MAY_BE_SET, text))
     if re.search(SPAWNS, text) or (re.search(PROCESS, text) and not needs_torchrun):
@@ -196,7 +196,7 @@ def launcher_of(text):
 
 
 def lacks_launcher(run):
-    """Return whether a script has failed for the lack of what torchrun sets."""
+    """Return whether a script has failed because a variable that torchrun sets is missing."""
     return bool(run.returncode and not run.joins and re.search(SET_BY_TORCHRUN, run.end.text))
 
 
@@ -208,17 +208,17 @@ def module_path(name):
 
 
 def environment(task, variables, launcher):
-    """Return the environment of an observed script, without GPUs, with these variables."""
-    of_a_job = r"SLURM_|(LOCAL_)?RANK$|WORLD_SIZE$"  # that the checker may run in
+    """Return the environment of an observed script, with these variables and without GPUs."""
+    of_a_job = r"SLURM_|(LOCAL_)?RANK$|WORLD_SIZE$"  # set if the checker itself runs in a job
     env = {name: value for name, value in os.environ.items() if not re.match(of_a_job, name)}
     env |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     if launcher == "srun":
         stand_for = {"NPROC": str(task.nproc), "RANKS": ",".join(map(str, range(task.nproc)))}
         for value, names in SLURM.items():
             env |= {f"SLURM_{name}": stand_for.get(value, value) for name in names.split()}
-        # Each process joins the group as one that torchrun has not started
+        # Let each process join the group as if torchrun had not started it:
         env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "SLURM_SUBMIT_DIR": os.getcwd()}
-    # One for the runs in a folder: a script may resume from what it has saved there.
+    # Runs in one folder share it, so that a script can resume from what it has saved in $TMPDIR.
     temporary = Path(f"{task.folder.rstrip(os.sep)}.tmp")
     temporary.mkdir(exist_ok=True)
     python_path = variables.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
@@ -228,9 +228,9 @@ def environment(task, variables, launcher):
 
 
 def wait(process, run, end):
-    """Wait for a script until it ends, hangs, or its time is up; set how that was."""
-    written, computed = -1, 0.0  # its `progress` at the last look; at first, there was none
-    since = run.begun  # without progress
+    """Wait until a script ends, hangs or reaches its timeout; store the outcome in the run."""
+    written, computed = -1, 0.0  # `progress` at the last look; at first, lower than any
+    since = run.begun  # time of the last progress
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             run.returncode = process.wait(min(LOOK_EVERY, max(1, end - time.monotonic())))
@@ -244,14 +244,14 @@ def wait(process, run, end):
         elif time.monotonic() - since > HANGS_AFTER:
             if seems_to_hang(run):
                 return
-            since = time.monotonic()  # it may wait for the network: look again later
+            since = time.monotonic()  # it may be waiting for the network, so look again later
     run.stacks, run.idle_ranks = stacks_and_idle_ranks(run.folder)
 
 
 def progress(process, folder):
-    """Return how many bytes of events there are, and how long all processes have computed.
+    """Return the size of all events in bytes, and the CPU seconds that all processes have used.
 
-    Without the process that was started, as torchrun looks at its ranks all the time.
+    Leaves out the process that was started, because torchrun itself polls its ranks all the time.
     """
     files = [path for path in folder.glob("*.jsonl") if path.stem != str(process.pid)]
     computed = [cpu_time(int(path.stem)) for path in files]
@@ -259,14 +259,14 @@ def progress(process, folder):
 
 
 def seems_to_hang(run):
-    """Return whether a script that is running hangs."""
+    """Return whether a running script seems to hang."""
     collect(run)
     run.stacks, run.idle_ranks = stacks_and_idle_ranks(run.folder)
     return run.hangs
 
 
 def collect(run):
-    """Set what a run has shown so far."""
+    """Store in the run what it has shown so far."""
     run.seconds = time.monotonic() - run.begun
     run.output = (run.folder / "output").read_text(encoding="utf-8", errors="replace")
     processes = read_events(run.folder).items()
@@ -274,12 +274,12 @@ def collect(run):
 
 
 def stacks_and_idle_ranks(folder):
-    """Return {rank: its stack, as [(file, line, function)]}, and which ranks use no CPU time."""
+    """Return {rank: its stack, as [(file, line, function)]}, and the ranks that use no CPU time."""
     pids = {rank: pid for rank, (pid, _) in read_events(folder).items()}
     before = {rank: cpu_time(pid) for rank, pid in pids.items()}
     for pid in pids.values():
-        os.truncate(folder / f"{pid}.stack", 0)  # it may have been asked before
-        with contextlib.suppress(psutil.Error):  # it may have ended
+        os.truncate(folder / f"{pid}.stack", 0)  # an earlier look may have filled it
+        with contextlib.suppress(psutil.Error):  # the process may have ended
             if process := observed_process(pid, folder):
                 process.send_signal(STACKS)
     time.sleep(1)
@@ -290,7 +290,7 @@ def stacks_and_idle_ranks(folder):
 
 
 def cpu_time(pid):
-    """Return the seconds that a process and its descendants have computed, 0 if it has ended."""
+    """Return the CPU seconds of a process and its descendants, or 0 if it has ended."""
     total = 0
     for member in family_of(pid):
         with contextlib.suppress(psutil.Error):
@@ -307,7 +307,7 @@ def family_of(pid):
 
 
 def kill_all(process, folder):
-    """Kill the command with all its descendants, and what else reports to the folder."""
+    """Kill the command, its descendants and all other processes that report to the folder."""
     for member in family_of(process.pid):
         with contextlib.suppress(psutil.Error):
             member.kill()

@@ -9,10 +9,10 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 LIBRARY = re.compile(rf"/lib(64)?/python3|/site-packages/|^<|^{re.escape(str(HERE))}/")
-FRAME = re.compile(r' *File "(.+)", line (\d+)')  # in a traceback
-STACKS = signal.SIGRTMIN + 5  # asks a process for its stack
-STEPS = 3  # how many are compared between world sizes
-VARIABLE = "DDP_CHECK"  # holds the task, in the environment of each process
+FRAME = re.compile(r' *File "(.+)", line (\d+)')  # matches a frame of a traceback
+STACKS = signal.SIGRTMIN + 5  # signal that makes a process write its stack
+STEPS = 3  # number of steps that are compared between world sizes
+VARIABLE = "DDP_CHECK"  # environment variable that holds the task
 
 
 @functools.cache
@@ -22,7 +22,7 @@ def is_own(path):
 
 
 def own_frame(line):
-    """Return "path:line" if this line of a traceback names one of the script, else ""."""
+    """Return "path:line" if this line of a traceback names a line of the script, or ""."""
     match = FRAME.match(line)
     return f"{match[1]}:{match[2]}" if match and is_own(match[1]) else ""
 
@@ -31,12 +31,12 @@ def own_frame(line):
 class Task:
     """How a run is to be observed."""
 
-    events: str  # the folder that the processes report to
-    folder: str  # that the script runs in, with a slash at its end
-    nproc: int
-    scale: int = 0  # unless 0: multiply the batch by this, and use double precision
-    translate: bool = False  # GPU calls, for the CPU
-    start: str = ""  # a folder with weights for the models to start from
+    events: str  # folder that the processes report to
+    folder: str  # folder that the script runs in, with a slash at its end
+    nproc: int  # number of processes
+    scale: int = 0  # unless 0, multiply the batch size by this, and use double precision
+    translate: bool = False  # translate GPU calls for the CPU
+    start: str = ""  # folder with the weights from which the models start
     pause: float = 0.0  # seconds to wait before each step of an optimizer
 
     def __str__(self):

@@ -1,4 +1,4 @@
-"""How values of ranks are compared, and told."""
+"""How values of ranks are compared and put into words."""
 
 
 def differing_ranks(values_by_rank):
@@ -9,12 +9,12 @@ def differing_ranks(values_by_rank):
 
 
 def differ(objects_by_rank, name):
-    """Return the first two ranks in whose objects an attribute differs, or None."""
+    """Return the lowest rank and the first whose object differs in this attribute, or None."""
     return differing_ranks({rank: getattr(value, name) for rank, value in objects_by_rank.items()})
 
 
 def grouped(values_by_rank, key):
-    """Return {key of a value: {rank: values}} of {rank: values}."""
+    """Return {key of a value: {rank: values}} for {rank: values}."""
     groups = {}
     for rank, values in values_by_rank.items():
         for value in values:
@@ -28,10 +28,10 @@ def of_lowest_rank(values_by_rank):
 
 
 def short(where):
-    """Return a line of the script without its folder."""
+    """Return "path/file:line" as "file:line"."""
     return where.rpartition("/")[2]
 
 
 def counted(number, noun):
-    """Return a number with its noun, in the plural unless it is 1."""
+    """Return a number with its noun, which is plural unless the number is 1."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

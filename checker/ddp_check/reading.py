@@ -4,11 +4,11 @@ from ddp_check import events
 
 
 class Reader:
-    """Reads the files of a folder, and when it is asked again, only what was added since."""
+    """Reads the files of a folder. A later call reads only what was added since the last one."""
 
     def __init__(self, folder):
         self.folder = folder
-        self.read = {}  # path -> (how many bytes of it were read, their events)
+        self.read = {}  # path -> (number of bytes that were read, their events)
 
     def processes(self):
         """Return the process ID and the events of each rank: {rank: (pid, events)}."""
@@ -20,7 +20,7 @@ class Reader:
             if rank.isdigit():  # RANK may be missing or empty
                 processes.append((int(rank), not join, lines[0].time, int(path.stem), lines))
         by_rank = {}
-        # Those that a rank starts inherit RANK. Its own is the one that joined, or the earliest.
+        # A rank's children inherit RANK. The rank itself is the one that joined, or the earliest.
         for rank, _, _, pid, lines in sorted(processes, key=lambda process: process[:3]):
             by_rank.setdefault(rank, (pid, lines))
         return by_rank

@@ -1,4 +1,4 @@
-"""The report: what a run and its drills have shown, for people and for programs."""
+"""The report on what a run and its drills have shown, and the exit code."""
 
 import textwrap
 from collections import Counter
@@ -8,9 +8,9 @@ from ddp_check.drills import DRILLS, conclude
 from ddp_check.ranks import counted, short
 from ddp_check.rules import RULES, base
 
-SUMMARIES = ("nothing wrong", "wrong", "no verdict")  # by exit code
-WIDTH, INDENT = 80, 9  # columns of the report, and of what precedes the text in its lines
-CENTRAL = {  # rules that a reader of "nothing wrong" relies on: what they look at
+SUMMARIES = ("nothing wrong", "wrong", "no verdict")  # indexed by exit code
+WIDTH, INDENT = 80, 9  # columns of the report, and of the labels at its left
+CENTRAL = {  # rules that a reader of "nothing wrong" relies on -> what they check
     "weights_agree": "all ranks have the same weights",
     "gradients_are_averaged": "each step takes the mean gradient",
     "ranks_share_data": "the ranks share out the data",
@@ -20,7 +20,7 @@ CENTRAL = {  # rules that a reader of "nothing wrong" relies on: what they look 
 
 
 def exit_code(plan, verdicts):
-    """Return 0 if nothing is wrong, 1 if something is, 2 if that could not be seen."""
+    """Return 0 if nothing is wrong, 1 if something is, 2 if the checker could not see it."""
     statuses, run = {verdict.status for verdict in verdicts}, plan.undisturbed
     if base.WRONG in statuses:
         return 1
@@ -39,7 +39,7 @@ def summary(plan, verdicts):
 
 
 def unseen_of_the_central(verdicts):
-    """Return which of the central rules had nothing to look at, and why, in words."""
+    """Return which of the central rules had nothing to check, and why, in words."""
     return [
         f"{CENTRAL[each.rule]} ({each.text})"
         for each in verdicts
@@ -48,7 +48,7 @@ def unseen_of_the_central(verdicts):
 
 
 def message(verdict):
-    """Return what a verdict says, in one line."""
+    """Return a verdict in words, in one line."""
     kind = f"{verdict.status}: " if verdict.status in (base.FRAGILE, base.SLOW) else ""
     has_line = verdict.where and (verdict.status in base.LEVELS or verdict.status == base.UNSEEN)
     line = f" ({short(verdict.where)})" if has_line else ""
@@ -56,14 +56,14 @@ def message(verdict):
 
 
 def page_of(verdict):
-    """Return the page that explains a verdict, by its path in this repository, or ""."""
+    """Return the path in this repository of the page that explains a verdict, or ""."""
     if not verdict.page:
         return ""
     return f"{verdict.page}.md" if "/" in verdict.page else f"pitfalls/{verdict.page}.md"
 
 
 def wrapped(text, label=""):
-    """Return a text in lines of at most 80 columns, behind a label."""
+    """Return a text after a label, wrapped into lines of at most 80 columns."""
     return textwrap.fill(
         text,
         WIDTH,
@@ -87,8 +87,8 @@ def lines_of(verdict):
 def ranked(verdicts):
     """Return the verdicts in the order of the report.
 
-    First come faults, then warnings that only follow from a fault, then the rest. Inside of these,
-    the worst come first, and of equally bad ones, causes.
+    Faults come first, then warnings that only follow from a fault, then the rest. Within each
+    group, the worst come first; of equally bad ones, causes come first.
     """
     order = [*base.LABELS]
 
@@ -101,7 +101,7 @@ def ranked(verdicts):
 
 
 def text_of(plan, verdicts, drills=(), everything=False):
-    """Return the report: first the verdict, its first reason, and what was run."""
+    """Return the report. It begins with the summary, the reasons for it, and what was run."""
     run, verdicts = plan.undisturbed, ranked(verdicts)
     counts = Counter(verdict.status for verdict in verdicts)
     numbers = ", ".join(f"{counts[status]} {status}" for status in base.LABELS if counts[status])
@@ -124,7 +124,7 @@ def text_of(plan, verdicts, drills=(), everything=False):
 
 
 def reasons(plan, verdicts):
-    """Return the lines about what was not seen, or why there is no verdict."""
+    """Return the lines that say what was not seen, or why there is no verdict."""
     code, has_faults = exit_code(plan, verdicts), verdicts[0].status in base.LEVELS
     if code == 2 and not has_faults:
         return [why_no_verdict(plan.undisturbed)]
@@ -134,13 +134,13 @@ def reasons(plan, verdicts):
 
 
 def why_no_verdict(run):
-    """Return why a run without a fault says little."""
+    """Return why a run without a fault does not prove much."""
     text = "no optimizer of torch.optim took a step, so it says little that rules pass: "
     return f"{text}does the script change its weights by hand?"
 
 
 def changes(plan):
-    """Return what the checker did that the script would not have done."""
+    """Return what the checker changed for the run, and its own faults."""
     texts, run = [], plan.undisturbed
     if plan.lacking:
         texts.append(f"Without a GPU, the script ended with: {plan.lacking}")
@@ -152,7 +152,7 @@ def changes(plan):
 
 
 def list_of_rules():
-    """Return what the checker looks at, a line each."""
+    """Return what the checker looks at, one line for each rule and drill."""
     lines = [rule.__doc__ for rule in RULES]
     lines += [f"--drill {name}: {drill.__doc__}" for name, drill in DRILLS.items()]
     return "\n".join(lines)

@@ -12,14 +12,14 @@ from ddp_check.ending import Ending
 from ddp_check.passes import passes_in
 from ddp_check.ranks import of_lowest_rank
 
-FEW = 8  # numbers that ranks exchange: losses and counts, not parts of a model
+FEW = 8  # most elements of a collective that exchanges losses or counts, not weights
 
 
 def common_training(events_of_rank):
     """Return the events of a rank without the steps before it wraps a model.
 
-    These are no part of the common training: each rank may try something out, or rank 0 may train
-    a teacher. If no step follows, all of them stay.
+    Such steps are not part of the common training: each rank may try something out, or rank 0 may
+    train a teacher. If no step follows the wrap, all steps stay.
     """
     wraps = [at for at, event in enumerate(events_of_rank) if isinstance(event, events.Wrap)]
     steps = [at for at, event in enumerate(events_of_rank) if isinstance(event, events.Step)]
@@ -33,25 +33,25 @@ def common_training(events_of_rank):
 class FaultyStep:
     """The first step in which something differs from rank to rank, or is not finite on one."""
 
-    number: int  # of the step, from 1
-    row: tuple  # the step of each rank
-    name: str = ""  # of what differs, such as a parameter, or its position in a list
+    number: int  # number of the step, from 1
+    row: tuple  # the `Step` event of each rank
+    name: str = ""  # name of the value that differs, such as a parameter's, or its index in a list
 
 
 @dataclass
 class Run:
     """A run of the script: its output, and the events that each rank has reported."""
 
-    nproc: int
-    folder: Path  # of the events
-    cwd: Path = Path()
-    script: str = ""  # its path
-    text: str = ""  # of that file
+    nproc: int  # number of processes
+    folder: Path  # folder of the events
+    cwd: Path = Path()  # folder that the script ran in
+    script: str = ""  # path of the script
+    text: str = ""  # text of the script
     translate: bool = False  # its calls for GPUs were translated for the CPU
     returncode: int | None = None  # None: it was killed after the timeout
-    seconds: float = 0
-    begun: float = 0  # when it was started
-    idle_ranks: set = field(default_factory=set)  # those that used no CPU time when it was killed
+    seconds: float = 0  # how long it ran
+    begun: float = 0  # time at which it was started
+    idle_ranks: set = field(default_factory=set)  # ranks that used no CPU time when it was killed
     output: str = ""
     # rank -> the events of its process, in order:
     events_by_rank: dict = field(default_factory=dict)
@@ -59,12 +59,12 @@ class Run:
 
     @cached_property
     def end(self):
-        """How it ended, as far as its output says."""
+        """How it ended, as far as its output shows."""
         return Ending(self.output, self.cwd, self.returncode)
 
     @property
     def world_size(self):
-        """How many ranks have reported something."""
+        """The number of ranks that have reported something."""
         return len(self.events_by_rank)
 
     def by_rank(self, *kinds):
@@ -83,11 +83,11 @@ class Run:
         return list(chain(*self.by_rank(*kinds).values()))
 
     def rows(self, kind):
-        """Return the events of a kind that each rank has, in their order: a tuple for each."""
+        """Return the events of a kind in rows: the first ones of all ranks, their second ones, …"""
         return list(zip(*self.by_rank(kind).values()))
 
     def following(self, event, kinds, until):
-        """Return the events of these kinds after one of the lowest rank, until another kind."""
+        """Return the lowest rank's events of these kinds after `event`, up to a kind in `until`."""
         after = dropwhile(lambda other: other is not event, of_lowest_rank(self.events_by_rank))
         before_next = takewhile(lambda other: not isinstance(other, until), [*after][1:])
         return [other for other in before_next if isinstance(other, kinds)]
@@ -99,7 +99,7 @@ class Run:
 
     @property
     def training_passes(self):
-        """The passes that all ranks have trained on, in their order: [{rank: pass}]."""
+        """The passes in which all ranks have trained, in their order: [{rank: pass}]."""
         columns = [
             [data_pass for data_pass in passes if data_pass.is_training]
             for passes in self.passes_by_rank.values()
@@ -113,7 +113,7 @@ class Run:
 
     @property
     def sources_drawn(self):
-        """The sources of random numbers that are drawn between steps, not only for each pass."""
+        """The generators that are used between steps, and not only at the beginning of a pass."""
         passes = len(of_lowest_rank(self.passes_by_rank))
         pairs = [*pairwise(self.steps)]
         sources = self.steps[0].rng if pairs else ()
@@ -135,15 +135,15 @@ class Run:
 
     @property
     def in_join(self):
-        """Whether a step was taken inside of join(), where some ranks run out before others."""
+        """Whether a step was taken inside join(), where some ranks run out of data earlier."""
         return any(step.in_join for step in self.all(events.Step))
 
     @property
     def step_rows(self):
-        """The steps that all ranks took: a tuple of their events for each.
+        """The steps that all ranks took, each as a tuple of the ranks' events.
 
-        Without those in join(), where a rank may have none, and, in a run that failed, the last,
-        which some ranks report and others do not.
+        Leaves out steps in join(), where a rank may take none. In a run that failed, also leaves
+        out the last step, which some ranks report and others do not.
         """
         rows = self.rows(events.Step)
         if self.returncode != 0:
@@ -153,10 +153,10 @@ class Run:
     def first_difference(self, field_name):
         """Return the first step in which a field differs from rank to rank, or None.
 
-        A step has weights only now and then, and of one optimizer only: the latest of each name are
-        compared. Other fields are whole in each step, so for them the latest are those of the step.
+        Few steps report weights, and only those of one optimizer, so the latest value of each name
+        is compared. Other fields are complete in each step, so their latest values are the step's.
         """
-        latest = [{} for _ in self.events_by_rank]  # {name: value}; of a list, {position: value}
+        latest = [{} for _ in self.events_by_rank]  # {name: value}; for a list, {index: value}
         for number, row in enumerate(self.step_rows, 1):
             values = [getattr(step, field_name) for step in row]
             if None in values:
@@ -171,7 +171,7 @@ class Run:
     @property
     def first_infinite(self):
         """The first step with a number that is not finite, or None."""
-        rows = self.rows(events.Step)  # also the last: it may be why the run failed
+        rows = self.rows(events.Step)  # including the last, in which the run may have failed
         for number, row in enumerate(rows, 1):
             if any(step.infinite for step in row):
                 return FaultyStep(number, row)
@@ -179,7 +179,7 @@ class Run:
 
     @cached_property
     def goes_another_way(self):
-        """Whether the ranks exchange something else than DDP's gradients, or only one trains."""
+        """Whether the ranks exchange something other than DDP's gradients, or only one trains."""
         if any("localsgd" in event.name.lower() for event in self.all(events.CommHook)):
             return True
         calls = [call for call in self.all(events.Collective) if not call.in_model]
@@ -189,7 +189,7 @@ class Run:
 
     @property
     def final_weights(self):
-        """Checksums of the final weights of each rank's models, or nothing if a rank has none."""
+        """Checksums of the final weights of each rank's models; empty if a rank reports none."""
         weights = {
             rank: [event.weights for event in ends]
             for rank, ends in self.by_rank(events.Final).items()
@@ -198,19 +198,19 @@ class Run:
 
     @property
     def hangs(self):
-        """Whether all ranks stand still, for longer than is usual in this run."""
+        """Whether no rank makes progress, for longer than is usual in this run."""
         stand_still = bool(self.stacks) and self.idle_ranks >= self.stacks.keys()
         if self.returncode is not None or not stand_still:
             return False
         times = [self.begun, *sorted(event.time for event in self.all(events.Event))]
         longest = max((after - before for before, after in pairwise(times)), default=0)
         nothing_since = self.begun + self.seconds - times[-1]
-        if nothing_since <= 2 * longest:  # as before; `wait` asks only after HANGS_AFTER seconds
+        if nothing_since <= 2 * longest:  # similar pauses came before
             return False
-        # In no process group, or at the network, a rank does not wait for another:
+        # A rank outside a process group, or waiting for the network, does not wait for other ranks:
         frames = list(chain(*self.stacks.values()))
         joining = any(function == "init_process_group" for _, _, function in frames)
-        outside = r"/(socket|ssl|subprocess)\.py$"  # it waits for the network, or a download
+        outside = r"/(socket|ssl|subprocess)\.py$"  # files in which a rank waits for a download
         for_network = any(re.search(outside, path) for path, _, _ in frames)
         return bool(self.joins or joining) and not for_network
 
@@ -226,5 +226,5 @@ class Run:
 
     @property
     def source(self):
-        """The texts of all these files."""
+        """The texts of all these files, joined."""
         return "\n".join(self.files.values())

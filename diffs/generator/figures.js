@@ -1,7 +1,7 @@
-// What the figures share. Each adds itself under its name: { start, … }.
+// What the figures share. Each figure adds itself to `figures` under its name: { start, … }.
 const figures = {};
 
-// Set up each figure on the page, and show it instead of its still picture.
+// Start each figure on the page, and show it instead of its static picture.
 function startFigures() {
   for (const figure of document.querySelectorAll("figure.play")) {
     const name = figure.dataset.figure;
@@ -14,7 +14,7 @@ function startFigures() {
   }
 }
 
-// Append a new element with a text and return it.
+// Append a new element with attributes and a text, and return the element.
 function add(parent, tag, attributes = {}, text = "") {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
@@ -22,7 +22,7 @@ function add(parent, tag, attributes = {}, text = "") {
   return parent.appendChild(element);
 }
 
-// Append a row to a table: its heading, and a cell for each text.
+// Append a row to a table, with a heading and a cell for each text.
 function addRow(body, heading, texts, attributes = {}) {
   const line = add(body, "tr", attributes);
   add(line, "th", { scope: "row" }, heading);
@@ -30,7 +30,7 @@ function addRow(body, heading, texts, attributes = {}) {
   return line;
 }
 
-// Return what is chosen in a form, by the names of its controls: numbers, texts, ticked or not.
+// Return what is chosen in a form: {name of a control: number, text, or whether it is ticked}.
 function chosen(form) {
   const named = [...form.elements].filter((control) => control.name);
   return Object.fromEntries(named.map(({ name, type, checked, value }) => {
@@ -39,7 +39,7 @@ function chosen(form) {
   }));
 }
 
-// Call `update` now, at each change of a form, after its reset, and when it is shown or resized.
+// Call `update` now, whenever a form changes, after its reset, and when it is shown or resized.
 function follow(form, update) {
   form.addEventListener("input", () => update());
   form.addEventListener("reset", () => setTimeout(update));
@@ -48,12 +48,12 @@ function follow(form, update) {
   update();
 }
 
-// Write a text, so that a screen reader says it only if it is another.
+// Write a text only if it has changed; otherwise, a screen reader would read it out again.
 function say(region, text) {
   if (region.textContent !== text) region.textContent = text;
 }
 
-// Write what a slider stands at beside it, and have a screen reader say so instead of the number.
+// Write a slider's value beside it as a text, which a screen reader reads out instead of the number.
 function tell(slider, text) {
   slider.nextElementSibling.value = text;
   slider.setAttribute("aria-valuetext", text);

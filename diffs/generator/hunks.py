@@ -1,4 +1,4 @@
-"""The hunks between the steps of the ladder, and the notes in diffs/README.md that explain them."""
+"""The hunks between consecutive scripts, and the notes in diffs/README.md that explain them."""
 
 import difflib
 import re
@@ -7,10 +7,10 @@ from itertools import pairwise, zip_longest
 
 from markdown_it import MarkdownIt
 
-README = "diffs/README.md"  # has a note on each hunk
-BLOCK = re.compile(r"\n```diff\n(?P<hunks>.*?)```\n", re.DOTALL)  # a note begins with its hunks
-DETAILS = re.compile(r"<details>.*?</details>\n*", re.DOTALL)  # the names of its tests
-FIGURE = re.compile("^Play with it: .*\n+", re.MULTILINE)  # a link that only GitHub's page needs
+README = "diffs/README.md"  # the page with a note on each hunk
+BLOCK = re.compile(r"\n```diff\n(?P<hunks>.*?)```\n", re.DOTALL)  # the hunks that begin a note
+DETAILS = re.compile(r"<details>.*?</details>\n*", re.DOTALL)  # the names of a note's tests
+FIGURE = re.compile("^Play with it: .*\n+", re.MULTILINE)  # a link that only readers on GitHub need
 LESSON = re.compile(r"(?<=\*\*The step in )(\w+) lines\*\*\n\n(?P<list>.*?)\n\n", re.DOTALL)
 LINE = re.compile(r"^(?P<number>\d\.) \[`(?P<code>.+?)`\]\(#.*?\): (?P<why>.*)", re.MULTILINE)
 NEAR = 2  # changes with at most this many unchanged lines between them are shown together
@@ -32,12 +32,12 @@ class Hunk:
 
     @property
     def starts(self):
-        """Its first line in each file, counted from 0."""
+        """The number of its first line in each file, counted from 0."""
         return [int(number) - 1 for number in re.findall(r"[-+](\d+)", self.header)]
 
     @property
     def slug(self):
-        """Its address on the page: that of its note, with a number behind it for a later hunk."""
+        """Its id on the page: the id of its note, with a number for all but the first hunk."""
         number = self.note.hunks.index(self)
         return f"{self.note.slug}-{number + 1}" if number else self.note.slug
 
@@ -46,7 +46,7 @@ class Hunk:
         return [line for line in self.lines if line[0] in "+-"]
 
     def adds(self, code):
-        """Return whether it adds a line that starts with this code."""
+        """Return whether the hunk adds a line that starts with this code."""
         return any(line[0] == "+" and line[1:].strip().startswith(code) for line in self.lines)
 
 
@@ -55,8 +55,8 @@ class Note:
     """A section of diffs/README.md below a step. One without hunks belongs to the whole step."""
 
     title: str
-    words: str  # with which readers search for it
-    body: str  # all that the README has below the heading
+    words: str  # search terms that the note itself does not contain
+    body: str  # everything below its heading in the README
     hunks: list = field(default_factory=list)
 
     @property
@@ -74,7 +74,7 @@ class Note:
 
     @property
     def markdown(self):
-        """The whole section below its heading, with the hunks as the scripts are now."""
+        """The whole section below its heading, with the hunks updated from the scripts."""
         hunks = "".join(f"{hunk.text}\n" for hunk in self.hunks)
         return BLOCK.sub(lambda _: f"\n```diff\n{hunks}```\n", self.body, count=bool(hunks))
 
@@ -83,12 +83,12 @@ class Diff:
     """The difference between two files, as `diff -u` writes it, and the notes on it."""
 
     def __init__(self, old, new, text=None, context=3):
-        """Compare two files. If the new one is not on the disk, `text` is its content."""
+        """Compare two files. If the new file does not exist on disk, `text` is its content."""
         self.old, self.new = old, new
         self.old_lines = old.read_text(encoding="utf-8").splitlines()
         self.new_lines = (text or new.read_text(encoding="utf-8")).splitlines()
         self.hunks = []
-        self.title = self.body = ""  # of its section in the README
+        self.title = self.body = ""  # heading and text of its section in the README
         self.notes = []  # in the order of the README
         _, _, *lines = difflib.unified_diff(self.old_lines, self.new_lines, n=context, lineterm="")
         for line in lines:
@@ -112,14 +112,14 @@ class Diff:
 
     @property
     def lesson(self):
-        """The lines that carry the lesson: [(code, why, hunk)]."""
+        """The lines in its list "The step in … lines": [(code, why, hunk)]."""
         if not (found := LESSON.search(self.body)):
             raise Problem(f"README.md: {self.name}: no list below 'The step in … lines'")
         lines = LINE.finditer(found["list"])
         return [(line["code"], line["why"], self.hunk_with(line["code"])) for line in lines]
 
     def hunk_with(self, code):
-        """Return the hunk that adds a line of the lesson."""
+        """Return the only hunk that adds a line with this code."""
         found = [hunk for hunk in self.hunks if hunk.adds(code)]
         if len(found) != 1:
             raise Problem(f"README.md: `{code}` is in {len(found)} hunks of {self.name}")
@@ -127,11 +127,11 @@ class Diff:
 
     @property
     def markdown(self):
-        """Its section below the heading, with links to the notes on the hunks as they are now."""
+        """Its section below the heading, with up-to-date links to the notes on the hunks."""
         return self.linked(lambda hunk: hunk.note.slug)
 
     def linked(self, slug_of):
-        """Return its section with a link from each line of the lesson to the slug of its hunk."""
+        """Return its section, in which each listed line links to the slug of its hunk."""
 
         def written(line):
             slug = slug_of(self.hunk_with(line["code"]))
@@ -141,11 +141,11 @@ class Diff:
 
 
 def brief(old, new):
-    """Yield the changes between the lines of two files, each with an unchanged line that shows its
-    place: ("-", number of a line in the old file), ("+" or " ", number in the new one)."""
+    """Yield the changes between two files, and unchanged lines that show where they are, as
+    ("-", number of a line in the old file) or ("+" or " ", number of a line in the new one)."""
     opcodes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
     changes = [each for each in opcodes if each[0] != "equal"]
-    is_near = False  # whether it is shown together with the previous change
+    is_near = False  # whether a change is shown together with the previous one
     for (_, i1, i2, j1, j2), following in zip_longest(changes, changes[1:]):
         until = following[3] if following and following[3] - j2 <= NEAR else j2
         if not is_near and i1 == i2 and until == j2:
@@ -174,7 +174,7 @@ def sections(text):
 
 
 def take_words(text):
-    """Return the other words with which readers search for a section, and the rest of its text."""
+    """Return the search terms in the comment that begins a section, and the rest of its text."""
     found = re.match(r"\s*<!-- words: (.+) -->\n", text)
     return (found[1], text[found.end() :]) if found else ("", text)
 
@@ -200,12 +200,12 @@ def explained(root):
             if not hunk.note:
                 place = f"{hunk.header} of {diff.name}: {hunk.changed[0]}"
                 raise Problem(f"README.md: no note on the hunk {place}")
-        _ = diff.lesson  # raises what is wrong with it
+        _ = diff.lesson  # raises a Problem if its list is wrong
     return diffs
 
 
 def tie(diff, note):
-    """Tie a note to the hunks that it shows, as they were or in part, by the lines in common."""
+    """Tie a note to the hunks whose lines it shows, even if these are outdated or incomplete."""
     shown = BLOCK.match(note.body)
     for piece in re.split("^@@ .*\n", shown["hunks"], flags=re.MULTILINE) if shown else ():
         if not piece:
@@ -219,7 +219,7 @@ def tie(diff, note):
 
 
 def refreshed(root, diffs):
-    """Return diffs/README.md with its hunks, and the links to them, as the scripts are now."""
+    """Return diffs/README.md with its hunks, and the links to them, updated from the scripts."""
     text = (root / README).read_text(encoding="utf-8")
     for section in [each for diff in diffs for each in (diff, *diff.notes)]:
         text = text.replace(section.body, section.markdown)

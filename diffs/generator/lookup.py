@@ -1,4 +1,4 @@
-"""What a reader looks up: the sections of the pages in lookup/, and of pages of other rooms."""
+"""What readers look up: the sections of the pages in lookup/ and of some pages elsewhere."""
 
 import re
 from itertools import pairwise
@@ -8,14 +8,14 @@ from rooms import LOOKUP, SEARCHED
 
 
 def searched(root):
-    """Return the paths of the pages, those of lookup/ in the order of its README.md."""
+    """Return the paths of these pages: first those of lookup/, in the order of its README.md."""
     index = (root / LOOKUP / "README.md").read_text(encoding="utf-8")
     names = ["README.md", *dict.fromkeys(re.findall(r"\]\((\w+\.md)\)", index))]
     return [*(f"{LOOKUP}/{name}" for name in names), *SEARCHED]
 
 
 def entries(root, ids):
-    """Return the sections of these pages, and add the id of each heading to the ids."""
+    """Return the sections of these pages, and add the id of each heading to `ids`."""
     found = []
     for path in searched(root):
         folder, stem = (root / path).parent.name, (root / path).stem

@@ -1,4 +1,4 @@
-"""The notebook diffs/walkthrough.ipynb: the stories, the hunks, and cells that run the steps."""
+"""The notebook diffs/walkthrough.ipynb: the notes, the hunks, and cells that run the steps."""
 
 import re
 
@@ -7,13 +7,13 @@ from hunks import FIGURE
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from templates import ENV, HERE
 
-CELL = re.compile(r"^<!-- (\w+): (\S+) -->\n", re.MULTILINE)  # its kind and its name
+CELL = re.compile(r"^<!-- (\w+): (\S+) -->\n", re.MULTILINE)  # kind and name of the cell below
 PICTURE = re.compile(r"\n\n!\[.+\]\((pictures/(.+)\.svg)\)")
-FOLDED = {"jupyter": {"source_hidden": True}, "cellView": "form"}  # in Jupyter, and in Colab
+FOLDED = {"jupyter": {"source_hidden": True}, "cellView": "form"}  # in Jupyter; in Colab
 
 
 def cells(diffs):
-    """Yield the cells, without outputs. Colab shows no drawing that is part of a text."""
+    """Yield the cells, without outputs. Colab cannot show drawings in text, so they get cells."""
     _, *found = CELL.split(ENV.get_template("notebook.md.j2").render(diffs=diffs))
     headings = {note.slug: note.title.replace(" ", "-") for diff in diffs for note in diff.notes}
     for kind, name, text in zip(found[::3], found[1::3], map(str.strip, found[2::3])):
@@ -28,9 +28,9 @@ def cells(diffs):
 
 
 def linked(text, headings):
-    """Return a text whose links lead to headings as Jupyter names them: {GitHub's name: its name}.
+    """Return a text whose links use Jupyter's ids of the headings: {GitHub's id: Jupyter's id}.
 
-    It names other pages: links to them lead nowhere without the clone.
+    Links to other pages become plain paths, because without the clone they would lead nowhere.
     """
     text = re.sub(r"\]\(#([^)]+)\)", lambda link: f"](#{headings[link[1]]})", text)
     text = re.sub(r"\(\[[^]]+\]\(\.\./([^)]+)\)\)", r"(`\1`)", text)
@@ -52,13 +52,13 @@ def write_book(path, diffs):
 
 def run(path):
     """Execute the notebook in its folder and store what it prints."""
-    from nbclient import NotebookClient  # here, since the import takes a second
+    from nbclient import NotebookClient  # here, because the import takes a second
 
     book = nbformat.read(path, 4)
     metadata = dict(book.metadata)
     resources = {"metadata": {"path": str(path.parent)}}
     NotebookClient(book, timeout=600, record_timing=False, resources=resources).execute()
-    book.metadata = metadata  # without this machine's version of Python
+    book.metadata = metadata  # leaves out this machine's version of Python
     for cell in book.cells:
         if cell.cell_type == "code":
             cell.outputs = [] if cell.id.startswith("script-") else printed(cell.outputs)
@@ -66,7 +66,7 @@ def run(path):
 
 
 def printed(outputs):
-    """Return the pictures, and all of stdout as one output: where it is cut depends on timing."""
+    """Return the pictures, and all of stdout as one output, because its pieces depend on timing."""
     kept = [output for output in outputs if output.output_type == "display_data"]
     text = "".join(output.text for output in outputs if output.get("name") == "stdout")
     return kept + ([new_output("stream", name="stdout", text=text)] if text else [])

@@ -1,4 +1,4 @@
-// Show one step at a time, the one that the address names.
+// Show one step at a time: the one that the page's address names.
 const steps = [...document.querySelectorAll(".step")];
 const links = [...document.querySelectorAll("nav a")];
 const folds = [...document.querySelectorAll(".fold")];
@@ -14,7 +14,7 @@ function show() {
     else link.removeAttribute("aria-current");
   }
   if (target) {
-    document.body.classList.add("scrolled"); // before the bar's height moves what it scrolls to
+    document.body.classList.add("scrolled"); // first, because this changes the height of the bar, and so where to scroll
     target.scrollIntoView();
   }
   if (moved || (target && target.matches(".entry"))) {
@@ -35,10 +35,10 @@ async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);
     return true;
-  } catch { // not every browser allows it on a page that is a file
+  } catch { // not every browser allows this on a page that is opened as a file
     const area = document.body.appendChild(document.createElement("textarea"));
     area.value = text;
-    area.style.position = "fixed"; // or the page would scroll to it
+    area.style.position = "fixed"; // otherwise, the page would scroll to it
     area.select();
     const copied = document.execCommand("copy");
     area.remove();
@@ -46,7 +46,7 @@ async function copy(text) {
   }
 }
 
-// Put a button into a block of code that copies it and says so.
+// Add a button to a block of code that copies the code and says so.
 function addCopyButton(pre) {
   const [code, status] = [pre.querySelector("code"), document.getElementById("copied")];
   const button = add(pre, "button", { type: "button" }, "Copy");
@@ -63,9 +63,9 @@ function addCopyButton(pre) {
 }
 document.querySelectorAll("main pre").forEach(addCopyButton);
 
-// On a phone, each row of a table becomes a card that names its cells; only the roles still make it a table.
+// On a phone, each row of a table becomes a card that names its cells. Screen readers still see a table because of the roles.
 const ROLES = { table: "table", thead: "rowgroup", tbody: "rowgroup", tr: "row", th: "columnheader", td: "cell" };
-for (const table of document.querySelectorAll("table:not(:has([scope]))")) { // those of the figures stay tables
+for (const table of document.querySelectorAll("table:not(:has([scope]))")) { // the figures' tables stay tables
   for (const part of [table, ...table.querySelectorAll("*")]) if (ROLES[part.localName]) part.setAttribute("role", ROLES[part.localName]);
   for (const td of table.querySelectorAll("td")) td.dataset.head = table.tHead.rows[0].cells[td.cellIndex].textContent;
 }

@@ -17,7 +17,7 @@ from templates import ENV, FIGURES
 
 from lookup import entries
 
-STYLES = {  # the element for each of Pygments' token types that the page colours
+STYLES = {  # Pygments' token type -> HTML element by which the page colours it
     Comment: "i",
     String: "q",
     Number: "u",
@@ -28,8 +28,8 @@ STYLES = {  # the element for each of Pygments' token types that the page colour
     Name.Decorator: "dfn",
 }
 TAGS = {" ": "span", "-": "del", "+": "ins"}
-ALIKE = 0.5  # in lines less similar than this, no words are marked
-STEPS_WIDTH, PATCHES_WIDTH = 33, 48  # characters that a line has in a column beside the code
+ALIKE = 0.5  # similarity of two lines below which no words are marked
+STEPS_WIDTH, PATCHES_WIDTH = 33, 48  # characters in a line of the text beside the code
 
 
 # ---------------------------------------------------------------- lines of code
@@ -37,7 +37,7 @@ STEPS_WIDTH, PATCHES_WIDTH = 33, 48  # characters that a line has in a column be
 
 @cache  # most patches start from the same script
 def highlight(lines):
-    """Return the element of each character of each line."""
+    """Return for each line the HTML elements of its characters."""
     found = []
     for kind, text in PythonLexer(stripnl=False).get_tokens("\n".join(lines)):
         tag = next((STYLES[each] for each in reversed(kind.split()) if each in STYLES), "")
@@ -58,7 +58,7 @@ def paint(line, styles, marked):
 
 
 def differing(old, new):
-    """Return the range of characters in which each of two lines differs, in whole words."""
+    """Return the range of characters, in whole words, in which each of two lines differs."""
     both = [re.findall(r"\w+|\W", line) for line in (old, new)]
     start = common(both)
     end = common([words[start:][::-1] for words in both])
@@ -84,13 +84,13 @@ def alike(old, new):
 
 
 class Code:
-    """The lines of both files of a diff as HTML; in those that replace each other, what differs is
-    marked."""
+    """The lines of a diff's two files as HTML. If a line replaces another one, the words in which
+    they differ are marked."""
 
     def __init__(self, diff):
         self.lines = diff.old_lines, diff.new_lines
         self.styles = [highlight(tuple(lines)) for lines in self.lines]
-        self.marks = {}, {}  # {number of the line: range of its characters}
+        self.marks = {}, {}  # {number of a line: range of its characters}
         matcher = SequenceMatcher(None, *self.lines, autojunk=False)
         for tag, i1, i2, j1, j2 in matcher.get_opcodes():
             old, new = diff.old_lines[i1:i2], diff.new_lines[j1:j2]
@@ -112,7 +112,7 @@ class Code:
         return numbered(html, hunk.starts[1])
 
     def brief(self):
-        """Return the changed lines alone, each with a line that shows its place."""
+        """Return only the changed lines, with unchanged lines that show where they are."""
         html = [self.line(TAGS[sign], number) for sign, number in brief(*self.lines)]
         return numbered(html, 0)
 
@@ -121,7 +121,7 @@ class Code:
 
 
 def numbered(lines, start):
-    """Return lines of code whose numbers count on from here."""
+    """Return lines of code, numbered from `start` + 1 on."""
     html = '<div class="code" style="counter-reset:line {}">\n{}</div>'
     return Markup(html).format(start, Markup().join(lines))
 
@@ -129,16 +129,16 @@ def numbered(lines, start):
 def fits_beside(text, hunks, width):
     """Return whether a text fits beside these hunks without leaving an empty area below them."""
     lines = sum(1 + len(paragraph) / width for paragraph in text.split("\n\n"))
-    return 1.2 * lines < 6 + sum(len(hunk.lines) for hunk in hunks)  # code has smaller letters
+    return 1.2 * lines < 6 + sum(len(hunk.lines) for hunk in hunks)  # code has a smaller font
 
 
 def parts(diff):
-    """Yield both files in parts, in the order of the file: folded lines, and hunks with notes."""
+    """Yield the two files in parts, from top to bottom: folded lines, and hunks with notes."""
     code, done = Code(diff), 0
     for number, hunk in enumerate(diff.hunks, 1):
         note, start = hunk.note, hunk.starts[1]
         yield from fold(diff, code, done, start)
-        is_first = note.hunks[0] is hunk  # its note stands here
+        is_first = note.hunks[0] is hunk  # its note is shown here
         fits = is_first and fits_beside(note.text, [hunk], STEPS_WIDTH)
         part = {"note": note, "slug": hunk.slug, "number": number, "html": code.hunk(hunk)}
         yield {**part, "first": is_first, "beside": fits}
@@ -177,7 +177,7 @@ def step(diff):
 
 
 def tab(root, pages, kind):
-    """Return what the template shows for the patches of one kind."""
+    """Return what the template shows for the recipes, or for the pitfalls."""
     title, _, story, *_ = readme(root, kind).removeprefix("# ").split("\n\n")
     shown = []
     for page in (page for page in pages if page.kind == kind):
@@ -191,14 +191,14 @@ def tab(root, pages, kind):
 
 
 def figures(kind):
-    """Return the figures' styles, scripts or data: [(name, text)]."""
+    """Yield the name and the text of each of the figures' styles, scripts or data."""
     for path in sorted(FIGURES.glob(f"*.{kind}")):
         yield path.stem, Markup(path.read_text(encoding="utf-8").replace("</", r"<\/"))
 
 
 def render(root, diffs, pages):
-    """Return the page as HTML, in which links to what it shows lead there."""
-    ids = {page.path: page.slug for page in pages}  # {address: id}
+    """Return the page as HTML. Links to sections that it contains lead to these."""
+    ids = {page.path: page.slug for page in pages}  # {path, with #anchor: id on this page}
     for diff in diffs:
         notes = {anchor(f"{diff.name}: {diff.title}"): diff.slug}
         notes |= {note.slug: f"{diff.slug}-{note.slug}" for note in diff.notes}

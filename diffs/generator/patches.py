@@ -12,17 +12,15 @@ from rooms import EXERCISE, PITFALLS, RECIPES
 KINDS = (RECIPES, PITFALLS)
 NOT_PATCHES = ("README",)
 GPT = f"{EXERCISE}/solution.py"
-LIMITS = {RECIPES: 40, PITFALLS: 15, GPT: 95}  # how many lines may change
-WIDTH = 95  # of a forge's column
-COMMAND = re.compile(
-    r"```bash\n(.*?)\n```", re.DOTALL
-)  # the first one writes the script and runs it
+LIMITS = {RECIPES: 40, PITFALLS: 15, GPT: 95}  # number of lines that may change
+WIDTH = 95  # number of characters that fit into the column in which a forge shows a page
+COMMAND = re.compile(r"```bash\n(.*?)\n```", re.DOTALL)  # the first writes and runs the script
 PATCH = re.compile(r"\n(?:What breaks it:\n\n)?```diff\n(.*?)\n```\n", re.DOTALL)
-ROW = r"\]\((\w+)\.md\)"  # in a table of the README.md of a kind
+ROW = r"\]\((\w+)\.md\)"  # a link in a table of recipes/README.md or pitfalls/README.md
 
 
 class Patch:
-    """A page, and the script that it makes."""
+    """A page of recipes or pitfalls, and the script that its patch produces."""
 
     def __init__(self, root, kind, path):
         self.kind, self.name = kind, path.stem
@@ -32,7 +30,7 @@ class Patch:
         title, _, below = text.partition("\n")
         self.title = title.removeprefix("# ")
         self.words, below = take_words(below)
-        self.opening = below.strip().partition("\n\n")[0]  # its purpose, or a table of symptoms
+        self.opening = below.strip().partition("\n\n")[0]  # purpose, or table of symptoms
         (patch,) = PATCH.findall(text) or [""]
         (self.command, *_) = COMMAND.findall(text) or [""]
         if not patch.startswith("--- ") or not self.command:
@@ -40,7 +38,7 @@ class Patch:
         named = "".join(DETAILS.findall(text))
         self.tests = re.findall(r"`(test_[^`]+)`", named) or tests_of(root, self.name)
         self.text_without_patch = DETAILS.sub("", PATCH.sub("", below)).strip()
-        # The script that it applies to, and the name of the patched one, behind --- and +++.
+        # The names after --- and +++: the script that it applies to, and the patched script.
         self.old, self.new, *_ = (line[4:] for line in patch.splitlines())
         with original(root, self.old) as script:
             self.result = patched(script, path)
@@ -53,7 +51,7 @@ class Patch:
 
     @property
     def index_row(self):
-        """Its row in the README.md of its kind."""
+        """Its row in the README.md of recipes or of pitfalls."""
         link = f"[{self.title}]({self.name}.md)"
         if self.kind == RECIPES:
             return f"| {link} | {' '.join(self.opening.split())} |\n"
@@ -61,7 +59,7 @@ class Patch:
         return f"| {symptom.removeprefix('No error. ')} | {link} |\n"
 
     def problems(self):
-        """Yield what is missing, or too much."""
+        """Yield what the page lacks, and what is too long."""
         limit = LIMITS.get(self.old, LIMITS[self.kind])
         changed = sum(len(hunk.changed) for hunk in self.diff.hunks)
         if changed > limit:
@@ -90,7 +88,7 @@ def readme(root, kind):
 
 
 def index(text, pages):
-    """Return the README.md of a kind with the rows of its tables brought up to date."""
+    """Return the README.md of recipes or of pitfalls with the rows of its tables up to date."""
     rows = {page.name: page.index_row for page in pages}
 
     def written(table):
@@ -109,7 +107,7 @@ def collect(root, kind):
 
 
 def tests_of(root, name):
-    """Return the tests with the name of a page: functions of that name, or else parameters."""
+    """Return the tests of a page: functions with its name, or else tests with it as parameter."""
     files = (root / RECIPES).parent.glob("*/tests/test_*.py")
     texts = [path.read_text(encoding="utf-8") for path in files]
     shared = "test_pitfall", "test_trains_like_ddp"
@@ -123,7 +121,7 @@ def tests_of(root, name):
 
 @contextmanager
 def original(root, name):
-    """Give the path of the script that a page patches. A recipe of this name may write it."""
+    """Yield the path of the script that a page patches. If need be, another recipe writes it."""
     page = root / RECIPES / f"{Path(name).stem}.md"
     if (root / name).exists() or not page.exists():
         yield root / name
@@ -136,9 +134,9 @@ def original(root, name):
 
 
 def patched(script, page):
-    """Return the text of a script to which this page is applied as a patch."""
+    """Return the text of a script after applying this page as a patch."""
     words = ["patch", "--fuzz=0", "--force", "--reject-file=-", "--output=-", script, page]
-    folder = tempfile.gettempdir()  # patch writes a file of its own there, for a moment
+    folder = tempfile.gettempdir()  # where patch may write a temporary file
     result = subprocess.run(words, capture_output=True, text=True, check=False, cwd=folder)
     if result.returncode:
         error = " ".join(result.stderr.split())

@@ -1,4 +1,4 @@
-"""Where the rooms are, as paths from the top of the repository. Nothing else here names them."""
+"""Where the rooms (folders with tests of their own) are. No other module here names them."""
 
 CONVERT = "convert"
 SLURM = "slurm"
@@ -9,7 +9,7 @@ CHECKER = "checker"
 EXERCISE = "exercise"
 WITHOUT_SLURM = "without_slurm"
 BENCHMARKS = "benchmarks"
-# Pages of other rooms whose sections the page's search finds, too.
+# Pages outside lookup/ whose sections the search on the page also finds:
 SEARCHED = (
     f"{CONVERT}/README.md",
     f"{WITHOUT_SLURM}/README.md",

@@ -1,4 +1,4 @@
-// The search: MiniSearch ranks the entries. This file says what a word is, what belongs to an entry, and what a hit shows.
+// The search. MiniSearch ranks the entries; this file defines what a word is, what belongs to an entry, and how a hit is shown.
 /* global MiniSearch, add, addCopyButton */
 
 // These parts differ from run to run or are printed with every error, so they say nothing about its cause.
@@ -6,13 +6,13 @@ const NOISE = [
   /Traceback \(most recent call last\):?/g,
   /\bFile "[^"]*", line \d+(, in \S+)?|\bFile [~/\w]\S*:\d+, in \w+(?:\(.*?\))?/g,
   /CUDA kernel errors might be asynchronously.*?incorrect\.?|For debugging consider.*?=1|Compile with `?TORCH_USE_CUDA_DSA.*?assertions/g,
-  /\[?\b[EWI]\d+ [\d:.]+ (?:\d+ )?\S+:\d+\](?: \[PG [^\]]*\])?/g, // the head of a line that PyTorch logs
+  /\[?\b[EWI]\d+ [\d:.]+ (?:\d+ )?\S+:\d+\](?: \[PG [^\]]*\])?/g, // the beginning of a line that PyTorch logs
   /\bfailed \(exitcode: 1\) local_rank: \d+ \(pid: \d+\) of binary: \S+/g,
   /\bhttps?:\/\/\S+|\b0x[0-9a-f]+\b/gi,
   /\b(?:[a-z_]\w*\.)+(?=[A-Z])|\b[a-z_]+(?:\.[a-z_]+){2,}:/g, // the module of an exception, the name of a logger
   /(?<![\w.)])(?:[A-Za-z]:)?[\\/](?!dev\b|proc\b)[\w.+@-]+(?:[\\/][\w.+@<>…-]+)+/g, // a path
 ];
-// Several ways to write the same thing. Only the number of a code is kept, because other numbers say nothing.
+// Different spellings of the same thing. Only numbers of exit codes and errors are kept, because others say nothing about the cause.
 const SPELLINGS = [
   [/\b(exit ?code|status|signal|err(?:or|no)?|code|failure)\b\s*[:=]?\s*-?(\d{1,3})\b/gi, "$1 code$2 "],
   [/\b(?:[2-9]|two|three|four|eight|dual|multi(?:ple)?|many|all|both)[ -]?(?:x ?)?(?:rtx ?)?(?:gpu|card|a100|h100|v100|[345]090)s?\b/gi, " gpu "],
@@ -31,7 +31,7 @@ function stem(word) {
   return Object.hasOwn(SYNONYMS, root) ? SYNONYMS[root] : root;
 }
 
-// Return the terms of a text, each once: its words, the parts of its identifiers and, if wanted, pairs of neighbours.
+// Return the distinct terms of a text: its words, the parts of its identifiers and, if `pairs` is true, pairs of adjacent words.
 function terms(text, pairs = true) {
   for (const pattern of NOISE) text = text.replace(pattern, " ");
   for (const [pattern, spelling] of SPELLINGS) text = text.replace(pattern, spelling);
@@ -52,18 +52,18 @@ function terms(text, pairs = true) {
 }
 
 const BOOST = { title: 2, words: 4, body: 1 };
-const PAIR = 0.3; // A pair of neighbours counts less than a word, because its words are counted too.
-const TYPO = 0.4; // An unknown word counts this much for a known one that differs from it by one letter.
-const LOG = 30; // A text with more terms than this is a log, and no question.
+const PAIR = 0.3; // A pair of adjacent words counts less than a word, because its words are counted too.
+const TYPO = 0.4; // A known word that differs by one letter from an unknown word in the search counts this much.
+const LOG = 30; // A text with more terms than this is a log, not a question.
 const FIELD = /gpu|cuda|torch|ddp|fsdp|nccl|gloo|\branks?\b|\bnodes?\b|train|distributed|deepspeed|accelerate|lightning|slurm|srun|sbatch|checkpoint|epoch|\bmodel|\bloss|multi|card/i;
-// A logistic regression on strangers' wordings and on texts about other subjects gave these weights.
+// These weights come from a logistic regression on questions in other people's words and on texts about other subjects.
 const ODDS = { score: 0.35, share: 4, lead: 2.1, field: 0.6, none: -5.65 };
 
-// Return a function that finds the entries {title, words, body, worth, …} for a text, the best first.
+// Return a function that finds the entries {title, words, body, worth, …} for a text, best first.
 function finder(entries) {
-  const counts = new Map(); // {term: number of fields that have it}
+  const counts = new Map(); // {term: number of fields that contain it}
   const tokenize = (text, field) => {
-    const list = text.split("\n").flatMap((line) => terms(line, field !== "words")); // Only words of one line are neighbours.
+    const list = text.split("\n").flatMap((line) => terms(line, field !== "words")); // Words of different lines are not adjacent.
     for (const term of new Set(list)) counts.set(term, (counts.get(term) ?? 0) + 1);
     return list;
   };
@@ -75,9 +75,9 @@ function finder(entries) {
   const options = { boost: BOOST, boostTerm: weight, fuzzy, weights: { fuzzy: TYPO, prefix: 0 }, tokenize: (text) => terms(text) };
   return (text) => {
     const asked = terms(text).filter((term) => counts.has(term) || !term.includes(" "));
-    const power = asked.length > LOG ? 1 : 0.2; // A log seldom asks for a recipe.
+    const power = asked.length > LOG ? 1 : 0.2; // Someone who pastes a log is seldom looking for a recipe.
     const list = index.search(text, options).map(({ id, score, match, queryTerms }) =>
-      // MiniSearch has multiplied the score with the number of terms, which is too much for common ones.
+      // MiniSearch has multiplied the score by the number of terms, which is too much if they are common.
       ({ ...entries[id], match, score: (score / queryTerms.length ** 0.25) * entries[id].worth ** power }));
     list.sort((one, other) => other.score - one.score);
     const [first, second] = list;
@@ -90,7 +90,7 @@ function finder(entries) {
   };
 }
 
-// Return what the search knows of an entry, recipe, pitfall or change. The generator writes other words into data-words.
+// Return what the search knows about an entry, recipe, pitfall or change. The generator writes more search terms into data-words.
 function read(element) {
   const heading = element.querySelector("h3, h4, h5");
   const title = heading.textContent.replace(/^\s*\d+|#\s*$/g, "").trim();
@@ -105,9 +105,9 @@ function read(element) {
 const [search, hits, found] = ["search", "hits", "found"].map((id) => document.getElementById(id));
 const NOTHING = "Nothing found. Try the last line of the error alone, or two or three of its rarest words, such as “watchdog timeout”.";
 const DAGGER = "† from the linked source; we have not tried it";
-let find = null; // The first search sets it, because reading all entries takes a while.
+let find = null; // The function of `finder`. The first search sets it, because reading all entries takes a while.
 
-// Show a whole entry: its text, all its code and lists. Only the first hit is open.
+// Show a whole entry with its text, code and lists. Only the first hit is unfolded.
 function showHit({ element, heading }, number) {
   const hit = add(hits, "details", {});
   hit.open = number === 0;

@@ -1,4 +1,4 @@
-"""The templates of what is generated, in this folder and in that of the figures, and Markdown."""
+"""The templates, from this folder and diffs/figures/, and the conversion of Markdown to HTML."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-FIGURES = HERE.parent / "figures"  # per figure: its HTML, its script and its data, if it has any
+FIGURES = HERE.parent / "figures"  # for each figure: HTML, a script and perhaps data
 ENV = Environment(
     loader=FileSystemLoader([HERE, FIGURES]),
     autoescape=select_autoescape(("html", "html.j2")),
@@ -21,7 +21,7 @@ ENV = Environment(
     keep_trailing_newline=True,
 )
 ENV.globals["rooms"] = rooms
-ENV.globals["places"] = {  # the step, tab or hunk at which figures stand
+ENV.globals["places"] = {  # step, tab or hunk -> the figures that it shows
     "01-to-02": ["one-step"],
     "01-to-02-wrap-the-model": ["where-the-time-goes"],
     "01-to-02-give-each-rank-its-share-of-the-data": ["who-gets-which"],
@@ -33,7 +33,7 @@ PARSER = MarkdownIt("commonmark").enable("table")
 
 
 def markdown(text, place="diffs/README.md"):
-    """Return the Markdown of a page at this place as HTML for a page in diffs/."""
+    """Return Markdown of the page at this path as HTML for a page in diffs/."""
     return Markup(PARSER.render(text, {"place": place}))
 
 
@@ -44,7 +44,7 @@ def inline(text, links=True):
 
 
 def adapt(state):
-    """Change what was parsed: links lead from diffs/, code has no language."""
+    """Change what was parsed: links start in diffs/, and blocks of code have no language."""
     for token in state.tokens:
         if token.type == "fence":
             token.info = ""
@@ -54,7 +54,7 @@ def adapt(state):
 
 
 def picture(_, tokens, index, __, env):
-    """Return a picture as HTML. The pages that a reader looks up are shown without pictures."""
+    """Return a picture as HTML; only diffs/, recipes/ and pitfalls/ are shown with pictures."""
     if not env["place"].startswith(("diffs/", rooms.RECIPES, rooms.PITFALLS)):
         return ""
     path = ROOT / urljoin(env["place"], tokens[index].attrs["src"])

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-VARIABLE = "DDP_LADDER_GPUS"  # how many there are; only set with --gpus
+VARIABLE = "DDP_LADDER_GPUS"  # environment variable with the number of GPUs; set only with --gpus
 HERE = Path(__file__).resolve().parent
 SHARE = HERE.parents[1] / "without_slurm" / "share_gpu.sh"  # starts a rank on the first GPU
 
@@ -15,21 +15,21 @@ SAME_BITS = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NVIDIA_TF32_OVERRIDE": "0",
     "NCCL_NVLS_ENABLE": "0",
-    # After a timeout, the watchdog gives all ranks four times as long to write down what they did.
+    # After a timeout, the watchdog waits four times this long (ms) for ranks to dump their calls.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000",
 }
 
 
 def count():
-    """Return how many GPUs the tests use."""
+    """Return the number of GPUs that the tests use."""
     return int(os.environ.get(VARIABLE, 0))
 
 
 def environment():
-    """Return the variables with which tests start a program, on GPUs or not."""
+    """Return the environment variables with which tests start a program, with or without GPUs."""
     return SAME_BITS if count() else {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def shared(nprocs):
-    """Return whether so many ranks share GPUs; each then takes the first."""
+    """Return whether this many ranks have to share GPUs. Each rank then uses the first GPU."""
     return 0 < count() < nprocs

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from support import gpus
 
-# For --max-restarts only: with it, torchrun chooses a port long before anything listens there.
+# Only for runs with --max-restarts, because torchrun then chooses a port long before it is used.
 RESTARTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -41,7 +41,7 @@ class Job:
         self.mark = uuid.uuid4().hex  # every descendant inherits it, even an orphan
         self.command, self.cwd = [str(word) for word in command], Path(cwd)
         self.paths = [self.cwd / f".{self.mark}.{name}" for name in ("stdout", "stderr")]
-        # Several ranks write to one file: only appending keeps their lines apart.
+        # Several ranks write to one file, and only appending keeps their lines intact.
         with self.paths[0].open("ab") as out, self.paths[1].open("ab") as err:
             self.process = subprocess.Popen(
                 self.command,
@@ -132,7 +132,7 @@ def shown(job, code):
 
 
 def environment(**changes):
-    """Return this process's environment, with what would make a difference set or removed."""
+    """Return this process's environment; variables that could affect a test are set or removed."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", **gpus.environment(), **changes}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *RESTARTS):
         env[name] = changes.get(name)
@@ -158,7 +158,7 @@ def kill(process, number=signal.SIGKILL):
 
 
 def free_port():
-    """Return a free port below the range that the system hands out to others."""
+    """Return a free port below the range from which the system assigns ports."""
     while True:
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("localhost", port := random.randint(20_000, 32_000)))

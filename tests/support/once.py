@@ -1,4 +1,4 @@
-"""Results that all tests share, also those in other workers of pytest-xdist."""
+"""Results that all tests share, including tests in other workers of pytest-xdist."""
 
 import fcntl
 import hashlib
@@ -6,7 +6,7 @@ import os
 import pickle
 from pathlib import Path
 
-FOLDER = "DDP_LADDER_TRAINED"  # the variable that names the folder
+FOLDER = "DDP_LADDER_TRAINED"  # environment variable that names the folder
 
 
 def once(key, make):

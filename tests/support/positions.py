@@ -1,12 +1,12 @@
-"""Changes for `scripts.edited` that act at a given position in a run of steps 2 to 5.
+"""Changes for `scripts.edited` that act at a given position in a run of the scripts 02 to 05.
 
-A position is an epoch and a step in it, both counted from 0.
+A position is an epoch and a training step in it, both counted from 0.
 """
 
 import textwrap
 
 BATCH = "            total[0] += self._run_batch(source, targets)\n"
-# Steps 2 and 3 do not count samples, since they always start at the beginning of an epoch.
+# The scripts 02 and 03 do not count samples, because they always start with a whole epoch.
 STEP = (
     'vars(self).get("samples_run", total[1] * dist.get_world_size())'
     " / (self.train_loader.batch_size * dist.get_world_size())"
@@ -31,14 +31,14 @@ while not os.path.exists(f"{self.path}.go"):
 
 
 def at(epoch, step, lines, when="True"):
-    """Return a change that runs these lines before a step, on ranks where `when` is true."""
+    """Return a change that runs these lines before a step, on the ranks where `when` is true."""
     here = f"(self.epochs_run, {STEP}) == ({epoch}, {step})"
     text = f"if {here} and {when}:\n{textwrap.indent(lines, '    ')}"
     return BATCH, f"{textwrap.indent(text, ' ' * 12).rstrip()}\n{BATCH}"
 
 
 def wait_at_the_gate(job):
-    """Wait until a rank has reached the gate."""
+    """Wait until a rank has reached the lines of GATE."""
     job.wait_for((job.cwd / "checkpoint.pt.waiting").exists)
 
 

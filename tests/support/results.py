@@ -45,19 +45,19 @@ def resumed(job):
 def said(job, rank):
     """Return what `scripts.on_each_rank` printed on a rank.
 
-    It may follow a line of another rank: under `python -u`, print writes its newline separately.
+    It may end another rank's line, because under `python -u`, print writes newlines separately.
     """
     return re.findall(f"rank {rank}: (.*)$", job.stdout, re.MULTILINE)
 
 
 def error_lines(job):
-    """Return the distinct last lines of tracebacks and argparse errors, without the ranks."""
+    """Return the distinct last lines of tracebacks and argparse errors, without "[rank0]: "."""
     pattern = r"^(?:\[rank\d+\]: )?([\w.]+(?:Error|Exception): .+|0\d_\w+\.py: error: .+)$"
     return sorted(set(re.findall(pattern, job.stderr, re.MULTILINE)))
 
 
 def shape(text):
-    """Return the lines of a text, with # for each number."""
+    """Return the lines of a text, with # in place of each number."""
     lines = [re.sub(r"[\d,]*\.?\d+", "#", line) for line in text.splitlines()]
     return [re.sub(r" +", " ", line).strip() for line in lines]
 

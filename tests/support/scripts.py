@@ -1,4 +1,4 @@
-"""The five steps: commands that run them, edited or patched copies, and imports as modules."""
+"""The five scripts (steps): commands that run them, edited copies, and imports as modules."""
 
 import importlib.util
 import os
@@ -16,7 +16,7 @@ TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 ON_PATH = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 NARROW = ("--width=4",)  # this model trains in a second, but learns little
 FOUR_EPOCHS = ("4", *NARROW)  # enough to kill a rank, or to stop the run, in the middle
-SMALL = ("--batch-size=64", "--width=4")  # for the other rooms, which count on 102 steps an epoch
+SMALL = ("--batch-size=64", "--width=4")  # 102 steps per epoch, for tests in other folders
 LONG = ("4", *SMALL)
 
 # ---------------------------------------------------------------- commands
@@ -36,7 +36,7 @@ def command(step, *args, nprocs=2, torchrun=()):
 def forked(step, *args, nprocs=2, restarts=0):
     """Return a command that does the same as `command` in a third of the time, without a launcher.
 
-    Step 2 would start its own processes, so this takes a copy `without_spawn`.
+    Step 2 would start its own processes, so pass a copy that `without_spawn` has written.
     """
     path = SCRIPT.get(step, step)
     assert not path.name.startswith("02"), "use without_spawn"
@@ -59,7 +59,7 @@ def without_spawn(tmp_path, *changes):
 
 
 def write(path, text, changes=()):
-    """Write a text with changes (old, new), each `old` found exactly once; return the path."""
+    """Write a text with changes (old, new); each `old` must occur exactly once. Return the path."""
     for old, new in changes:
         assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times in {path.name}"
         text = text.replace(old, new)
@@ -91,9 +91,9 @@ WITHOUT_SPAWN = [
 
 
 def exact(nprocs):
-    """Return the changes with which a resumed run of so many ranks is bit-for-bit identical.
+    """Return the changes with which a resumed run of this many ranks is bit-for-bit identical.
 
-    Two ranks need none, more the lines of recipes/bitwise_resume.md.
+    Two ranks need no changes; more ranks need the lines of recipes/bitwise_resume.md.
     """
     recipe = (ROOT / "recipes" / "bitwise_resume.md").read_text(encoding="utf-8")
     added = "".join(re.findall(r"^\+(?!\+)(.*\n)", recipe, re.MULTILINE))
@@ -104,7 +104,7 @@ def exact(nprocs):
 def on_each_rank(expression):
     """Return a line of code that prints the rank and the value of an expression.
 
-    In one piece, which print does not promise: it divides long lines, and ranks would interleave.
+    The line writes in one piece, because print may split a long line, and ranks then interleave.
     """
     line = f"'rank {{}}: {{}}\\n'.format(dist.get_rank(), ({expression}))"
     return f"print(end='', flush=True) or __import__('os').write(1, {line}.encode()) and None\n"
@@ -142,7 +142,7 @@ def arguments(path, **changes):
 
 
 def build_trainer(module, args):
-    """Build a step's Trainer on the CPU, as its main does, for a few of the digits."""
+    """Build a step's Trainer on the CPU, as its main does, with a few of the digits."""
     import torch
 
     torch.manual_seed(args.seed)

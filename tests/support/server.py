@@ -1,4 +1,4 @@
-"""Forks ranks from a process that has already imported PyTorch, as imports are most of a short run.
+"""Forks ranks from a process that has imported PyTorch, because imports dominate a short run.
 
 Tests import `command`. This file is also a program: without arguments it is the server, and
 `server.py run NPROCS RESTARTS SCRIPT ARGUMENTS` asks the server to run a script with the caller's
@@ -20,10 +20,10 @@ import tempfile
 import threading
 import time
 
-VARIABLE = "DDP_LADDER_SERVER"  # names the server's socket, for every process of the tests
+VARIABLE = "DDP_LADDER_SERVER"  # path of the server's socket, for every process of the tests
 AT_ONCE = "DDP_LADDER_AT_ONCE"  # if set, ranks do not free their modules, which takes 0.6 s
 GRACE = 60  # seconds that the other ranks have to end after one has failed
-# A process that has asked CUDA for its GPUs cannot fork others that use them.
+# A process that has asked CUDA for its GPUs cannot fork processes that use them.
 WITHOUT_CUDA = {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 SET_CHILD_SUBREAPER = 36  # prctl: adopt orphaned descendants
 
@@ -33,15 +33,15 @@ SET_CHILD_SUBREAPER = 36  # prctl: adopt orphaned descendants
 def command(program, *args, nprocs=0, restarts=0):
     """Return a command that runs a script on `nprocs` ranks, or outside of any group for 0.
 
-    It exits once all processes that the script started have ended. "-m" and a module's name may
-    take the script's place. If it fails, it is restarted up to `restarts` times.
+    The command exits once all processes that the script started have ended. `program` may be "-m",
+    followed by a module's name. A script that fails is restarted up to `restarts` times.
     """
     start()
     return [sys.executable, "-I", __file__, "run", nprocs, restarts, program, *args]
 
 
 def start():
-    """Start the server unless there is one; it ends with this process."""
+    """Start the server unless it is running. It ends together with this process."""
     if VARIABLE in os.environ:
         return
     folder = tempfile.TemporaryDirectory(prefix="server-")
@@ -78,21 +78,21 @@ def ask(nprocs, restarts, *argv):
 
 
 def serve():
-    """Fork a process for each request, as long as the process of the tests lives."""
-    faulthandler.enable()  # a rank that crashes says in which line
+    """Fork a process for each request, for as long as the process of the tests is alive."""
+    faulthandler.enable()  # a rank that crashes prints its line
     import gc
 
-    sys.modules["pandas"] = sys.modules["pyarrow"] = None  # if installed, they start a thread
+    sys.modules["pandas"] = sys.modules["pyarrow"] = None  # they would start a thread
     import sklearn.datasets
     import sklearn.metrics
     import sklearn.model_selection  # noqa: F401
     import torch._dynamo
-    import torch.distributed.nn  # noqa: F401  # before there is a process group, as in the scripts
+    import torch.distributed.nn  # noqa: F401  # before a process group exists, as in the scripts
     from support import jobs  # noqa: F401
 
     del sys.modules["pandas"], sys.modules["pyarrow"]
     gc.freeze()  # so forked processes share the memory of the imports
-    tests = os.dup(0)  # readable once the process of the tests has ended
+    tests = os.dup(0)  # becomes readable when the process of the tests has ended
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(os.environ[VARIABLE])
         listener.listen(64)
@@ -100,7 +100,7 @@ def serve():
         while tests not in select.select([tests, listener], [], [])[0]:
             connection, _ = listener.accept()
             with contextlib.suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:  # so that its CPU time counts
+                while os.waitpid(-1, os.WNOHANG)[0]:  # so that the CPU time of children counts
                     pass
             if os.fork() == 0:
                 listener.close()

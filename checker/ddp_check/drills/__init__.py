@@ -1,4 +1,4 @@
-"""The drills: what is left of a run that is killed, stopped or resized."""
+"""The drills: they run the script again, and kill it, stop it or change its world size."""
 
 from dataclasses import replace
 
@@ -10,20 +10,20 @@ DRILLS = {
     "sigterm": resume.sigterm,
     "world-size": world_size.world_size,
 }
-CANNOT_DECIDE = {  # drill: what says, of the undisturbed run, why it would decide nothing
+CANNOT_DECIDE = {  # drill -> function that returns why the drill cannot decide, or ""
     **dict.fromkeys(("kill", "sigterm"), resume.cannot_resume),
     "world-size": world_size.cannot_compare,
 }
 
 
 def perform(name, plan):
-    """Return the verdicts of a drill. It does not run the script again if it could not decide."""
+    """Return the verdicts of a drill. If it cannot decide, the script is not run again."""
     try:
         if reason := CANNOT_DECIDE[name](plan.undisturbed):
             verdicts = [("the drill", unseen(reason))]
         else:
             verdicts = list(DRILLS[name](plan))
-    except Exception as error:  # a drill that breaks must not cost the whole report
+    except Exception as error:  # an error in a drill must not prevent the report
         verdicts = [("the drill", Verdict(BROKEN, repr(error)))]
     return [replace(verdict, rule=name, title=f"{name}: {title}") for title, verdict in verdicts]
 

@@ -20,10 +20,10 @@ from ddp_check.reading import Reader
 from ddp_check.rules import base, judge, launch
 from ddp_check.rules.base import not_applicable, passed, unseen, unsure, wrong
 
-HAS_RESUME = r"\.load\b|load_|resume|from_pretrained"  # in the text of a script that resumes
+HAS_RESUME = r"\.load\b|load_|resume|from_pretrained"  # matches a script that can resume
 INCOMPLETE = "resume_without_optimizer"  # the page about what a resume has to restore
-MIN_TRAINING_SECONDS = 4.0  # that the steps of an interrupted run take at least
-# What a rank does when it has gone on after a save:
+MIN_TRAINING_SECONDS = 4.0  # least time that the steps of an interrupted run take
+# Events that show that a rank has finished a save and has gone on:
 GOES_ON = (events.Step, events.Batch, events.PassBegun, events.Collective, events.Final)
 
 
@@ -64,15 +64,15 @@ def cannot_resume(run):
 
 
 def pause_of(plan):
-    """Return the wait before each step with which all take 4 s: time for an interruption."""
+    """Return the seconds to wait before each step, so that there is time for an interruption."""
     steps = plan.undisturbed.steps
     return max(0.0, (MIN_TRAINING_SECONDS - (steps[-1].time - steps[0].time)) / len(steps))
 
 
 def act_when(is_ready, act, process, folder, end):
-    """Call `act` once the events of a rank satisfy `is_ready`, unless the run has ended.
+    """Call `act(folder)` as soon as the events of a rank satisfy `is_ready`, unless the run ends.
 
-    It gets the folder of the events. The last three arguments are those of `during` of a run.
+    `Plan.run` passes the last three arguments to the function that it is given as `during`.
     """
     reader = Reader(folder)
     while time.monotonic() < end and process.poll() is None:
@@ -82,16 +82,16 @@ def act_when(is_ready, act, process, folder, end):
 
 
 class Killer:
-    """Kills a rank some time after a save: chance chooses the rank, the step and a wait.
+    """Kills a random rank some time after a save: after a random step and a random wait.
 
-    The chance is the same for all runs of as many steps, so that what a report says comes again.
+    The seed is the number of steps, so that checking a script again gives the same report.
     """
 
     def __init__(self, run):
         chance = random.Random(len(run.steps))
         self.rank = chance.randrange(run.world_size)
         self.step = chance.randrange(1 + len(run.steps) // 2)
-        self.wait = chance.uniform(0, 0.2)  # seconds: so it is killed anywhere in a step or a save
+        self.wait = chance.uniform(0, 0.2)  # seconds, so that it dies anywhere in a step or a save
         self.killed = ""  # which rank was killed, and when, in words
 
     def is_late_enough(self, events_of_rank):
@@ -115,7 +115,7 @@ def count_steps(events_of_rank):
 
 
 def complete_saves(events_of_rank):
-    """Return how many steps came before each save that is complete: its rank has gone on since."""
+    """Return how many steps preceded each complete save, that is, one followed by other work."""
     going_on = [at for at, event in enumerate(events_of_rank) if isinstance(event, GOES_ON)]
     before = events_of_rank[: going_on[-1]] if going_on else []
     return [event.steps for event in before if isinstance(event, events.Save)]
@@ -127,7 +127,7 @@ def goes_on_after_a_save(events_of_rank):
 
 
 def saved_steps(run):
-    """Return the number of steps before the last complete save, or None without one."""
+    """Return the number of steps before the last complete save, or None if there is none."""
     return max(chain(*map(complete_saves, run.events_by_rank.values())), default=None)
 
 
@@ -135,7 +135,7 @@ def saved_steps(run):
 
 
 def resumes(plan, interrupted, promise, may_lose_steps):
-    """Resume a run that was interrupted; yield titles and verdicts."""
+    """Resume an interrupted run; yield pairs of a title and a verdict."""
     if saved_steps(interrupted) is None:
         yield "it resumes", unseen("no rank had saved before the interruption")
         return
@@ -158,7 +158,7 @@ def resumes(plan, interrupted, promise, may_lose_steps):
 def line_of_load(plan, resumed):
     """Return the line in which a resumed run loads its checkpoint, or "".
 
-    What the undisturbed run loads before its first step is data or a backbone.
+    Files that the undisturbed run also loads before its first step are data or a backbone.
     """
     begun = plan.undisturbed.steps[0].time
     known = {load.where for load in plan.undisturbed.all(events.Load) if load.time < begun}
@@ -167,7 +167,7 @@ def line_of_load(plan, resumed):
 
 
 def begins_again(plan, interrupted, resumed, where):
-    """Return the verdict on where an interrupted run has begun again."""
+    """Return the verdict on the step at which an interrupted run has continued."""
     before, after, total = map(len, (interrupted.steps, resumed.steps, plan.undisturbed.steps))
     if resumed.returncode != 0:
         end = launch.script_ends(resumed)
@@ -176,7 +176,7 @@ def begins_again(plan, interrupted, resumed, where):
         return wrong(f"when started again, it fails: {end.text}", end.where, "", end.details)
     if after == total:
         text = f"when started again, it begins at step 0 of {total}"
-        if where or plan.restart_args is not None:  # it has loaded something, or was told to
+        if where or plan.restart_args is not None:  # it loaded a file, or got --restart-args
             return wrong(text, where)
         if not re.search(HAS_RESUME, resumed.source):
             return unsure(f"{text}: it has no resume")
@@ -201,7 +201,7 @@ def steps_kept(plan, interrupted, resumed, where, may_lose_steps):
 
 
 def new_faults(plan, resumed):
-    """Return what is wrong or fragile in a resumed run, and was no fault in the undisturbed one."""
+    """Return what is wrong or fragile in a resumed run, but was not in the undisturbed one."""
     return [
         now
         for before, now in zip(judge(plan.undisturbed), judge(resumed))
@@ -213,7 +213,7 @@ def new_faults(plan, resumed):
 
 
 def same_weights(plan, resumed):
-    """Return the verdict on the final weights of a resumed run, and what made them differ."""
+    """Return the verdict on the final weights of a resumed run, with the reason if they differ."""
     expected, weights = final_weights(plan.undisturbed), final_weights(resumed)
     if not expected or not weights:
         return unseen("no full model to compare: it is sharded, or nothing was trained")
@@ -243,7 +243,7 @@ def final_weights(run):
 
 
 def names_that_differ(weights, others):
-    """Return the names under which two runs have ended with other weights."""
+    """Return the names of the weights that differ at the end of two runs."""
     return [
         name
         for name in weights
@@ -252,11 +252,11 @@ def names_that_differ(weights, others):
 
 
 def not_restored(plan, resumed, text):
-    """Return the verdict on a resumed run with other weights: what it has not restored.
+    """Return the verdict on a resumed run whose weights differ: what it has not restored.
 
-    The first of these that is seen: the optimizer, the learning rate, the random numbers. If it is
-    none of them, it runs the script again: two uninterrupted runs may differ as well. If they do
-    not, it may be the batches.
+    Checks the optimizer, then the learning rate, then the random numbers. If all were restored,
+    runs the script once more, because two uninterrupted runs may differ as well. If these agree,
+    compares the batches.
     """
     undisturbed, after = plan.undisturbed.steps, resumed.steps
     loads = resumed.of_lowest_rank(events.Load, events.StateLoaded)
@@ -265,7 +265,7 @@ def not_restored(plan, resumed, text):
         if steps and not steps[0].has_state and any(step.has_state for step in undisturbed):
             text += f"; on rank {rank}, the optimizer starts again without its state"
             return wrong(text, where, INCOMPLETE)
-    # The last steps of both are the same ones: of 20, the 8 after an interruption are 13 to 20.
+    # Both runs end with the same steps: if 8 of 20 follow an interruption, these are 13 to 20.
     pairs = list(zip(undisturbed[-len(after) :], after[-len(undisturbed) :]))
     for old, now in pairs:
         if changed := [pair for pair in zip(now.rates, old.rates) if pair[0] != pair[1]]:

@@ -1,7 +1,7 @@
-"""The drill that compares many processes with one that has as many times the batch.
+"""The drill that compares N processes with one process that has N times the batch.
 
-The observer levels both runs (observer/level.py): what then differs is a fault of the script, and
-no rule has to know it.
+In both runs, the observer removes the differences that are no fault, such as dropout
+(observer/level.py). Any difference that is left is a fault of the script.
 """
 
 from functools import partial
@@ -19,8 +19,8 @@ from ddp_check.rules import launch
 from ddp_check.rules.base import passed, unseen, unsure, wrong
 from ddp_check.rules.gradients import PAGE
 
-TOLERANCE = 1e-5  # of a gradient in float64, relative to its largest value
-COUNT_TOLERANCE = 0.3  # of numbers of samples, as loaders fetch some ahead
+TOLERANCE = 1e-5  # allowed error of a float64 gradient, relative to its largest value
+COUNT_TOLERANCE = 0.3  # allowed relative difference of sample counts, because loaders fetch ahead
 
 
 def world_size(plan):
@@ -42,7 +42,7 @@ def cannot_compare(run):
 
 
 def steps_agree(plan):
-    """Return the verdict on the first steps of many processes and of one."""
+    """Return the verdict on the first steps of N processes, compared with those of one."""
     kill_all = partial(signal_processes, method="kill")
     after_some_steps = partial(act_when, lambda seen: count_steps(seen) > STEPS, kill_all)
     many = plan.run("many", scale=1, during=after_some_steps)
@@ -56,7 +56,7 @@ def steps_agree(plan):
     if reason := chance_in(many) or chance_in(one) or samples_differ(many, one):
         return unseen(reason)
     rates = other_rates(many, one)
-    # After a step with other rates, the weights differ: only the first gradients can be compared.
+    # Different rates make the weights differ, so only the gradients of step 1 are compared.
     count = 1 if rates else steps_with_same_samples(many, one)
     for number in range(1, count + 1):
         if verdict := other_gradients(many, one, number):
@@ -71,10 +71,10 @@ def steps_agree(plan):
 
 
 def run_in_one_process(plan, many, during):
-    """Return a run in one process with as many samples as all ranks have, and a remark on it."""
+    """Return a run in one process with the samples of all ranks, and a remark for the report."""
     run_one = partial(plan.run, nproc=1, start=str(many.folder), during=during)
     one = run_one("one", scale=plan.nproc)
-    # A script that divides one batch by the number of ranks needs no larger one in one process.
+    # If the script divides a batch by the number of ranks, one process needs no larger batch.
     if close(ratio(samples_in(one), samples_in(many)), plan.nproc, COUNT_TOLERANCE):
         remark = ": the script itself divides its batch by the number of ranks"
         return run_one("alone", scale=1), remark
@@ -82,7 +82,7 @@ def run_in_one_process(plan, many, during):
 
 
 def samples_in(run, steps=1):
-    """Return how many samples the first steps of all ranks have."""
+    """Return how many samples all ranks together have in their first steps."""
     steps_by_rank = run.by_rank(events.Step).values()
     return sum(step.sample_count for of_rank in steps_by_rank for step in of_rank[:steps])
 
@@ -100,7 +100,7 @@ def no_gradients_kept(run):
 
 
 def chance_in(run):
-    """Return which random numbers the observer could not level, or ""."""
+    """Return which random numbers the observer could not make equal in both runs, or ""."""
     if drawn := run.all(events.Drawn):
         who = "the data set has a generator of its own"
         if drawn[0].source != "generator":
@@ -113,7 +113,7 @@ def chance_in(run):
 
 
 def samples_differ(many, one):
-    """Return why the first step has other samples in one process, or ""."""
+    """Return why the first step has different samples in the one process, or ""."""
     if not (many.training_passes and one.training_passes):
         return "no DataLoader gives the samples, so the drill cannot enlarge the batch"
     of_rank = next(iter(many.passes_by_rank.values()))
@@ -137,7 +137,7 @@ def samples_differ(many, one):
 def steps_with_same_samples(many, one):
     """Return how many of the first steps have the same samples in both runs.
 
-    The last batch of an epoch has others: the sampler pads it.
+    The last batches of an epoch differ, because the sampler pads them.
     """
     passes, (alone,) = [*many.training_passes[0].values()], one.training_passes[0].values()
     rows = zip(*(data_pass.batches for data_pass in passes))
@@ -161,8 +161,8 @@ def steps_with_same_samples(many, one):
 def other_rates(many, one):
     """Return the verdict on learning rates that differ between many processes and one.
 
-    The drill multiplies the batch of a DataLoader. A script that computes its rates from its own
-    batch size times the number of processes then sees 1/N of the samples in the one process.
+    The drill multiplies the DataLoader's batch size, but the script does not see that. If it scales
+    its rates with batch size times processes, the rates of one process are N times smaller.
     """
     for number, (of_many, of_one) in enumerate(list(zip(many.steps, one.steps))[:STEPS], 1):
         for rate, expected in zip(of_many.rates, of_one.rates):
@@ -178,7 +178,7 @@ def other_rates(many, one):
 
 
 def other_gradients(many, one, number):
-    """Return the verdict if gradients differ in the step of this number: how, and by how much."""
+    """Return a verdict on how, and by how much, the gradients of a step differ, or None."""
     pairs = gradient_pairs(many, one, number)
     off = {name: distance(*pair) for name, pair in pairs.items()}
     differing = [name for name in pairs if not off[name] <= TOLERANCE]
@@ -197,7 +197,7 @@ def other_gradients(many, one, number):
 
 
 def appearance(many, number, pairs):
-    """Return what gradients that differ look like, with a line and a page, or ""."""
+    """Return a description of the gradients that differ, and a line and a page for it, or ""."""
     first, size = many.first_difference("gradients"), many.nproc
     factors = [ratio((of_many * of_one).sum(), of_one.square().sum()) for of_many, of_one in pairs]
     factor = factors[0]
@@ -230,14 +230,14 @@ def appearance(many, number, pairs):
 
 
 def cuts_gradients(run):
-    """Return whether a collective gets what a loss may depend on, and returns no gradient."""
+    """Return whether a collective that a loss may depend on does not pass on the gradient."""
     return any(call.cuts_gradient and call.elements > 1 for call in run.all(events.Collective))
 
 
 def gradient_pairs(many, one, number):
     """Return the gradients of both runs in a step: {name: (of many processes, of one)}.
 
-    Without those that are nearly 0, as that of a bias before BatchNorm.
+    Leaves out gradients that are nearly 0, such as that of a bias before BatchNorm.
     """
     models = (torch.load(run.folder / f"step{number}", weights_only=True) for run in (many, one))
     pairs = {

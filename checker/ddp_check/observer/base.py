@@ -19,54 +19,54 @@ from ddp_check.events import Drawn, Start, Trouble
 from ddp_check.protocol import HERE, STACKS, VARIABLE, Task, is_own
 
 TASK = Task(**json.loads(os.environ[VARIABLE]))
-STEP_WRAPPER = (optimizer.__file__, "wrapper")  # in which PyTorch calls the step of an optimizer
-torch_save, torch_load = torch.save, torch.load  # before they are patched
+STEP_WRAPPER = (optimizer.__file__, "wrapper")  # function in which PyTorch calls optimizer.step()
+torch_save, torch_load = torch.save, torch.load  # the originals
 
 
 @dataclass
 class SinceStep:
-    """What has happened since an optimizer took its last step."""
+    """What has happened since the last step of an optimizer."""
 
-    losses: list = field(default_factory=list)  # these four are fields of `Step`
+    losses: list = field(default_factory=list)  # this and the next three are fields of `Step`
     backwards: int = 0
     sample_count: int = 0
     inputs: list = field(default_factory=list)
 
-    forwards: list = field(default_factory=list)  # calls of DDP, as `Forward`
-    reductions: int = 0  # backward passes that reduced gradients, since the last zero_grad()
-    bypasses: dict = field(default_factory=dict)  # number of a model -> a line that calls it itself
-    stale: bool = False  # the gradients of the step before were there when backward() began
+    forwards: list = field(default_factory=list)  # calls of DDP models, as `Forward` tuples
+    reductions: int = 0  # number of backward passes that reduced gradients since zero_grad()
+    bypasses: dict = field(default_factory=dict)  # number of a model -> line that bypasses DDP
+    stale: bool = False  # the previous step's gradients were still there when backward() began
 
 
 @dataclass
 class State:
     """What the observers of this process know."""
 
-    pid: int | None = None  # of the process that opened the file: a fork opens another
-    descriptor: int = -1  # of the file that this process reports to
+    pid: int | None = None  # ID of the process that opened the file; a fork opens another
+    descriptor: int = -1  # descriptor of the file that this process reports to
     rank: int | str | None = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
-    reported: set = field(default_factory=set)  # what need not be reported again
+    reported: set = field(default_factory=set)  # keys of what is reported only once
     # The group:
     in_collective: bool = False
-    gpu: int = 0  # that "cuda" means
-    # Data; the models and steps end what these say of the last batch and pass:
-    passes: int = 0  # over a DataLoader
-    pass_of_batch: int = 0  # that gave the latest batch
-    no_step_in_pass: bool = True  # since the last pass began
+    gpu: int = 0  # number of the GPU that "cuda" means
+    # Data (steps.py clears no_step_in_pass, and models.py clears batch_is_unevaluated):
+    passes: int = 0  # number of passes over DataLoaders so far
+    pass_of_batch: int = 0  # number of the pass that gave the latest batch
+    no_step_in_pass: bool = True  # no step was taken since the last pass began
     batch_is_unevaluated: bool = False  # no model was called without gradients since the last batch
     # Models:
-    in_forward: bool = False  # of DDP, which calls the unwrapped model
-    in_module: int = 0  # depth of nested calls: a module calls those inside it
+    in_forward: bool = False  # a forward pass of DDP is running, which calls the unwrapped model
+    in_module: int = 0  # depth of nested calls, because a module calls the modules inside it
     # The models inside DDP, kept because the script may have deleted the wrapper by the end:
     wrapped: list = field(default_factory=list)
     # Steps:
     since_step: SinceStep = field(default_factory=SinceStep)
-    steps: int = 0  # of the optimizers
-    in_scheduler: int = 0  # depth of nested calls: one scheduler's step may call another's
-    gradients_scaled: bool = False  # a GradScaler's factor is in them
-    parameters: dict = field(default_factory=dict)  # of the optimizers, by identity
+    steps: int = 0  # number of optimizer steps so far
+    in_scheduler: int = 0  # depth of nested calls, because one scheduler's step may call another's
+    gradients_scaled: bool = False  # gradients are multiplied by a GradScaler's factor
+    parameters: dict = field(default_factory=dict)  # id -> parameter of an optimizer
     # Files:
-    changes_files: bool = False  # the observer itself does
+    changes_files: bool = False  # the observer itself is changing files
 
 
 state = State()
@@ -75,22 +75,22 @@ state = State()
 def report(kind, where="", **values):
     """Write an event to the file of this process, or, in a DataLoader worker, of its rank.
 
-    Without `where`, it has the line of the script that is running. A worker reports its random
-    numbers alone.
+    Without `where`, the event has the line of the script that is running. A DataLoader worker
+    reports only its random numbers.
     """
     with harmless():  # the disk may be full, or a value unfit for JSON
         in_worker = get_worker_info() is not None
         if in_worker and kind is not Drawn:
             return
         pid = multiprocessing.parent_process().pid if in_worker else os.getpid()
-        if state.pid != pid:  # at the start, and after a fork
+        if state.pid != pid:  # at the first event, and after a fork
             open_files(pid)
         event = kind(time=time.monotonic(), where=where or script_line(), **values)
         os.write(state.descriptor, f"{event}\n".encode(errors="replace"))
 
 
 def open_files(pid):
-    """Open the file of a process's events, and that of its stack, which the checker may ask for."""
+    """Open a file for a process's events, and one for its stack, which the checker may request."""
     state.pid = pid
     path, mode = os.path.join(TASK.events, str(pid)), os.O_WRONLY | os.O_CREAT | os.O_APPEND
     state.descriptor = os.open(f"{path}.jsonl", mode)
@@ -100,8 +100,8 @@ def open_files(pid):
 def ask(question, *arguments, default=None):
     """Return the answer to a question about an object of the script, or the default.
 
-    Such an object may do anything when it is asked for a length, an attribute or a comparison.
-    Whatever it raises must not reach the script, and is no fault of the observer, which goes on.
+    Such an object may run any code when it is asked for a length, an attribute or a comparison.
+    An error that it raises must not reach the script, and is not a fault of the observer.
     """
     try:
         return question(*arguments)
@@ -113,8 +113,8 @@ def ask(question, *arguments, default=None):
 def harmless():
     """Let the observer's own work fail without breaking the script.
 
-    What fails is a fault of the observer, so it is reported. Meanwhile, no subclass of Tensor and
-    no TorchFunctionMode is called, so none of them notices what the observer computes.
+    An error here is a fault of the observer, so it is reported. Inside the block, no subclass of
+    Tensor and no TorchFunctionMode is called, so none of them notices what the observer computes.
     """
     try:
         with DisableTorchFunction():
@@ -127,7 +127,7 @@ def harmless():
 
 
 def is_first(*key):
-    """Return whether this is asked for the first time."""
+    """Return whether this is the first call with this key."""
     is_new = key not in state.reported
     state.reported.add(key)
     return is_new
@@ -138,17 +138,17 @@ def script_line(direct=False):
 
     The file is relative to the folder that the script runs in.
 
-    direct: only a line that calls the patched function itself, such as torch.load, but not one
-        that calls timm.load_checkpoint, which calls torch.load
+    direct: return only a line that itself calls the patched function, such as torch.load, and ""
+        if the script calls a library that calls it, such as timm.load_checkpoint
     """
     frame = sys._getframe(1)
     while frame:
         path = frame.f_code.co_filename
-        # A `print` or a stream's `write` of the script's own passes on what its caller prints.
+        # Skip a `print` or a stream's `write` that the script defines, because its caller counts.
         if is_own(path) and frame.f_code.co_name not in ("print", "write"):
             path = os.path.normpath(os.path.join(TASK.folder, path))
             return f"{path.removeprefix(TASK.folder)}:{frame.f_lineno}"
-        if direct and not path.startswith(f"{HERE}{os.sep}"):  # a library's, not the checker's own
+        if direct and not path.startswith(f"{HERE}{os.sep}"):  # code of a library
             return ""
         frame = frame.f_back
     return ""
@@ -160,7 +160,7 @@ def callers():
 
 
 def depth_of_steps():
-    """Return how many steps of optimizers are running, one inside the other."""
+    """Return how many optimizer steps are running, one inside another."""
     return [(code.co_filename, code.co_name) for code in callers()].count(STEP_WRAPPER)
 
 
@@ -170,15 +170,15 @@ def in_backward():
 
 
 def is_recorded():
-    """Return whether PyTorch records what is computed: the observer must not compute then.
+    """Return whether PyTorch records computations; if so, the observer must not compute.
 
-    That is so in torch.jit.trace, and in a mode such as FlopCounterMode.
+    It does so in torch.jit.trace, and in modes such as FlopCounterMode.
     """
     return torch.jit.is_tracing() or _len_torch_dispatch_stack() > 0
 
 
 def save_for_checker(name, values):
-    """Save values of rank 0 in the folder of the events."""
+    """Save values in the folder of the events; only rank 0 does so."""
     if int(state.rank or 0):
         return
     path = os.path.join(TASK.events, name)

@@ -24,27 +24,27 @@ from ddp_check.observer.values import (
 )
 
 ITERATOR = "torch.utils.data.dataloader._BaseDataLoaderIter"
-MAX_WATCHED = 10  # first batches of a pass: to ask NumPy for its state takes 0.2 ms
-MAX_WRAPPERS = 3  # around a batch sampler, such as Accelerate's
+MAX_WATCHED = 10  # number of batches watched in a pass: reading NumPy's state takes 0.2 ms
+MAX_WRAPPERS = 3  # number of wrappers around a batch sampler, such as Accelerate's
 
 
 @dataclass
 class PassState:
-    """What the observer keeps of a pass, at the iterator of its DataLoader."""
+    """What the observer knows about a pass. It is an attribute of the DataLoader's iterator."""
 
     pass_number: int
     subset: list | None  # indices that Subsets keep, or None for all
-    sample_count_before: int  # value of `since_step.sample_count` when it began
-    in_order: bool  # workers return batches as they were requested
-    requested: deque = field(default_factory=deque)  # indices of batches, not returned yet
+    sample_count_before: int  # value of `since_step.sample_count` when the pass began
+    in_order: bool  # workers return batches in the order in which they were requested
+    requested: deque = field(default_factory=deque)  # indices of batches that are not returned yet
 
 
 @patch(f"{ITERATOR}.__init__", f"{ITERATOR}._reset")
 def begin(original, self, loader, *first_iter):
-    """Report a pass over a DataLoader: persistent workers keep their iterator, and reset it.
+    """Report a pass over a DataLoader. With persistent workers, one iterator makes all passes.
 
     __init__(loader)      a new iterator begins a pass; one with workers then requests batches
-    _reset(loader, True)  that iterator is still in its __init__: the same pass
+    _reset(loader, True)  that iterator's __init__ calls this, so it is the same pass
     _reset(loader)        persistent workers begin another pass
     """
     original(self, loader, *first_iter)
@@ -54,7 +54,7 @@ def begin(original, self, loader, *first_iter):
 
 
 def begin_pass(iterator, loader):
-    """Report a pass, with what is known of its data set and its sampler."""
+    """Report a pass, with what is known about its data set and its sampler."""
     state.passes += 1
     state.no_step_in_pass = True
     dataset, subset = ask(without_subsets, loader.dataset, default=(loader.dataset, None))
@@ -64,7 +64,7 @@ def begin_pass(iterator, loader):
     distributed = isinstance(sampler, DistributedSampler)
     iterable = isinstance(dataset, data.IterableDataset)
     length = ask(len, loader.dataset)  # an iterable data set may have none
-    # When PyTorch is asked for the length of a stream, it warns of each sample beyond it.
+    # Once PyTorch has been asked for the length of a stream, it warns about each sample beyond it.
     batch_count = None if iterable or length is None else ask(len, loader)
     report(
         events.PassBegun,
@@ -91,12 +91,12 @@ def without_subsets(dataset):
 
 
 def sampler_of(loader):
-    """Return what gives the order of the samples.
+    """Return the object that decides the order of the samples.
 
-    It is a sampler, a list or range in its place, or a batch sampler of the script's own.
+    It is a sampler, a list or range in its place, or a batch sampler that the script defines.
     """
     batch_sampler = loader.batch_sampler
-    for _ in range(MAX_WRAPPERS):  # Accelerate's has the script's inside it; the innermost has none
+    for _ in range(MAX_WRAPPERS):  # Accelerate's wraps the script's; the innermost wraps none
         batch_sampler = ask(getattr, batch_sampler, "batch_sampler") or batch_sampler
     if batch_sampler is None:
         return loader.sampler
@@ -104,7 +104,7 @@ def sampler_of(loader):
 
 
 def shuffles(sampler):
-    """Return whether a sampler means to give another order in each pass; None: not known."""
+    """Return whether a sampler is meant to change the order in each pass; None if not known."""
     if isinstance(sampler, data.SequentialSampler | range | list):
         return False
     if type(sampler).__module__.startswith("torch.utils.data"):
@@ -112,7 +112,7 @@ def shuffles(sampler):
     says = ask(getattr, sampler, "shuffle")
     if isinstance(says, bool):
         return says
-    # It is told the number of each epoch, so it means to give each another order.
+    # A sampler that has set_epoch() is meant to have a different order in each epoch.
     return True if ask(hasattr, sampler, "set_epoch") else None
 
 
@@ -125,8 +125,8 @@ def set_epoch(original, self, epoch):
 
 @patch("torch.utils.data.DataLoader.__init__")
 def make_loader(original, self, dataset, batch_size=1, *args, **kwargs):
-    """Multiply the batch for the drill world-size."""
-    # With a batch sampler, which is hardly ever given without its name, there is no batch size.
+    """Multiply the batch size for the drill world-size."""
+    # With a batch sampler, which is nearly always passed by name, there is no batch size.
     if TASK.scale and batch_size and kwargs.get("batch_sampler") is None:
         batch_size *= TASK.scale
     original(self, dataset, batch_size, *args, **kwargs)
@@ -161,21 +161,21 @@ def next_batch(original, self):
 def end_pass(pass_state):
     """Report that a pass is over."""
     report(events.PassEnded, pass_number=pass_state.pass_number)
-    if state.no_step_in_pass:  # an evaluation: its samples are none of the next step's
+    if state.no_step_in_pass:  # an evaluation: no step uses its samples
         state.since_step.sample_count = pass_state.sample_count_before
 
 
 def report_batch(pass_state, batch):
-    """Report a batch, with what is known of its samples."""
+    """Report a batch, with what is known about its samples."""
     requested = pass_state.requested.popleft() if pass_state.requested else None
-    indices = ask(lambda: [operator.index(index) for index in requested])  # None: of another type
+    indices = ask(lambda: [operator.index(index) for index in requested])  # None for other types
     base_indices = indices
     if pass_state.subset is not None:
         base_indices = ask(lambda: [pass_state.subset[index] for index in indices])
     count = None if indices is None else len(indices)
     samples = ask(describe_samples, batch, count, default=UNKNOWN_SAMPLES)
     state.since_step.sample_count += len(indices or samples["checksums"] or ())
-    if not pass_state.in_order:  # this may be the batch of other indices
+    if not pass_state.in_order:  # these may be the indices of another batch
         indices, base_indices, samples = None, None, UNKNOWN_SAMPLES
     state.batch_is_unevaluated = True
     state.pass_of_batch = pass_state.pass_number
@@ -224,19 +224,19 @@ def checksum_of_states(generators):
 
 
 def state_of(generator):
-    """Return the state of a generator of PyTorch, Python or NumPy, without how it was seeded."""
+    """Return the state of a generator of PyTorch, Python or NumPy, without its seed."""
     if isinstance(generator, torch._C.Generator):
         return generator.get_state().numpy()
     if isinstance(generator, random.Random):
         return generator.getstate()
     if hasattr(generator, "bit_generator"):
         return generator.bit_generator.state
-    return generator.get_state(legacy=False)  # NumPy's older kind
+    return generator.get_state(legacy=False)  # NumPy's RandomState
 
 
 @patch("torch.utils.data._utils.fetch._MapDatasetFetcher.fetch")
 def fetch(original, self, indices):
-    """Report which generators make random samples, by the first batches of a pass."""
+    """Report which generators make random samples, watching the first batches of a pass."""
     generators, before = {}, {}
     with harmless():
         self._ddp_check_batches = getattr(self, "_ddp_check_batches", 0) + 1

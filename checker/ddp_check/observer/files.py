@@ -16,11 +16,11 @@ from ddp_check.observer.patches import patch
 
 CODE = (".py", ".pyc")
 TEMPORARY = f"{os.path.realpath(os.environ['TMPDIR'])}{os.sep}"
-SHARDED = "torch/distributed/checkpoint"  # saves the parts of a sharded checkpoint with torch.save
-MAX_WAIT = 10  # seconds for a folder that another rank makes: a drill may kill that rank
-# Audit events by which a folder changes, and how many paths they begin with:
+SHARDED = "torch/distributed/checkpoint"  # calls torch.save for parts of a sharded checkpoint
+MAX_WAIT = 10  # seconds to wait for a folder that another rank makes: a drill may kill that rank
+# Audit events that change a folder, and how many of their first arguments are paths:
 CHANGES = {"os.mkdir": 1, "os.remove": 1, "os.rmdir": 1, "os.rename": 2, "shutil.rmtree": 1}
-AUDITED = {"open", "sqlite3.connect", *CHANGES}  # of many: even id() is an event
+AUDITED = {"open", "sqlite3.connect", *CHANGES}  # only these, because even id() is an event
 
 # ---------------------------------------------------------------- files
 
@@ -40,7 +40,7 @@ def audit(event, args):
                 make_own_file(args[0], truncates=False)
             case "shutil.rmtree" if stands_for_folder(changed[0]):
                 os.unlink(changed[0])
-                os.mkdir(changed[0])  # an empty folder to remove, as it refuses to remove a link
+                os.mkdir(changed[0])  # an empty folder, because rmtree refuses to remove a link
             case "os.rename" if script_line():
                 old_name, new_name = map(os.path.realpath, changed)
                 path = new_name if new_name.startswith(TASK.folder) else None
@@ -48,33 +48,33 @@ def audit(event, args):
 
 
 def audit_open(path, mode, flags):
-    """Protect a file of the user's that is opened for writing, and report what the script opens."""
+    """Protect a user's file that is opened for writing, and report what the script writes."""
     if isinstance(path, int):
-        return  # a descriptor that is open already
+        return  # a descriptor of an open file
     path, writes = os.fsdecode(path), flags & (os.O_WRONLY | os.O_RDWR)
     if writes:
         make_own_file(path, truncates=bool(flags & os.O_TRUNC))
-    if mode is None:  # it is opened by os.open(), which libraries call
+    if mode is None:  # opened with os.open(), as libraries do
         return
     real = os.path.realpath(path)
-    is_temporary = real.startswith(TEMPORARY)  # libraries keep theirs there, such as compiled code
+    is_temporary = real.startswith(TEMPORARY)  # libraries keep files there, such as compiled code
     is_data = real.startswith((TASK.folder, TEMPORARY)) and not real.endswith(CODE)
     if not (is_data and script_line(direct=is_temporary)):
         return
-    if writes and not set("ar") & set(mode):  # "r+" is also how np.memmap reads
+    if writes and not set("ar") & set(mode):  # np.memmap opens with "r+" even to read
         report(Written, path=real)
 
 
 def make_own_file(path, truncates=True):
-    """Replace a link by a file before it is written to, so the user's own file stays unchanged.
+    """Replace a link with a file before it is written to, so the user's own file stays unchanged.
 
-    truncates: what opens it writes all of it anew, so nothing has to be copied
+    truncates: opening the file empties it, so nothing has to be copied
     """
     path = os.path.abspath(path)
     make_own_folders(path)
     if not leads_outside(path):
         return
-    if os.path.isdir(path):  # as os.open(folder, O_TMPFILE | …) does
+    if os.path.isdir(path):  # as in os.open(folder, O_TMPFILE | …)
         make_own_folder(path)
         return
     with unobserved():
@@ -83,23 +83,23 @@ def make_own_file(path, truncates=True):
             open(new, "w").close()
         else:
             shutil.copyfile(path, new)
-        os.replace(new, path)  # at once, for other ranks may use it
+        os.replace(new, path)  # atomic, because other ranks may use it
 
 
 def make_own_folders(path):
-    """Replace each folder above a path that is a link to the user's."""
+    """Replace each folder above a path that is a link to a folder of the user's."""
     for folder in reversed(Path(path).parents):
         make_own_folder(str(folder))
 
 
 def make_own_folder(path):
-    """Point a link to a folder of the user's at a new folder, of links to its entries."""
+    """Redirect a link from a folder of the user's to a new folder with links to its entries."""
     if not leads_outside(path):
         return
     own = own_folder_of(path)
     with unobserved():
         try:
-            os.mkdir(own)  # only one rank can: it goes on, and the others wait until it is done
+            os.mkdir(own)  # this succeeds on one rank; the others wait until it is done
         except FileExistsError:
             end = time.monotonic() + MAX_WAIT
             while leads_outside(path) and time.monotonic() < end:
@@ -107,17 +107,17 @@ def make_own_folder(path):
             return
         for entry in os.scandir(path):
             os.symlink(os.path.realpath(entry.path), os.path.join(own, entry.name))
-        os.symlink(os.path.basename(own), f"{own}.link")  # relative: it stands beside its link
-        os.replace(f"{own}.link", path)  # at once, for other ranks may read there
+        os.symlink(os.path.basename(own), f"{own}.link")  # relative: both are in one folder
+        os.replace(f"{own}.link", path)  # atomic, because other ranks may read there
 
 
 def own_folder_of(path):
-    """Return the new folder that takes the place of the user's behind a link."""
+    """Return the path of the new folder that replaces the user's folder behind a link."""
     return os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.own")
 
 
 def stands_for_folder(path):
-    """Return whether a path is a link to a folder of the user's, or to the one in its place."""
+    """Return whether a path is a link to a folder of the user's, or to the one that replaces it."""
     return leads_outside(path) or os.path.realpath(path) == os.path.realpath(own_folder_of(path))
 
 
@@ -145,13 +145,13 @@ sys.addaudithook(audit)
 
 @patch("torch.save")
 def save(original, obj, f, *args, **kwargs):
-    """Report a file once it is saved."""
+    """Report a file after it has been saved."""
     with harmless():
         if isinstance(f, str | os.PathLike):
-            make_own_file(f)  # PyTorch opens it in C++, of which no audit event tells
+            make_own_file(f)  # PyTorch opens it in C++, without an audit event
     steps = state.steps
     result = original(obj, f, *args, **kwargs)
-    is_storage = isinstance(obj, torch.TypedStorage | torch.UntypedStorage)  # pickle saves them so
+    is_storage = isinstance(obj, torch.TypedStorage | torch.UntypedStorage)  # saved by pickle
     with harmless():
         in_checkpoint = any(SHARDED in code.co_filename for code in callers())
         if script_line() and not (is_storage or in_checkpoint):
@@ -164,7 +164,7 @@ def report_save(obj, file, steps):
     path = file if isinstance(file, str | os.PathLike) else ask(getattr, file, "name")
     items = ask(items_in, obj, default=[])
     saved = [obj, *(value for _, value in items)]
-    # Only keys of a wrapped model's parameters: the prefix of a moving average is no fault.
+    # Only the parameters of a wrapped model count: in a moving average, the prefix is no fault.
     places = {value.data_ptr() for module in state.wrapped for value in module.parameters()}
     prefixed = [(key, value) for key, value in items if ask(str.startswith, key, "module.")]
     keys = [key for key, value in prefixed if ask(lambda value: value.data_ptr() in places, value)]

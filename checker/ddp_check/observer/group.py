@@ -28,14 +28,14 @@ from ddp_check.observer.values import tensors_in
 
 COLLECTIVE = "all_|reduce(?!_op)|broadcast|gather|scatter|barrier|monitored_barrier"
 REDUCTIONS = ("all_reduce", "reduce")
-MAX_COUNTS = 64  # numbers that are added up at once, among which may be that of the samples
+MAX_COUNTS = 64  # a tensor with more numbers than this holds no counts of samples
 
 
 def meet_here(address):
-    """Return `tcp://HOST:PORT` or `HOST` with `localhost` for the host of another machine."""
+    """Return `tcp://HOST:PORT` or `HOST`, with `localhost` instead of another machine's name."""
     is_url = "//" in address
     url = urlsplit(address if is_url else f"//{address}")
-    host = url.hostname or address  # not a host: the error of a command, perhaps
+    host = url.hostname or address  # perhaps no host, but a command's error message
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with contextlib.suppress(OSError), socket.create_server((host, 0), family=family):
         return address  # a server can be created there, so it is this machine
@@ -45,7 +45,7 @@ def meet_here(address):
 
 @patch(f"{C10D}.init_process_group")
 def init_process_group(original, *args, **kwargs):
-    """Report that the process joins the group, and let it meet the others on this machine."""
+    """Report that the process joins the group, and let the ranks meet on this machine."""
     call = inspect.signature(original).bind(*args, **kwargs)
     method = call.arguments.get("init_method") or ""
     if method.startswith("tcp://"):
@@ -54,7 +54,7 @@ def init_process_group(original, *args, **kwargs):
         os.environ["MASTER_ADDR"] = meet_here(os.environ["MASTER_ADDR"])
     result = original(*call.args, **call.kwargs)
     state.rank = dist.get_rank()
-    if not script_line(direct=True):  # a framework has called set_device, of which no event tells
+    if not script_line(direct=True):  # called by a framework, whose set_device is not observed
         state.gpu = int(os.environ.get("LOCAL_RANK", 0))
     report(events.Join, rank=state.rank)
     return result
@@ -64,10 +64,10 @@ def init_process_group(original, *args, **kwargs):
 
 
 def report_call(function, args, kwargs):
-    """Report a collective before it is called, and return the tensors that it gets."""
+    """Report a collective before it is called, and return its input tensors."""
     named = inspect.signature(function).bind(*args, **kwargs).arguments
     tensors = tensors_in([*named.values()])
-    outside_step = not depth_of_steps()  # in which an optimizer may gather the parameters
+    outside_step = not depth_of_steps()  # inside one, an optimizer may gather parameters
     requires_gradient = outside_step and any(tensor.requires_grad for tensor in tensors)
     report(
         events.Collective,
@@ -81,7 +81,7 @@ def report_call(function, args, kwargs):
 
 
 def report_numbers(tensor):
-    """Report the whole numbers that the ranks have added up: they may count samples."""
+    """Report the whole numbers that the ranks have added up, which may be counts of samples."""
     if tensor.numel() <= MAX_COUNTS:
         numbers = ask(lambda: [*tensor.flatten().tolist(), tensor.sum().item()], default=[])
         whole = [int(number) for number in numbers if ask(lambda value: value % 1 == 0, number)]
@@ -89,16 +89,16 @@ def report_numbers(tensor):
 
 
 def is_on_all_ranks(args, kwargs):
-    """Return whether the group of a collective, if it is given one, has all ranks."""
+    """Return whether the group of a collective, if one is passed, contains all ranks."""
     groups = [value for value in (*args, *kwargs.values()) if isinstance(value, dist.ProcessGroup)]
     return all(group.size() == dist.get_world_size() for group in groups)
 
 
 @patch(*(f"{C10D}.{name}" for name in distributed_c10d.__all__ if re.match(COLLECTIVE, name)))
 def collective(original, *args, **kwargs):
-    """Report a collective before it is called, as it may hang, and what it gave afterwards."""
-    # all_gather_object calls all_gather. The calls of another thread have no order among those of
-    # this one.
+    """Report a collective before it is called, because it may hang, and then what it returned."""
+    # Calls inside a collective do not count: all_gather_object calls all_gather. Neither do calls
+    # of other threads, because their order is not fixed.
     if state.in_collective or threading.current_thread() is not threading.main_thread():
         return original(*args, **kwargs)
     state.in_collective = True
@@ -107,13 +107,13 @@ def collective(original, *args, **kwargs):
         with harmless():
             if script_line() and is_on_all_ranks(args, kwargs):
                 tensors = report_call(original, args, kwargs)
-        # gloo refuses gradients in all_gather_into_tensor and all_gather_single, NCCL does not.
+        # Unlike NCCL, gloo refuses gradients in all_gather_into_tensor and all_gather_single.
         drop_gradient = TASK.translate and "gather_" in original.__name__
         with torch.set_grad_enabled(torch.is_grad_enabled() and not drop_gradient):
             result = original(*args, **kwargs)
     finally:
         state.in_collective = False
-    with harmless():  # an asynchronous call is not done yet
+    with harmless():  # an asynchronous call returns a Work, and has no result yet
         if original.__name__ in REDUCTIONS and tensors and not isinstance(result, dist.Work):
             report_numbers(tensors[0])
     return result

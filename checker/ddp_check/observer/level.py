@@ -1,7 +1,7 @@
-"""Levels a run for the drill world-size: takes out what may differ between N processes and one.
+"""Levels a run for the drill world-size: removes what may differ between N processes and one.
 
-Dropout drops nothing, BatchNorm takes the statistics of all ranks, the random numbers of a sample
-depend on its index alone, and everything is computed in float64.
+Dropout drops nothing, BatchNorm uses the statistics of all ranks, the random numbers of a sample
+depend only on its index, and everything is computed in float64.
 """
 
 import random
@@ -25,19 +25,19 @@ DROPOUTS = (
     "alpha_dropout",
     "feature_alpha_dropout",
 )
-plain_forward = _BatchNorm.forward  # before it is patched
+plain_forward = _BatchNorm.forward  # the original, which is patched below
 
 # ---------------------------------------------------------------- BatchNorm
 
 
 class SumOverRanks(torch.autograd.Function):
-    """The sum of a tensor over the ranks of a group. The losses of all of them depend on it."""
+    """The sum of a tensor over the ranks of a group. Its gradient is the sum over their losses."""
 
     @staticmethod
     def forward(ctx, tensor, group):
         ctx.group = group
         result = tensor.contiguous().clone()
-        group.allreduce([result]).wait()  # a method: the functions of torch.distributed are patched
+        group.allreduce([result]).wait()  # not dist.all_reduce, which is patched
         return result
 
     @staticmethod
@@ -55,7 +55,7 @@ def normalize_over_ranks(forward, layer, tensor):
     sizes = SumOverRanks.apply(sizes, group).tolist()
     before, after = sum(sizes[:rank]), sum(sizes[rank + 1 :])
     # Each rank fills its place in a batch of zeros: a a 0 0 0 and 0 0 b b b add up to a a b b b.
-    # What pad() gets begins with the last dimension, and the first is that of the samples.
+    # pad() gets the widths of the last dimension first, and the samples are the first dimension.
     padded = nn.functional.pad(tensor, [0, 0] * (tensor.dim() - 1) + [before, after])
     batch = SumOverRanks.apply(padded, group)
     return forward(layer, batch)[before : before + len(tensor)]
@@ -68,7 +68,7 @@ def forward_synced(original, self, tensor):
 
 
 if TASK.scale:
-    torch.set_default_dtype(torch.float64)  # of what the script creates, such as class weights
+    torch.set_default_dtype(torch.float64)  # for tensors of the script, such as class weights
 
     @patch("torch.nn.modules.batchnorm._BatchNorm.forward")
     def forward(original, self, tensor):
@@ -79,29 +79,29 @@ if TASK.scale:
 
     @patch(*(f"torch.nn.functional.{name}" for name in DROPOUTS))
     def drop_nothing(original, input, *_, **__):
-        """Return what a dropout gets."""
+        """Return the input of a dropout unchanged."""
         return input
 
     @patch("torch.nn.functional.scaled_dot_product_attention")
     def attend_to_all(original, *args, dropout_p=0.0, **kwargs):
-        """Drop nothing out of an attention: its fifth argument is the share that is dropped."""
+        """Drop nothing from attention, whose fifth argument is the share that is dropped."""
         return original(*args[:4], *([0.0] if args[4:] else []), *args[5:], **kwargs)
 
     @patch("torch.nn.RNNBase.__init__")
     def make_recurrent(original, self, *args, **kwargs):
-        """Drop nothing out between the layers of a recurrent network."""
+        """Drop nothing between the layers of a recurrent network."""
         original(self, *args, **kwargs)
         self.dropout = 0.0
 
     @patch("torch.autocast.__init__")
     def autocast(original, self, device_type, *args, **kwargs):
-        """Keep float64 where the script would compute with fewer bits."""
+        """Keep float64 where the script would use a lower precision."""
         original(self, device_type, enabled=False)
 
     # ------------------------------------------------------------ random samples
 
     class SeededByIndex(data.Dataset):
-        """A data set that makes a random sample in the same way, whichever rank asks for it."""
+        """A data set whose random samples do not depend on which rank asks for them."""
 
         def __init__(self, dataset):
             self._ddp_check_inner = dataset
@@ -124,5 +124,5 @@ if TASK.scale:
 
     @patch("torch.utils.data._utils.fetch._MapDatasetFetcher.__init__")
     def make_fetcher(original, self, dataset, *args):
-        """Let the random numbers of a sample depend on its index alone."""
+        """Let the random numbers of a sample depend only on its index."""
         original(self, SeededByIndex(dataset), *args)

@@ -35,16 +35,16 @@ from ddp_check.observer.values import (
 )
 
 SHARDED = {"FSDPModule", "FullyShardedDataParallel"}  # importing them would take seconds
-model_numbers = {}  # identity of a module in a wrapped model -> the number of that model
-reduced_by_ddp = {}  # identity of a parameter whose gradient a DDP model reduces -> itself
+model_numbers = {}  # id of a module in a wrapped model -> the number of that model
+reduced_by_ddp = {}  # id of a parameter whose gradient a DDP model reduces -> the parameter
 
 
 class Forward(NamedTuple):
     """A call of a DDP model that a backward pass may follow."""
 
-    model: int
+    model: int  # number of the model
     synced: bool  # its gradients will be reduced
-    in_join: bool  # inside of join()
+    in_join: bool  # it is called inside join()
 
 
 @patch(f"{DDP}.__init__")
@@ -53,7 +53,7 @@ def wrap(original, self, module, *args, **kwargs):
     number = len(state.wrapped)
     if TASK.scale:
         module.double()
-    path = os.path.join(TASK.start, f"start{number}")  # the weights it had in another run
+    path = os.path.join(TASK.start, f"start{number}")  # its first weights in another run
     if TASK.start and os.path.exists(path):
         module.load_state_dict(base.torch_load(path, weights_only=True))
     original(self, module, *args, **kwargs)
@@ -68,13 +68,13 @@ def wrap(original, self, module, *args, **kwargs):
 
 
 def model_suffix(number):
-    """Return what is appended to the names in a wrapped model, unless it is the first."""
+    """Return the suffix for the names in a wrapped model; empty for the first model."""
     return f" of model {number + 1}" if number else ""
 
 
 @patch(f"{DDP}.register_comm_hook")
 def register_comm_hook(original, self, state, hook):
-    """Report a hook that replaces the mean of the gradients."""
+    """Report a hook that replaces DDP's way of averaging the gradients."""
     name = ask(lambda: f"{hook.__module__}.{hook.__qualname__}", default="")
     report(events.CommHook, name=name)
     return original(self, state, hook)
@@ -104,13 +104,13 @@ def forward(original, self, /, *args, **kwargs):
 
 @patch("torch.optim.Optimizer.zero_grad", "torch.nn.Module.zero_grad")
 def zero_grad(original, self, *args, **kwargs):
-    """Forget the reductions of gradients that are dropped, as SAM drops those of its first step."""
+    """Reset the count of reductions: the gradients are dropped, as after the first step of SAM."""
     state.since_step.reductions = 0
     return original(self, *args, **kwargs)
 
 
 def note_inputs(_, args, kwargs):
-    """Note a checksum of what a model is trained on. A sharded model calls this as a hook."""
+    """Note a checksum of a model's training inputs. A sharded model calls this as a hook."""
     with harmless():
         if torch.is_grad_enabled():
             total = checksum(tensors_in([args, kwargs]), quick=True)
@@ -122,15 +122,15 @@ def note_inputs(_, args, kwargs):
 
 @hooks.register_module_forward_pre_hook
 def enter_module(module, args):
-    """Observe that any module is called."""
+    """Observe the call of any module."""
     if is_compiling():
         return  # the hooks would become a part of the graph
-    state.in_module += 1  # in any case, as leave_module counts down
+    state.in_module += 1  # before any return below, because leave_module counts down
     if is_recorded():
         return
     is_outermost = state.in_module == 1
     with harmless():
-        if torch.is_grad_enabled():  # at any depth: the model may be a part of another
+        if torch.is_grad_enabled():  # at any depth, as a model may be part of another
             note_bypass(module)
             watch_sharded_inputs(module)
         elif is_outermost or is_wrapped(module):
@@ -139,33 +139,33 @@ def enter_module(module, args):
 
 @functools.partial(hooks.register_module_forward_hook, always_call=True)
 def leave_module(module, _, __):
-    """Observe that a module has been called."""
+    """Observe the end of a module's call."""
     if is_compiling():
         return
     state.in_module -= 1
 
 
 def note_bypass(module):
-    """Note a training call of a wrapped model, or of its part, that does not go through DDP."""
+    """Note a training call of a wrapped model, or of a part of it, that bypasses DDP."""
     number, bypasses = model_numbers.get(id(module)), state.since_step.bypasses
     if number is None or number in bypasses:
         return
-    if state.in_forward or in_backward():  # in a backward pass, checkpointing calls modules again
+    if state.in_forward or in_backward():  # checkpointing calls modules again in a backward pass
         return
     if any(value.requires_grad for value in module.parameters()):
         bypasses[number] = script_line()
 
 
 def watch_sharded_inputs(module):
-    """Note the inputs of the first sharded model that is called, as of those in DDP."""
+    """Note the inputs of the first sharded model that is called, as for models in DDP."""
     if SHARDED & {kind.__name__ for kind in type(module).__mro__} and is_first("sharded"):
         module.register_forward_pre_hook(note_inputs, with_kwargs=True)
 
 
 def report_evaluation(module):
-    """Report that a batch is evaluated, and, once in a pass, that a wrapped model does it."""
+    """Report that a batch is evaluated, and once per pass that a wrapped model evaluates it."""
     if isinstance(module, DistributedDataParallel):
-        return  # it calls the wrapped model
+        return  # it will call the model inside it
     if state.batch_is_unevaluated:
         report(events.BatchEvaluated)
     state.batch_is_unevaluated = False
@@ -180,12 +180,12 @@ def report_evaluation(module):
 
 
 def is_wrapped(module):
-    """Return whether a module is the model in a wrapper, by identity: `==` may be the script's."""
+    """Return whether a module is a wrapped model. Compares with `is`: a script may define `==`."""
     return any(module is model for model in state.wrapped)
 
 
 def is_noisy(module):
-    """Return whether a module is in training mode, and its result depends on that."""
+    """Return whether a module is in training mode and returns something else because of it."""
     norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
     drops_out = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
     return module.training and (drops_out or norm)
@@ -214,5 +214,5 @@ def destroy_process_group(original, group=None):
     if group in (None, torch.distributed.group.WORLD):
         with harmless():
             describe_models()
-        time.sleep(0.05)  # gloo's threads forget their last work, or freeing a DDP model could hang
+        time.sleep(0.05)  # for gloo's threads to drop their work; otherwise, freeing DDP could hang
     return original(group)

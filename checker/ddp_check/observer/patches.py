@@ -1,13 +1,13 @@
-"""Replaces functions of PyTorch by the observer's.
+"""Replaces functions of PyTorch with the observer's.
 
-Each of these stands under `@patch` with the names of what it replaces, and its docstring says what
-the checker cannot do where PyTorch has no such function. This prints them all as a table:
+`@patch` names the functions that each of the observer's functions replaces. If PyTorch has no such
+function, the docstring below it says what the checker cannot do. This command lists them all:
 
     grep -h -A 3 "^ *@patch" ddp_check/observer/*.py
 
-All of the names exist in PyTorch 2.8, the oldest version that is promised, and in 2.14. Those with
-an underscore are private, and the first to go. If one is missing, the rest is still observed, and
-the report tells it. Private names that the observer only asks are imported at the top of a module.
+All of the names exist in PyTorch 2.8, the oldest supported version, and in 2.14. Names with an
+underscore are private, so they may disappear first. If one is missing, the rest is still observed,
+and the report says so. Private names that the observer only reads are imported at a module's top.
 
 Outside of PyTorch, the observer replaces `signal.signal`, `logging.StreamHandler.emit` and
 `sys.stdout.write`, and listens to audit events about files and folders.
@@ -28,9 +28,9 @@ SCALER = "torch.amp.GradScaler"
 
 
 def patch(*names):
-    """Let calls of these functions go through the decorated one.
+    """Let calls of these functions go through the decorated function.
 
-    It gets the original as its first argument.
+    The decorated function gets the original as its first argument.
     """
 
     def decorate(function):
@@ -48,15 +48,15 @@ def patch(*names):
 
 
 def intercept(owner, name, function):
-    """Replace a function or method by one that is called with the original as first argument."""
+    """Replace a function or method with `function`, which gets the original as first argument."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
     def replacement(*args, **kwargs):
         return function(original, *args, **kwargs)
 
-    # It may have several names: torch.random.manual_seed is torch.manual_seed. And to be pickled,
-    # it has to be found in the module that defines it.
+    # The original may have several names: torch.random.manual_seed is torch.manual_seed. Pickle
+    # looks the replacement up in the module that defines the original.
     module = sys.modules.get(getattr(original, "__module__", None))
     for holder in (owner, module, torch, torch.distributed, torch.nn.utils):
         if getattr(holder, name, None) is original:

@@ -13,9 +13,9 @@ from ddp_check.observer.models import describe_models
 from ddp_check.observer.patches import intercept
 
 
-@atexit.register  # before the script can register anything, so it is called last
+@atexit.register  # registered before the script's functions, so it is called last
 def end():
-    """Report the final weights, and what is left of the process group."""
+    """Report the final weights, and that the process ends."""
     if state.pid != os.getpid() or not is_first("end"):
         return
     with harmless():
@@ -32,11 +32,11 @@ def modules_of_script():
 def end_in_fork(_):
     """Let a forked multiprocessing.Process call `end`, which it would not do by itself.
 
-    It ends with os._exit, without the functions of atexit, but with those of
-    multiprocessing.util.Finalize. A fork clears these, and calls this afterwards.
+    Such a process ends with os._exit, which skips atexit's functions, but it calls those of
+    multiprocessing.util.Finalize. A fork clears these before it calls this function.
     """
-    if state.pid != os.getpid():  # its parent's; a spawned process has a state of its own
-        multiprocessing.util.Finalize(None, end, exitpriority=-1000)  # the last to be called
+    if state.pid != os.getpid():  # the parent's state; a spawned process has its own
+        multiprocessing.util.Finalize(None, end, exitpriority=-1000)  # called last
 
 
 def set_handler(original, signalnum, handler):

@@ -37,8 +37,8 @@ from ddp_check.observer.values import (
 )
 from ddp_check.protocol import STEPS
 
-FEW, MAX_ELEMENTS = 3, 64  # of the first and last parameters; of each gradient
-SCHEDULERS = [  # that have a step() of their own
+FEW, MAX_ELEMENTS = 3, 64  # how many of the first and last parameters, and of their elements
+SCHEDULERS = [  # schedulers that define a step() of their own
     "LRScheduler",
     "ReduceLROnPlateau",
     "ChainedScheduler",
@@ -49,15 +49,15 @@ SCHEDULERS = [  # that have a step() of their own
 
 @optimizers.register_optimizer_step_pre_hook
 def enter_step(optimizer, args, kwargs):
-    """Report a step before it is taken, while the gradients are there."""
+    """Report a step before it is taken, while the gradients are still there."""
     if depth_of_steps() > 1:
-        return  # an optimizer lets another one take its step
+        return  # another optimizer, whose step is running, calls this one
     if "_init_optim_state" in {code.co_name for code in callers()}:
-        return  # it makes the state that a sharded checkpoint is loaded into
+        return  # the step only creates the state into which a sharded checkpoint is loaded
     if ask(float, getattr(optimizer, "found_inf", None), default=0):
-        return  # a fused optimizer skips the step itself when a GradScaler tells it to
+        return  # a GradScaler makes a fused optimizer skip this step
     state.steps += 1
-    if TASK.pause:  # time.sleep(0) takes 0.05 ms, too
+    if TASK.pause:  # because even time.sleep(0) takes 0.05 ms
         time.sleep(TASK.pause)
     with harmless():
         if TASK.scale and state.steps <= STEPS and state.wrapped:
@@ -69,7 +69,7 @@ def enter_step(optimizer, args, kwargs):
 
 
 def save_gradients():
-    """Keep the gradients of the first steps for the drill world-size."""
+    """Save the gradients of the first steps for the drill world-size."""
     gradients = [
         [
             (name, None if value.grad is None else value.grad.to_dense())
@@ -84,7 +84,7 @@ class OptimizerParameters:
     """The parameters of an optimizer by name, and which of them have gradients."""
 
     def __init__(self, optimizer):
-        owners = {  # identity of a parameter in a wrapped model -> its name, number of the model
+        owners = {  # id of a parameter in a wrapped model -> its name, and the model's number
             id(value): (f"{name}{model_suffix(number)}", number)
             for number, module in enumerate(state.wrapped)
             for name, value in module.named_parameters()
@@ -110,18 +110,18 @@ class OptimizerParameters:
 
     @property
     def bypassed(self):
-        """The lines that call a model with gradients itself, while its wrapper is not called."""
+        """The lines that call a model with gradients directly, if its wrapper was not called."""
         since = state.since_step
         models = {self.models[name] for name in self.gradients if name in self.models}
         models -= {call.model for call in since.forwards}
         return [since.bypasses[number] for number in sorted(models & since.bypasses.keys())]
 
     def not_finite(self, losses):
-        """Return where what is not finite comes from: "loss", "gradient of NAME", or ""."""
+        """Return where values that are not finite come from: "loss", "gradient of NAME", or ""."""
         for name, gradient in self.gradients.items():
             if not ask(is_finite, gradient, default=True):
                 return f"gradient of {name}" if all(map(math.isfinite, losses)) else "loss"
-        return ""  # an infinite loss does no harm then: the script has cleaned its gradients
+        return ""  # even if a loss is infinite, because the script has cleaned its gradients
 
 
 def report_step(optimizer, closure):
@@ -154,8 +154,8 @@ def report_step(optimizer, closure):
 
 
 def wants_weights():
-    """Return whether this step reports its weights, which takes time: seldom, if DDP is used."""
-    # Of 50 steps two in a row, as two optimizers may take turns:
+    """Return whether this step reports its weights. With DDP, few do, because it takes time."""
+    # Two consecutive steps out of 50, because two optimizers may take turns:
     is_early_or_rare = state.steps <= 5 or state.steps % 50 < 2
     return state.no_step_in_pass or not state.wrapped or is_early_or_rare
 
@@ -163,9 +163,8 @@ def wants_weights():
 def generator_states():
     """Return a checksum of the state of each global generator: {source of random numbers: …}."""
     states = {"torch": zlib.crc32(torch.get_rng_state().numpy())}
-    states["random"] = hash(
-        random.getstate()
-    )  # whole numbers, of which all processes make one hash
+    _, integers, _ = random.getstate()  # the third is None, whose hash differs between processes
+    states["random"] = hash(integers)
     if numpy := sys.modules.get("numpy.random"):
         _, key, position, *_ = numpy.get_state()
         states["numpy"] = zlib.crc32(key.tobytes(), position)
@@ -185,7 +184,7 @@ def note_losses(tensors):
 def backward(original, tensors, *args, **kwargs):
     """Note the losses of a backward pass, unless they were noted before they were scaled."""
     with harmless():
-        is_inner = in_backward()  # that of reentrant checkpointing
+        is_inner = in_backward()  # reentrant checkpointing calls backward() inside backward()
         if not (state.since_step.backwards or is_inner):
             state.since_step.stale = gradients_are_left()
         calls = state.since_step.forwards
@@ -208,7 +207,7 @@ def scale(original, self, outputs):
 def gradients_are_left():
     """Return whether all parameters that an optimizer trains still have gradients.
 
-    Some elements of a few of them say so: zeros, and None, are what zero_grad() leaves.
+    Looks at some elements of a few of them. After zero_grad(), they would be zeros or None.
     """
     trained = [value for value in state.parameters.values() if value.requires_grad]
     some = [value.grad for value in (*trained[:FEW], *trained[-FEW:])]
@@ -222,17 +221,17 @@ def gradients_are_left():
 
 @patch(f"{SCALER}.unscale_")
 def unscale(original, self, *args, **kwargs):
-    """Note that a GradScaler's factor is no longer in the gradients."""
+    """Note that the gradients are no longer multiplied by a GradScaler's factor."""
     state.gradients_scaled = False
     return original(self, *args, **kwargs)
 
 
 @patch(f"{SCALER}.step")
 def step_scaled(original, self, *args, **kwargs):
-    """Let what follows belong to the next step, even if the GradScaler skips this one."""
+    """Attribute what follows to the next step, even if the GradScaler skips this one."""
     state.gradients_scaled = False
     result = original(self, *args, **kwargs)
-    state.since_step = SinceStep()  # a skipped step has not reset it
+    state.since_step = SinceStep()  # a skipped step does not reset it
     return result
 
 
@@ -265,7 +264,7 @@ def load_state_dict(original, self, *args, **kwargs):
 
 @patch(*(f"torch.optim.lr_scheduler.{name}.step" for name in SCHEDULERS))
 def step_scheduler(original, self, *args, **kwargs):
-    """Report the step of a scheduler, but none that it lets another one take."""
+    """Report the step of a scheduler, but not the steps of schedulers that it calls."""
     in_constructor = any(code.co_name == "_initial_step" for code in callers())
     if state.steps and not (state.in_scheduler or in_constructor):
         is_plateau = isinstance(self, lr_scheduler.ReduceLROnPlateau)

@@ -1,4 +1,4 @@
-"""Runs a script that was written for GPUs on the CPU: translates its calls."""
+"""Translates a script's calls, so that a script that was written for GPUs runs on the CPU."""
 
 import contextlib
 import inspect
@@ -19,9 +19,9 @@ CPU = torch.device("cpu")
 COUNT = int(os.environ.get("LOCAL_WORLD_SIZE", TASK.nproc))
 ALL_GPUS = ",".join(map(str, range(COUNT)))
 if not os.environ.get("CUDA_VISIBLE_DEVICES") and not os.path.exists("/dev/nvidiactl"):
-    os.environ["CUDA_VISIBLE_DEVICES"] = ALL_GPUS  # libraries take their GPU from it
+    os.environ["CUDA_VISIBLE_DEVICES"] = ALL_GPUS  # libraries get their GPU from it
 ATTRIBUTES = (Tensor.get_device, Tensor.is_cuda.__get__)
-DEVICE_AT = {Tensor.to: 1, torch._C._nn._parse_to: 0}  # the argument that may be a GPU's number
+DEVICE_AT = {Tensor.to: 1, torch._C._nn._parse_to: 0}  # function -> index of its device argument
 
 
 def names_gpu(value):
@@ -30,9 +30,9 @@ def names_gpu(value):
 
 
 def gpu_index(device):
-    """Return the number of a GPU that is given as a device, a number, or None for the current one.
+    """Return the number of a GPU, given as a device, a number, or None for the current GPU.
 
-    It is -1 for a CPU.
+    The result is -1 for a CPU.
     """
     if str(device).startswith("cpu"):
         return -1
@@ -41,18 +41,18 @@ def gpu_index(device):
 
 
 def set_device(device, *_):
-    """Take the place of torch.cuda.set_device, which ignores a negative number."""
+    """Replace torch.cuda.set_device and, like it, ignore a negative number."""
     device = state.gpu if device is None else device
     if gpu_index(device) >= 0:
         state.gpu = gpu_index(device)
 
 
 class OnTheCPU(TorchFunctionMode):
-    """Replaces GPUs by the CPU in the arguments of every PyTorch call."""
+    """Replaces GPUs with the CPU in the arguments of every PyTorch call."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.device:  # it may name a GPU: what uses it is translated
+        if func is torch.device:  # it may name a GPU, because the calls that use it are translated
             return func(*args, **kwargs)
         if func in (Tensor.pin_memory, Tensor.record_stream):
             return args[0]
@@ -65,7 +65,7 @@ class OnTheCPU(TorchFunctionMode):
 
 
 def numbers_as_devices(func, args, kwargs):
-    """Return the arguments of a call with a device for the bare number of a GPU."""
+    """Return the arguments of a call with a device in place of the bare number of a GPU."""
     index = DEVICE_AT.get(func)
     if index is not None and len(args) > index and type(args[index]) is int:
         args = (*args[:index], torch.device("cuda", args[index]), *args[index + 1 :])
@@ -75,13 +75,13 @@ def numbers_as_devices(func, args, kwargs):
 
 
 def without_gpus(args, kwargs):
-    """Return the arguments of a call with the CPU for each GPU."""
+    """Return the arguments of a call with the CPU in place of each GPU."""
     args = [CPU if names_gpu(value) else value for value in args]
     return args, {name: CPU if names_gpu(value) else value for name, value in kwargs.items()}
 
 
 class Ignored:
-    """Stands for what only GPUs need. Each of its methods does nothing, and returns it."""
+    """Replaces what only GPUs need. Each method does nothing and returns the object itself."""
 
     def __enter__(self):
         return self
@@ -97,7 +97,7 @@ class Ignored:
 
 
 class Idle(Ignored):
-    """A stream or an event. As an object counts as True, `event.query()` says that it is done."""
+    """A stream or an event. `event.query()` returns the object itself, which means "done"."""
 
     def __init__(self, *_, **__):
         pass
@@ -108,7 +108,7 @@ class Idle(Ignored):
 
 @contextlib.contextmanager
 def current_gpu(device):
-    """Take the place of torch.cuda.device, within which "cuda" means this GPU."""
+    """Replace torch.cuda.device: inside the block, "cuda" means this GPU."""
     before = state.gpu
     set_device(device)
     try:
@@ -118,7 +118,7 @@ def current_gpu(device):
 
 
 class Generator(torch.Generator):
-    """Generates numbers on the CPU."""
+    """Generates random numbers on the CPU, whatever device is asked for."""
 
     def __new__(cls, device=CPU):
         return super().__new__(cls, CPU)
@@ -130,7 +130,7 @@ for name in ("Stream", "Event", "stream", "current_stream", "default_stream"):
 torch.cuda.nvtx = torch.cuda.profiler = Ignored()
 for name in [name for name in dir(torch.cuda) if name.endswith("Tensor")]:
     setattr(torch.cuda, name, getattr(torch, name))
-ANSWERS = {  # every other function answers 0
+ANSWERS = {  # what functions about GPUs return; all others return 0
     "is_available": True,
     "is_initialized": True,
     "device_count": COUNT,
@@ -150,15 +150,15 @@ ANSWERS |= {
     "get_rng_state_all": lambda: [torch.get_rng_state()] * COUNT,
 }
 ANSWERS |= dict.fromkeys(("set_device", "set_device_index", "set_device_idx"), set_device)
-# What libraries may also call; torch.manual_seed seeds the CPU.
+# Functions that do nothing even if libraries call them; torch.manual_seed seeds the CPU.
 QUIET = "set_device|init$|synchronize|empty_cache|ipc_collect|manual_seed"
 
 
 def answer(original, *args, **kwargs):
-    """Answer what the script asks about GPUs by `ANSWERS`, and libraries by `QUIET`."""
+    """Return the answer in `ANSWERS` to the script, or to a library if the name is in `QUIET`."""
     name = original.__name__
     if not (script_line(direct=True) or re.match(QUIET, name)):
-        return original(*args, **kwargs)  # a library asks, and gets the truth
+        return original(*args, **kwargs)  # a library gets the truth
     value = ANSWERS.get(name, 0)
     return value(*args, **kwargs) if callable(value) else value
 
@@ -170,7 +170,7 @@ for owner in (torch.cuda, torch.accelerator):
 
 
 def replace_arguments(name, **replacements):
-    """Let calls of a function have these arguments."""
+    """Replace these arguments in all calls of a function."""
 
     @patch(name)
     def on_the_cpu(original, *args, **kwargs):
@@ -192,13 +192,13 @@ replace_arguments("torch.distributed.device_mesh.init_device_mesh", device_type=
 
 @patch("torch.autocast.__init__")
 def autocast(original, self, device_type, dtype=None, enabled=True, cache_enabled=None):
-    """Compute in float32 what a GPU computes with fewer bits, in which most CPUs are slow."""
+    """Compute in float32 what a GPU computes in a lower precision, in which most CPUs are slow."""
     if device_type != "cpu":
         device_type, enabled = "cpu", False
     original(self, device_type, dtype, enabled, cache_enabled)
 
 
-# DDP refuses SyncBatchNorm, which is computed below, and communication in bfloat16.
+# On a CPU, DDP refuses SyncBatchNorm, which level.py makes work, and bfloat16 communication.
 for name in ("_passing_sync_batchnorm_handle", "_check_comm_hook"):
     setattr(DistributedDataParallel, name, lambda self, _: None)
 

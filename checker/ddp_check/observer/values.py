@@ -1,4 +1,4 @@
-"""Checksums of tensors, batches and data sets, and what is known of a tensor's values."""
+"""Checksums of tensors, batches and data sets, and questions about a tensor's values."""
 
 import itertools
 import zlib
@@ -8,13 +8,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddp_check.observer.base import ask
 
-MAX_PER_SAMPLE = 1 << 10  # elements that enter the checksum of a sample
-MAX_QUICK = 1 << 16  # elements of a tensor that enter a quick checksum
-MAX_PARTS = 30  # first items of a list or attributes of an object that enter its fingerprint
+MAX_PER_SAMPLE = 1 << 10  # number of elements that enter the checksum of a sample
+MAX_QUICK = 1 << 16  # number of a tensor's elements that enter a quick checksum
+MAX_PARTS = 30  # number of a list's items or an object's attributes that enter a fingerprint
 MAX_BYTES = 1e8  # a larger array does not enter a fingerprint
-# The fields of `Batch` that tell of samples, of a batch in which none has a row of its own:
+# The fields of `Batch` about samples, for a batch in which the samples have no rows:
 UNKNOWN_SAMPLES = {"checksums": None, "label_checksums": None}
-# Types for isinstance: a tensor in float32 on the CPU is a torch.FloatTensor.
+# Types for isinstance: a float32 tensor on the CPU is a torch.FloatTensor.
 LOWER_PRECISION = (torch.FloatTensor, torch.BFloat16Tensor, torch.HalfTensor)
 
 
@@ -30,19 +30,19 @@ def in_double_precision(values):
 
 
 def local_part(tensor):
-    """Return the values that a tensor holds: of a sharded one, those that this rank holds."""
+    """Return the values of a tensor; if it is sharded, only those that this rank holds."""
     local = tensor.detach()
     local = local.to_local() if hasattr(local, "to_local") else local
     return local.coalesce().values() if local.is_sparse else local
 
 
 def mesh_dimensions(tensors):
-    """Return the number of dimensions of the mesh that tensors are sharded over, or 0.
+    """Return over how many dimensions of a mesh the tensors are sharded, or 0 without a mesh.
 
-    It is 1 for FSDP and for HSDP, which replicates over a second dimension, and 2 for FSDP with
-    tensor parallelism. For tensors that are only replicated over a mesh, it is 1, too.
+    This is 1 for FSDP and for HSDP, which replicates over a second dimension, and 2 for FSDP with
+    tensor parallelism. For tensors that are only replicated over a mesh, it is also 1.
     """
-    flat = any(hasattr(tensor, "_fsdp_flattened") for tensor in tensors)  # FSDP1 marks them so
+    flat = any(hasattr(tensor, "_fsdp_flattened") for tensor in tensors)  # set by FSDP1
     meshes = [
         max(1, sum(not placement.is_replicate() for placement in tensor.placements))
         for tensor in tensors
@@ -54,15 +54,15 @@ def mesh_dimensions(tensors):
 def is_finite(tensor):
     """Return whether all values of a tensor are finite."""
     local = local_part(tensor)
-    # A sum is several times as fast. It may overflow, and is finite only if all elements are.
+    # A sum is several times as fast. It is finite only if all elements are, but may overflow.
     return bool(local.sum().isfinite()) or bool(local.isfinite().all())
 
 
 def checksum(tensors, quick=False):
     """Return a checksum of the bits of these tensors.
 
-    For a quick one, the sum of a large tensor and some of its elements count. What cannot be read,
-    such as None, is left out; if nothing is left, it is 0.
+    A quick checksum uses only the sum and some elements of a large tensor. Values that cannot be
+    read, such as None, are left out; if nothing is left, the checksum is 0.
     """
     total = 0
     for tensor in tensors:
@@ -81,7 +81,7 @@ def bits(tensor, quick):
 
 
 def checksums(named, quick=False):
-    """Return {name: checksum} of {name: tensor}."""
+    """Return {name: checksum} for {name: tensor}."""
     return {name: checksum([tensor], quick) for name, tensor in named.items()}
 
 
@@ -89,12 +89,12 @@ def checksums(named, quick=False):
 
 
 def describe_samples(batch, count):
-    """Return the fields of a `Batch` event that tell of its samples.
+    """Return the fields of a `Batch` event about its samples.
 
-    A sample has a row in each tensor that is as long as there are samples: its label is in the one
-    with the shortest rows. Of 8 images and 8 labels, there are 8 checksums and 8 label_checksums.
-    If the count is 1, as where the data set returns whole batches, all tensors are that sample's.
-    None stands for the length of the first tensor.
+    A sample has a row in each tensor whose length is the number of samples. The tensor with the
+    shortest rows has the labels. For 8 images with labels, this returns 8 checksums of each kind.
+    If `count` is 1, for example because the data set returns whole batches, all tensors belong to
+    that sample. If it is None, the length of the first tensor is the number of samples.
     """
     tensors = [tensor for tensor in tensors_in(batch) if tensor.dim() and tensor.numel()]
     if count is None:
@@ -119,7 +119,7 @@ def describe_samples(batch, count):
 
 
 def continued(checksums, part):
-    """Return the checksums of samples, continued by the row that each has in a further tensor."""
+    """Return the samples' checksums after adding the row of each sample in one more tensor."""
     elements = part[:, :: 1 + part.shape[1] // MAX_PER_SAMPLE].contiguous()
     rows = elements.view(torch.uint8).numpy()
     return [zlib.crc32(row, checksum) for row, checksum in zip(rows, checksums)]
@@ -128,7 +128,7 @@ def continued(checksums, part):
 def fingerprint(value, depth=5):
     """Return a checksum that is the same for equal data sets, whatever they consist of.
 
-    Others may share it, for only the first parts of each part enter it.
+    Different data sets may share it, because only the first parts of each part enter it.
     """
     if isinstance(value, torch.Tensor):
         return checksum([value], quick=True)
@@ -143,15 +143,15 @@ def fingerprint(value, depth=5):
 
 
 def array_bytes(value):
-    """Return the bytes of an array or an image, or None of anything else and of large ones."""
+    """Return the bytes of an array or an image, or None for other objects and for large ones."""
     size = ask(lambda: value.nbytes)
-    if size is None:  # no array, perhaps a PIL image
+    if size is None:  # not an array; perhaps a PIL image
         size = ask(lambda: value.width * value.height * len(value.getbands()))
     return ask(lambda: bytes(value.tobytes()) if size < MAX_BYTES else None)
 
 
 def parts_of(value):
-    """Return the first items of a list or values of a dictionary, or attributes of an object."""
+    """Return the first items of a list, values of a dictionary or attributes of an object."""
     if isinstance(value, list | tuple):
         return value[:MAX_PARTS]
     named = value if isinstance(value, dict) else ask(getattr, value, "__dict__", default={})

@@ -1,4 +1,4 @@
-"""The rules that a run is judged by, in the order of the report. See CONTRIBUTING.md."""
+"""The rules by which a run is judged, in the order of the report. See CONTRIBUTING.md."""
 
 import traceback
 from dataclasses import replace
@@ -8,7 +8,7 @@ from ddp_check.ranks import counted
 from ddp_check.rules import data, evaluation, gradients, launch, output, weights
 from ddp_check.rules.base import BROKEN, Verdict, passed, unseen
 
-SUBJECTS = {  # event: (what is counted when a rule passes, what is said if a run has none)
+SUBJECTS = {  # event -> (what is counted when a rule passes, the reason if a run has none)
     events.Step: ("step", "no optimizer took a step"),
     events.Wrap: ("model", "no model is wrapped in DistributedDataParallel"),
     events.Join: ("process group", "no process joined a process group"),
@@ -19,7 +19,7 @@ SUBJECTS = {  # event: (what is counted when a rule passes, what is said if a ru
     events.Save: ("save", "nothing is saved with torch.save"),
     events.StateLoaded: ("state", "no state is loaded"),
 }
-RULES = {  # rule: what it needs to look at
+RULES = {  # rule -> the kinds of event that it needs
     launch.script_ends: [],
     launch.one_group: [],
     gradients.values_are_finite: [events.Step],
@@ -44,7 +44,7 @@ assert {kind for kinds in RULES.values() for kind in kinds} <= SUBJECTS.keys()
 
 
 def verdict_of(rule, run):
-    """Return a rule's verdict on a run. If the rule breaks, that must not cost the whole report."""
+    """Return a rule's verdict on a run. An error in the rule must not prevent the report."""
     try:
         verdict = unseen_if_no_event(rule, run) or rule(run) or pass_of(rule, run)
     except Exception as error:

@@ -5,12 +5,12 @@ from functools import partial
 
 PASS, UNSEEN, NOT_APPLICABLE = "pass", "not seen", "not applicable"
 WRONG = "wrong"  # the result is wrong, or the run fails
-FRAGILE = "fragile"  # it works until something else goes wrong
-SLOW = "slow"  # it is right, and costs time
-UNSURE = "unsure"  # something was seen that may be wrong, and the checker cannot decide
-NOTE = "note"  # rare or harmless: worth a line at the end
+FRAGILE = "fragile"  # the script works until something else goes wrong
+SLOW = "slow"  # the result is right, but takes longer than necessary
+UNSURE = "unsure"  # something may be wrong, but the checker cannot decide
+NOTE = "note"  # something rare or harmless, which is reported at the end
 BROKEN = "error"  # the checker itself failed
-LABELS = {  # status -> how its line in the report begins, and GitHub's level; the worst come first
+LABELS = {  # status -> its label in the report, and its level on GitHub; the worst come first
     WRONG: ("FAIL", "error"),
     BROKEN: ("ERROR", "error"),
     FRAGILE: ("WARN", "warning"),
@@ -22,21 +22,21 @@ LABELS = {  # status -> how its line in the report begins, and GitHub's level; t
     NOT_APPLICABLE: ("n/a", ""),
 }
 LEVELS = {status: level for status, (_, level) in LABELS.items() if level}
-FOLDED = (UNSEEN, NOT_APPLICABLE)  # what a report shows in one line
+FOLDED = (UNSEEN, NOT_APPLICABLE)  # statuses that the report only counts
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a rule or a drill says."""
+    """What a rule or a drill has found."""
 
     status: str  # one of the words above
     text: str  # what was seen
-    where: str = ""  # the line of the script, as "file:line"
-    page: str = ""  # that explains it: "no_sampler" is pitfalls/no_sampler.md; or "recipes/ema"
-    details: tuple = ()  # lines to show beneath it
-    rule: str = ""  # the name of the rule or drill that gives it
-    title: str = ""  # what it is about
-    follows: bool = False  # its cause is told by another rule: put it behind the others
+    where: str = ""  # line of the script, as "file:line"
+    page: str = ""  # page that explains it: "no_sampler" (pitfalls/no_sampler.md), "recipes/ema"
+    details: tuple = ()  # lines to show below it
+    rule: str = ""  # name of the rule or drill that gives the verdict
+    title: str = ""  # what the rule promises
+    follows: bool = False  # another rule reports its cause, so it comes after the others
 
 
 passed, wrong, unsure = (partial(Verdict, status) for status in (PASS, WRONG, UNSURE))
@@ -45,7 +45,7 @@ unseen, not_applicable = partial(Verdict, UNSEEN), partial(Verdict, NOT_APPLICAB
 
 
 def worst(verdicts):
-    """Return the worst of these verdicts, of equally bad ones the first, or None without any."""
+    """Return the worst of these verdicts, the first if several are, or None if there are none."""
     order = [*LABELS]
     given = [verdict for verdict in verdicts if verdict]
     return min(given, key=lambda verdict: order.index(verdict.status), default=None)

@@ -16,7 +16,7 @@ from ddp_check.rules.base import (
 )
 
 SEEDS_GPU_BY_RANK = r"cuda\.manual_seed(_all)?\([^)\n]*rank"
-ENOUGH_SAMPLES = 8  # fewer may be equal, or in the same order, by chance
+ENOUGH_SAMPLES = 8  # number below which samples may agree by chance
 
 
 def ranks_share_data(run):
@@ -36,7 +36,7 @@ def ranks_share_data(run):
 
 
 def same_inputs(run):
-    """Return the verdict without a DataLoader, by what enters the models."""
+    """Return the verdict without a DataLoader, based on the inputs of the models."""
     rows = [row for row in run.step_rows if all(step.inputs for step in row)]
     if not rows or any(step.inputs != row[0].inputs for row in rows for step in row):
         return unseen("no DataLoader gives the samples")
@@ -61,13 +61,13 @@ def own_data_sets(epoch):
 
 
 def shared_in(run, number, epoch):
-    """Return the verdict on the samples that several ranks have in an epoch, or None."""
+    """Return the verdict on samples that more than one rank has in an epoch, or None."""
     first, keys = of_lowest_rank(epoch), [keys_of(each) for each in epoch.values()]
     if None in keys:
         return unseen("the samples cannot be compared", first.where)
     loaded, distinct = sum(map(len, keys)), [{*of_rank} for of_rank in keys]
     shared = sum(map(len, distinct)) - len(set.union(*distinct))
-    if shared < ENOUGH_SAMPLES or shared <= loaded / len(keys) / 4:  # padding, or chance
+    if shared < ENOUGH_SAMPLES or shared <= loaded / len(keys) / 4:  # by padding, or by chance
         return None
     text = f"epoch {number}: {shared} of {loaded} samples are seen by several ranks"
     if differ(epoch, "subset_checksum"):
@@ -87,7 +87,7 @@ def shared_in(run, number, epoch):
 
 
 def keys_of(data_pass):
-    """Return what tells samples apart: index and label, which augmentation keeps, or values."""
+    """Return the samples' indices and labels, which augmentation keeps, or their checksums."""
     if data_pass.iterable:
         return data_pass.values("checksums")
     indices, labels = data_pass.values("base_indices"), data_pass.values("label_checksums")
@@ -96,8 +96,8 @@ def keys_of(data_pass):
 
 def order_changes(run):
     """the order changes from epoch to epoch"""
-    loops = {}  # line of the loop, and what it reads -> the passes of the lowest rank
-    # Trials have a model each; but if anything that was saved is loaded, a new one may go on.
+    loops = {}  # (line of the loop, number of the trial, fold) -> the passes of the lowest rank
+    # Each new model begins a trial, unless it may continue an earlier one from a saved state.
     saved = min((save.time for save in run.all(events.Save)), default=math.inf)
     goes_on = any(load.time > saved for load in run.all(events.StateLoaded))
     wraps = [] if goes_on else run.of_lowest_rank(events.Wrap)
@@ -113,19 +113,19 @@ def order_changes(run):
 
 
 def read_once(passes):
-    """Return the verdict on batches that are kept and repeated, as itertools.cycle does."""
+    """Return the verdict on a loop that keeps and repeats batches, as itertools.cycle does."""
     for data_pass in passes:
         inputs, count = [step.inputs for step in data_pass.steps], len(data_pass.batches)
         goes_on = data_pass.ended and len(inputs) > count > 1  # more steps than batches
-        may_change = data_pass.shuffle is not False  # else one order for all epochs is meant
-        # Each step has the batch of the step `count` steps before it.
+        may_change = data_pass.shuffle is not False  # False: one order is intended
+        # Each step has the same batch as the step `count` steps before it.
         if may_change and goes_on and all(inputs) and inputs[count:] == inputs[:-count]:
             text = f"steps 1 to {count} are repeated in the same order: the loader is read once"
             return wrong(text, data_pass.where, "no_set_epoch")
 
 
 def same_order(run, passes):
-    """Return the verdict on passes of one loop, if two in a row have the same order."""
+    """Return the verdict on the passes of one loop, if two in a row have the same order."""
     first, where = passes[0], passes[0].where
     orders = [each.values("checksums" if first.iterable else "indices") for each in passes]
     if None in orders or len(orders[0]) < ENOUGH_SAMPLES:
@@ -142,7 +142,7 @@ def same_order(run, passes):
             text += ": the persistent workers do not see what changes in the data set"
             return wrong(text, where, "persistent_workers")
         return unsure(f"{text}: is that intended?", where)
-    # A data set that keeps what it has loaded is another one, and has the same samples.
+    # If a data set caches what it loads, its checksum changes, but its samples do not.
     if before.dataset != after.dataset and before.values("checksums") != after.values("checksums"):
         return unsure(f"{text}, of data that has changed: is it all new?", where)
     if first.shuffle is None:
@@ -197,6 +197,6 @@ def same_augmentation(run):
     text = f"all ranks have the same augmentation: equal seeds of {', '.join(sources)}; add 1000 * "
     text += "rank to each (in DataLoader workers, to that of torch.manual_seed; a worker_init_fn "
     text += "has to seed by torch.initial_seed())"
-    # If other generators differ, equal ones may be meant, as for an image size of the whole batch.
+    # If another generator differs, this one may be equal on purpose, as for a common image size.
     verdict = wrong if len(same) == len(common) else unsure
     return verdict(text, where, "same_augmentation")

@@ -1,6 +1,6 @@
-"""Rules about which samples are evaluated, and what becomes of the result.
+"""Rules about which samples are evaluated, and whether the result is that of all ranks.
 
-An evaluation is a tuple here, `parts`: the pass over the data of each rank that takes part.
+Here, an evaluation is a tuple, `parts`: one pass over the data for each rank that takes part.
 """
 
 import re
@@ -11,11 +11,11 @@ from ddp_check import events
 from ddp_check.ranks import counted, differ, grouped
 from ddp_check.rules.base import passed, unseen, unsure, worst, wrong
 
-CUTS = r"\[\s*:\s*len\("  # in a script that cuts off what a sampler has padded
+CUTS = r"\[\s*:\s*len\("  # matches a script that cuts off a sampler's padding
 
 
 def evaluations(run):
-    """Return the evaluations; in a run that failed, those that all ranks have reached."""
+    """Return the evaluations; in a run that failed, only those that all ranks have reached."""
     by_data = grouped(evaluating_passes(run), lambda each: each.dataset).values()
     ranks_needed = 1 if run.returncode == 0 else run.world_size
     enough = [of_ranks for of_ranks in by_data if len(of_ranks) >= ranks_needed]
@@ -25,7 +25,7 @@ def evaluations(run):
 def evaluating_passes(run):
     """Return the passes of each rank over data that is not trained on: {rank: [pass]}.
 
-    One that is left early counts only if that is on purpose: no pass reads this data as a whole.
+    A pass that ends early counts only if that is intended: no other pass reads all of this data.
     """
     passes = list(chain(*run.passes_by_rank.values()))
     trained = {data_pass.dataset for data_pass in passes if data_pass.is_training}
@@ -56,7 +56,7 @@ def each_sample_is_evaluated_once(run):
             continue
         loaded, distinct = sum(map(len, samples)), len({*chain(*samples)})
         if any(len({*of_rank}) == distinct for of_rank in samples):
-            continue  # a rank evaluates all of it
+            continue  # one rank evaluates all samples
         text = f"{loaded} samples, {distinct} of them distinct, of {size}"
         if loaded > distinct:
             sums = chain(
@@ -95,7 +95,7 @@ def result_is_of_all(run):
 
 
 def is_divided(run, parts):
-    """Return whether each rank evaluates samples that no other does, but for padding."""
+    """Return whether each rank evaluates samples that no other rank has, except for padding."""
     samples = [part.values("base_indices") for part in parts]
     if not len(parts) == run.world_size > 1 or None in samples or not all(samples):
         return False

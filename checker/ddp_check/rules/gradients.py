@@ -15,7 +15,7 @@ def values_are_finite(run):
     """losses, gradients and weights are finite"""
     if first := run.first_infinite:
         steps = {rank: step for rank, step in zip(run.events_by_rank, first.row) if step.infinite}
-        # The loss is the cause of what is infinite behind it.
+        # An infinite loss is the cause of infinite gradients.
         rank, step = min(steps.items(), key=lambda item: item[1].infinite != "loss")
         text = f"from step {first.number} on; on rank {rank}, the {step.infinite} is not finite"
         return wrong(text, step.where)
@@ -29,7 +29,7 @@ def gradients_are_averaged(run):
         return not_applicable("the ranks exchange something else than gradients")
     if any(step.closure for step in run.all(events.Step)):
         return unseen("a closure computes the gradients")
-    # Infinite numbers do not hide these:
+    # These can be seen even if some numbers are infinite:
     if verdict := all_zero(run) or unequal_step_counts(run) or gradients_differ(run):
         return verdict
     if verdict := never_zeroed(run) or other_parameters(run):
@@ -42,22 +42,22 @@ def gradients_are_averaged(run):
 def all_zero(run):
     """Return the verdict on an optimizer whose gradients are zero, or missing, in all its steps.
 
-    In some steps they may be, such as those of a hinge loss where all samples are right.
+    In some steps, this is no fault: a hinge loss has no gradient if all samples are right.
     """
-    rows_by_optimizer = {}  # the names of its parameters -> its steps
+    rows_by_optimizer = {}  # names of an optimizer's parameters -> its steps
     for row in run.step_rows:
         rows_by_optimizer.setdefault(tuple(row[0].gradients), []).append(row)
     for rows in rows_by_optimizer.values():
         if all(step.zero for row in rows for step in row):
             text = f"all gradients are zero, in {counted(len(rows), 'step')}: does zero_grad() "
             text += "come after backward(), or has the optimizer other parameters than the model?"
-            # Of several optimizers, one may wait for its turn, as a GAN's discriminator may.
+            # One of several optimizers may not have trained yet, such as a GAN's discriminator.
             say = wrong if len(rows_by_optimizer) == 1 else unsure
             return say(text, rows[0][0].where, "optimizer_of_other_parameters")
 
 
 def never_zeroed(run):
-    """Return the verdict on steps that take the gradients of all steps before them, too."""
+    """Return the verdict on steps that also use the gradients of all previous steps."""
     steps = run.steps[1:]
     if steps and all(step.stale for step in steps):
         text = "each step takes the gradients of those before it: zero_grad() is never called"
@@ -65,7 +65,7 @@ def never_zeroed(run):
 
 
 def other_parameters(run):
-    """Return the verdict on an optimizer that has other parameters than those that are wrapped."""
+    """Return the verdict on an optimizer whose parameters are not those of the wrapped model."""
     steps, wraps = run.steps, run.of_lowest_rank(events.Wrap)
     names = {name for step in steps for name in step.gradients}
     outside = [name for name in sorted(names) if name.startswith(events.PARAMETER)]
@@ -82,12 +82,12 @@ def unequal_step_counts(run):
     if counts := counts_that_differ(run, events.Step):
         text = f"the optimizer takes {counts}: does each rank decide by itself when to take one?"
         where, wrapped = run.all(events.Step)[0].where, run.all(events.Wrap)
-        # If no model is wrapped, that is the cause, which weights_agree tells.
+        # If no model is wrapped, that is the cause, and weights_agree reports it.
         return wrong(text, where, "uneven_batches", follows=not wrapped)
 
 
 def counts_that_differ(run, kind):
-    """Return how many steps of this kind two ranks take, in words, or "" if all take as many."""
+    """Return in words how many steps of this kind two ranks take, or "" if all take as many."""
     if run.returncode != 0 or run.in_join:
         return ""
     counts = {rank: len(steps) for rank, steps in run.by_rank(kind).items()}
@@ -96,7 +96,7 @@ def counts_that_differ(run, kind):
 
 
 def gradients_differ(run):
-    """Return the verdict on gradients that differ from rank to rank, with the first cause seen."""
+    """Return the verdict on gradients that differ from rank to rank, with the first cause found."""
     first = run.first_difference("gradients")
     if not first:
         return None
@@ -111,7 +111,7 @@ def gradients_differ(run):
     if name in step.unreduced:
         text += ", which DDP does not reduce: it was frozen or not there when DDP wrapped them"
         return wrong(text, run.of_lowest_rank(events.Wrap)[-1].where)
-    # Another rule tells that nothing is wrapped, or the optimizer has other parameters.
+    # Other rules report that nothing is wrapped, or that the optimizer has other parameters.
     told_elsewhere = not run.all(events.Wrap) or name.startswith(events.PARAMETER)
     return wrong(text, step.where, follows=told_elsewhere)
 
@@ -125,7 +125,7 @@ def two_that_differ(values, layout):
 def several_reductions(run):
     """Return the verdict on steps whose gradients are all-reduced more than once.
 
-    As a GAN's, with two backward passes of its discriminator: the first could be in no_sync().
+    For example, a GAN's discriminator has two backward passes; the first could be in no_sync().
     """
     for number, step in enumerate(run.of_lowest_rank(events.Step), 1):
         if step.reductions > 1:
@@ -134,7 +134,7 @@ def several_reductions(run):
 
 
 def no_fault_in_gradients(run):
-    """Return that gradients pass, unless some could not be compared."""
+    """Return the verdict that the gradients are equal, unless some could not be compared."""
     if run.in_join:
         return unseen("inside of join(), the steps of a rank that ran out have no counterpart")
     text = counted(len(run.of_lowest_rank(events.Step)), "step")
@@ -173,7 +173,7 @@ def rates_are_equal(run):
         reason = f"the scheduler takes {counts}"
     if first:
         text = f"from step {first.number} on, they differ from rank to rank"
-        group = first.name  # the position of a group of parameters, which a rank may lack
+        group = first.name  # index of a group of parameters, which a rank may lack
         if all(group < len(step.rates) for step in first.row):
             text += f": {two_that_differ([step.rates[group] for step in first.row], '.3g')}"
         say = unsure if run.goes_another_way else wrong
@@ -186,13 +186,13 @@ def rates_are_equal(run):
 
 
 def line_of_rates(run, step):
-    """Return the line that has set the learning rates of a step, or else that of the step."""
+    """Return the line that has set the learning rates of a step, or the line of the step."""
     before = [event for event in run.all(events.Scheduled) if event.time < step.time]
     return max(before, key=lambda event: event.time, default=step).where
 
 
 def differing_metrics(run):
-    """Return the first step of plateau schedulers whose metric differs between ranks, or None."""
+    """Return the first step of ReduceLROnPlateau whose metric differs between ranks, or None."""
     for row in run.rows(events.Scheduled):
         metrics = [event.metric for event in row]
         finite = None not in metrics and all(map(math.isfinite, metrics))

@@ -14,12 +14,12 @@ NETWORK = (
     r"URLError|gaierror|ConnectionError|MaxRetryError|name resolution|OfflineMode|HTTPError"
     r"|(FileNotFoundError|OSError): .*https?://|Error downloading"
 )
-BESIDE = r"(FileNotFoundError|NotFound|No such file).*\.\./"  # what is missing is there: ../data
-OF_A_LIBRARY = r"ModuleNotFoundError|ImportError: .+/site-packages/"  # missing, or another version
+BESIDE = r"(FileNotFoundError|NotFound|No such file).*\.\./"  # matches a missing ../data
+OF_A_LIBRARY = r"ModuleNotFoundError|ImportError: .+/site-packages/"  # missing, or a wrong version
 BUFFERS = "Buffers wait for all ranks to call the DDP model: evaluate model.module"
 UNTRANSLATED = rf"{LACKS_GPUS}|Tensor-likes|not implemented for '|getFuture not implemented"
 UNTRANSLATED += "|must have the same dtype|bias type"  # autocast is left out
-PAGES = {  # part of an error: the pitfall that explains it
+PAGES = {  # part of an error -> the pitfall that explains it
     "Expected to have finished reduction": "unused_parameters",
     'key(s) in state_dict: "module.': "module_prefix_saved",
 }
@@ -57,10 +57,10 @@ def hang(run):
 
 
 def with_cause(run, text, where, page="", details=()):
-    """Return the verdict on a run that fails or hangs, with its cause if that is seen.
+    """Return the verdict on a run that fails or hangs, with its cause if that was seen.
 
-    An error that is not about the other ranks says itself what is wrong: the causes before the
-    buffers would only follow from it.
+    An error that is not about other ranks itself says what is wrong. Then `early_cause` would only
+    find what follows from it.
     """
     tells_its_cause = run.returncode and run.end.errors and not re.search(OF_OTHERS, run.end.text)
     cause = (not tells_its_cause and early_cause(run)) or late_cause(run, details)
@@ -71,7 +71,7 @@ def with_cause(run, text, where, page="", details=()):
 
 
 def early_cause(run):
-    """Return a verdict if the ranks have different numbers of batches, or models, or None."""
+    """Return a verdict if the numbers of batches differ, or a model has changed, or None."""
     if cause := uneven_passes(run):
         return cause
     if names := [name for step in run.all(events.Step) for name in step.unreduced]:
@@ -79,7 +79,7 @@ def early_cause(run):
 
 
 def late_cause(run, details):
-    """Return a verdict if a rank waits for the buffers of others, or for another call, or None."""
+    """Return a verdict if a rank waits for others' buffers, or in a different call, or None."""
     stacks = [function for stack in run.stacks.values() for _, _, function in stack]
     if "_sync_buffers" in stacks or "_sync_buffers" in str(details):
         return wrong(BUFFERS, "", "rank_0_evaluates_the_wrapper")
@@ -88,7 +88,7 @@ def late_cause(run, details):
 
 
 def uneven_passes(run):
-    """Return a verdict if a rank has had all batches of an epoch, and another has had more."""
+    """Return a verdict if one rank has finished an epoch that has more batches on another one."""
     for number, epoch in enumerate([] if run.in_join else run.training_passes, 1):
         counts = {rank: len(data_pass.batches) for rank, data_pass in epoch.items()}
         least, most = min(counts, key=counts.get), max(counts, key=counts.get)
@@ -99,7 +99,7 @@ def uneven_passes(run):
 
 
 def failure(run):
-    """Return the verdict on a run that failed: the fault may not be the script's."""
+    """Return the verdict on a run that failed, perhaps for a reason outside the script."""
     text, details = run.end.text, tuple(run.end.traceback)
     if cure := cure_of_this_machine(run):
         return unsure(f"{text}; {cure}", run.end.where, "", details)
@@ -110,7 +110,7 @@ def failure(run):
 
 
 def cure_of_this_machine(run):
-    """Return what to do if a run failed for what is missing here, or ""."""
+    """Return what to do if a run failed because this machine lacks something, or ""."""
     errors = [match[1] for match in run.end.errors]
     if re.search(NETWORK, " ".join([*errors, run.end.text, *run.end.traceback])):
         return "it needs the network: download the data first"
@@ -124,10 +124,10 @@ def cure_of_this_machine(run):
 
 
 def is_about_gpus(run):
-    """Return whether a translated run failed in the translation, or for the lack of a GPU."""
+    """Return whether a translated run failed in the translation, or because there is no GPU."""
     frames = [at for at, line in enumerate(run.end.traceback) if FRAME.match(line)]
     innermost = run.end.traceback[frames[-1] :] if frames else [""]
-    # In __torch_function__, the observer passes a call on: its error is PyTorch's, or the script's.
+    # __torch_function__ only passes calls on, so an error there is PyTorch's or the script's.
     if "ddp_check/observer" in innermost[0] and not innermost[0].endswith("in __torch_function__"):
         return True
     text = " ".join([run.end.text, *innermost[1:]])
@@ -154,7 +154,7 @@ def one_group(run):
 def same_collectives(run):
     """all ranks call the same collectives in the same order"""
     calls = run.by_rank(events.Collective)
-    if run.all(events.CommHook):  # which may go on in another order, as each of its calls is done
+    if run.all(events.CommHook):  # the order of a hook's calls may differ from rank to rank
         calls = {
             rank: [call for call in of_rank if not call.in_model] for rank, of_rank in calls.items()
         }
@@ -170,15 +170,15 @@ def same_collectives(run):
 
 
 def signature(call):
-    """Return what of a collective has to be the same on all ranks.
+    """Return the properties of a collective that have to be the same on all ranks.
 
-    In others than these, ranks may give tensors or objects of different sizes.
+    In collectives other than these, the ranks' tensors or objects may differ in size.
     """
     return call.name, call.elements if call.name in ("all_reduce", "reduce", "broadcast") else 0
 
 
 def different_calls(number, call_by_rank):
-    """Return the verdict on two ranks that do not make the same call, of which one may be None."""
+    """Return the verdict on two ranks whose calls differ; one of the calls may be None."""
     calls = [call for call in call_by_rank.values() if call]
     sizes_differ = len(calls) > 1 and calls[0].name == calls[1].name
     texts = []

@@ -24,25 +24,25 @@ def one_rank_writes(run):
 
 
 def written_in_place(run):
-    """Return the verdict if torch.save writes a file under its name, not under another one."""
+    """Return the verdict if torch.save writes a file under its final name, not a temporary one."""
     renamed = {os.devnull, *(event.old_name for event in run.all(events.Written))}
-    in_place = [  # unless the folder of the file is renamed
+    in_place = [  # neither the file nor a folder above it is renamed
         save
         for save in run.all(events.Save)
         if save.path and not renamed & {save.path, *map(str, Path(save.path).parents)}
     ]
     paths = [save.path for save in in_place]
-    for save in in_place:  # more than once, or before the last step: the script may resume from it
+    for save in in_place:  # if saved repeatedly or before the last step, it may be for a resume
         if paths.count(save.path) > 1 or save.steps < len(run.steps):
             text = f"{Path(save.path).name} is written in place: a crash then leaves half a file"
             return fragile(text, save.where, "written_in_place")
-    if in_place:  # once, at the end, as the result of the training
+    if in_place:  # saved once, at the end, as the result of the training
         text = f"{Path(paths[0]).name} is written in place after the last step: that matters only "
         return unseen(f"{text}if the script resumes from it", in_place[0].where)
 
 
 def writes_between_waits(run):
-    """Return {(path, how many calls that wait for the other ranks came before): {rank: write}}."""
+    """Return {(path, number of calls before it that wait for other ranks): {rank: write}}."""
     writes = {}
     for rank, events_of_rank in run.events_by_rank.items():
         waits = 0
@@ -54,15 +54,15 @@ def writes_between_waits(run):
 
 
 def written_by_several(run, writes):
-    """Return the verdicts on files that several ranks write while none waits for the others.
+    """Return the verdicts on files that several ranks write without waiting for each other.
 
-    Before the first step, that may be a copy of the configuration, equal on all ranks.
+    A file before the first step may be a copy of the configuration, which is equal on all ranks.
     """
     first_step = min((step.time for step in run.all(events.Step)), default=math.inf)
     verdicts = []
     for (path, _), by_rank in writes.items():
         if len(by_rank) > 1:
-            last = by_rank[max(by_rank)]  # the highest rank should leave the file to the lowest
+            last = by_rank[max(by_rank)]  # the highest rank's, as only the lowest should write
             ranks = ", ".join(map(str, sorted(by_rank)))
             text = f"ranks {ranks} write {Path(path).name} at the same time"
             if last.time > first_step:

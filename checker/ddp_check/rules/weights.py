@@ -31,7 +31,7 @@ def weights_agree(run):
 def nothing_is_wrapped(run):
     """Return the verdict on ranks that train models of their own."""
     rows, calls = run.step_rows, run.of_lowest_rank(events.Collective)
-    if run.all(events.Wrap) or (run.returncode != 0 and not rows):  # it failed in the first step
+    if run.all(events.Wrap) or (run.returncode != 0 and not rows):  # the first step failed
         return None
     if len(calls) >= len(rows) > 0 and not run.first_difference("gradients"):
         return None  # they may average their gradients by hand
@@ -56,10 +56,10 @@ def weights_differ(run):
 
 
 def with_earlier_cause(run, number, say, text, where=""):
-    """Return the verdict on weights that differ before the step of this number.
+    """Return the verdict on weights that differ before the step with this number.
 
-    The first of these that is seen is the cause: rates or gradients that differed in an earlier
-    step, a state that was loaded, or other weights at the start.
+    The cause is the first of these that was seen: rates or gradients that differed in an earlier
+    step, a state that was loaded, or weights that differed from the start.
     """
     for field_name, words in {"rates": "learning rates", "gradients": "gradients"}.items():
         earlier = run.first_difference(field_name)
@@ -80,15 +80,15 @@ def with_earlier_cause(run, number, say, text, where=""):
 
 def training_mode(run):
     """the model is in training mode in each step"""
-    steps = run.of_lowest_rank(events.Step) or run.all(events.Step)  # or rank 0 takes none
+    steps = run.of_lowest_rank(events.Step) or run.all(events.Step)  # rank 0 may take none
     numbers = [number for number, step in enumerate(steps, 1) if not step.training]
     if not numbers:
         return None
     if len(numbers) == len(steps):
         return unsure("all steps are taken in evaluation mode", steps[0].where)
     step, text = steps[numbers[0] - 1], f"step {numbers[0]} is in evaluation mode"
-    # The fault: all steps before the first evaluation are in training mode, and none after it. An
-    # evaluation before the first training step, as a test, does not count.
+    # It is a fault if exactly the steps before the first evaluation are in training mode. An
+    # evaluation before the first training step does not count, because it may be a trial run.
     training_begun = next(step.time for step in steps if step.training)
     evaluated = run.of_lowest_rank(events.Evaluated) or run.all(events.Evaluated)
     times = [event.time for event in evaluated if event.time > training_begun]
@@ -102,7 +102,7 @@ def evaluation_mode(run):
     """the model is in evaluation mode when it is evaluated"""
     all_passes = chain(*run.passes_by_rank.values())
     trained = {data_pass.dataset for data_pass in all_passes if data_pass.is_training}
-    # A pass over such data without a step may be for the statistics of BatchNorm, as update_bn's.
+    # A pass over training data without a step may compute BatchNorm's statistics, as in update_bn.
     evaluating = {  # (rank, number of the pass)
         (rank, data_pass.pass_number)
         for rank, passes in run.passes_by_rank.items()

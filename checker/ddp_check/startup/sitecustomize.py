@@ -1,4 +1,4 @@
-"""Python imports this file at startup; a process then reports what it does with PyTorch."""
+"""Python imports this file at startup. The process then reports what it does with PyTorch."""
 
 import importlib.machinery
 import importlib.util
@@ -11,7 +11,7 @@ ROOT = os.path.dirname(os.path.dirname(HERE))
 
 def load(name):
     """Import a module of the checker."""
-    sys.path.insert(0, ROOT)  # only for this import: the script must find its own modules
+    sys.path.insert(0, ROOT)  # only for this import, because the script must find its own modules
     try:
         return importlib.import_module(name)
     finally:
@@ -28,6 +28,6 @@ def run_hidden():
 
 # multiprocessing's resource tracker has nothing to report.
 if "DDP_CHECK" in os.environ and "resource_tracker" not in str(sys.orig_argv):
-    # If torch is imported already, as by a .pth file, the observation starts at once.
+    # If torch has already been imported, for example by a .pth file, observation starts at once.
     load("ddp_check.imports").after_import("torch", lambda: load("ddp_check.observer.start"))
 run_hidden()

@@ -1,4 +1,4 @@
-"""Makes every Python program of a test on GPUs deterministic: its folder is on PYTHONPATH."""
+"""Makes every Python program of a GPU test deterministic: PYTHONPATH contains this folder."""
 
 import torch
 
