@@ -132,7 +132,7 @@ class EpochSet(Event):
 
 
 class Drawn(Event):
-    """A generator of random numbers was used for samples, for the first time in a pass."""
+    """A random number generator was used for samples, for the first time in a pass."""
 
     source: str  # "torch", "random", "numpy", or "generator" if it belongs to the data set
     state: int  # checksum of the generator's state before and after

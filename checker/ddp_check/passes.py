@@ -85,7 +85,7 @@ def passes_of_step(recent, passes):
 
 
 def drop_unused_batches(data_pass):
-    """Drop the batches of an evaluation that no model was called with.
+    """Drop those batches of an evaluation that were never passed to a model.
 
     A loop that ends with a break may have received one batch more than it used.
     """

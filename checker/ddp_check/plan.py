@@ -266,7 +266,7 @@ def seems_to_hang(run):
 
 
 def collect(run):
-    """Store in the run what it has shown so far."""
+    """Store the output and the events of a run so far."""
     run.seconds = time.monotonic() - run.begun
     run.output = (run.folder / "output").read_text(encoding="utf-8", errors="replace")
     processes = read_events(run.folder).items()

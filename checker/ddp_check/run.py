@@ -99,7 +99,7 @@ class Run:
 
     @property
     def training_passes(self):
-        """The passes in which all ranks have trained, in their order: [{rank: pass}]."""
+        """The passes in which all ranks have trained, in order: [{rank: pass}]."""
         columns = [
             [data_pass for data_pass in passes if data_pass.is_training]
             for passes in self.passes_by_rank.values()

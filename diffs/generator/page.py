@@ -197,7 +197,7 @@ def figures(kind):
 
 
 def render(root, diffs, pages):
-    """Return the page as HTML. Links to sections that it contains lead to these."""
+    """Return the page as HTML. A link to a section that is on this page leads to that section."""
     ids = {page.path: page.slug for page in pages}  # {path, with #anchor: id on this page}
     for diff in diffs:
         notes = {anchor(f"{diff.name}: {diff.title}"): diff.slug}

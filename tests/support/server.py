@@ -31,7 +31,7 @@ SET_CHILD_SUBREAPER = 36  # prctl: adopt orphaned descendants
 
 
 def command(program, *args, nprocs=0, restarts=0):
-    """Return a command that runs a script on `nprocs` ranks, or outside of any group for 0.
+    """Return a command that runs a script on `nprocs` ranks, or, if `nprocs` is 0, without a group.
 
     The command exits once all processes that the script started have ended. `program` may be "-m",
     followed by a module's name. A script that fails is restarted up to `restarts` times.

@@ -81,7 +81,7 @@ def begin_pass(iterator, loader):
 
 
 def without_subsets(dataset):
-    """Return the data set below all Subsets, and the indices that they keep, or None for all."""
+    """Return the data set inside all nested Subsets, and the indices that they keep, or None."""
     subset = None
     while isinstance(dataset, data.Subset):
         indices = dataset.indices
@@ -192,7 +192,7 @@ def report_batch(pass_state, batch):
 
 
 def generators_of(dataset):
-    """Return the global generators of random numbers, and those that a data set keeps."""
+    """Return the global random number generators, and those that a data set holds."""
     numpy = sys.modules.get("numpy.random")
     below, _ = ask(without_subsets, dataset, default=(dataset, None))
     return {
