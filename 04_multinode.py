@@ -1,4 +1,4 @@
-"""Step 4: the same on nodes that a scheduler lends and takes back; on SIGTERM, it saves first."""
+"""Step 4: the same on nodes that a scheduler may take back; on SIGTERM, the script saves."""
 
 import argparse
 import os
@@ -9,7 +9,7 @@ from itertools import islice
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused; if DDP imported it later, it would keep the group alive
+import torch.distributed.nn  # unused, but a later import would keep the process group alive
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
@@ -28,7 +28,7 @@ def ddp_setup():
         gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(gpu)  # from now on, "cuda" is this process's GPU
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"  # NCCL for GPU tensors, gloo for CPU tensors
-    dist.init_process_group(backend, device_id=gpu, timeout=timedelta(minutes=5))  # for each wait
+    dist.init_process_group(backend, device_id=gpu, timeout=timedelta(minutes=5))  # per operation
 
 
 def load_datasets():

@@ -9,7 +9,7 @@ from itertools import islice
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused; if DDP imported it later, it would keep the group alive
+import torch.distributed.nn  # unused, but a later import would keep the process group alive
 from sklearn.datasets import load_digits
 from sklearn.metrics import classification_report
 from sklearn.model_selection import train_test_split
@@ -29,7 +29,7 @@ def ddp_setup():
         gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(gpu)  # from now on, "cuda" is this process's GPU
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"  # NCCL for GPU tensors, gloo for CPU tensors
-    dist.init_process_group(backend, device_id=gpu, timeout=timedelta(minutes=5))  # for each wait
+    dist.init_process_group(backend, device_id=gpu, timeout=timedelta(minutes=5))  # per operation
 
 
 def load_datasets():
@@ -197,7 +197,7 @@ def evaluate(model, test_set, device, args):
     model.eval()
     for buffer in model.buffers():  # none here; BatchNorm's would differ between the ranks
         dist.broadcast(buffer, 0)
-    # Each sample goes to exactly one rank. 359 is a prime, so shares usually differ by a sample.
+    # Each test sample goes to exactly one rank. There are 359, a prime, so shares usually differ.
     shard = range(dist.get_rank(), len(test_set), dist.get_world_size())
     correct = torch.tensor(0)
     results = []  # a target and a prediction for each sample of the shard
