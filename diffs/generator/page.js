@@ -73,8 +73,4 @@ for (const table of document.querySelectorAll("table:not(:has([scope]))")) { // 
 new IntersectionObserver(([{ isIntersecting }]) => document.body.classList.toggle("scrolled", !isIntersecting))
   .observe(document.querySelector("header"));
 addEventListener("hashchange", show);
-addEventListener("click", ({ target }) => { // A link to the place that the address names already changes no hash.
-  const link = target.closest("a");
-  if (link && link.hash && link.href === location.href) setTimeout(show);
-});
 show();

@@ -106,7 +106,7 @@ def test_prepare_once(recipe):
     disk = 'os.mkdir(own := os.environ["RANK"])\nos.chdir(own)\n'
     changes = IMPATIENT, (save, wait + save)
     assert recipe.ran(*changes, (main, f"{node}\n\n{main}")).stdout.count("prepares") == 1
-    (own,) = re.findall(r"ask for\s`(.*)` instead", page("recipes/prepare_once"))
+    (own,) = re.findall(r"check\s`(.*)` instead", page("recipes/prepare_once"))
     per_node = ("dist.get_rank() == 0 and not os.path", f"{own} and not os.path")
     recipe.at("disks").ran(per_node, (main, f"{node}{disk}\n\n{main}"))
     assert len(list(recipe.folder.glob("disks/[01]/digits.pt"))) == 2
