@@ -10,7 +10,7 @@ from running import ONE, TWO
 from support.jobs import run
 from support.positions import BATCH, RANK_1_LOOKS_ELSEWHERE, TOLD
 from support.results import error_lines, losses, same_bits, weights
-from support.scripts import Pickled, edited, forked
+from support.scripts import edited, forked
 
 pytestmark = pytest.mark.slow
 REPLACE = '        os.replace(f"{self.path}.new", self.path)\n'
@@ -117,16 +117,6 @@ def test_unseen_checkpoint(trained, resumed):
     assert "Timed out waiting" in jobs[0].stderr, jobs[0]
     assert all("all must see the same" in line for line in error_lines(jobs[1])), jobs[1]
     assert losses(jobs[1]) == []
-
-
-def test_weights_only_false(pitfall, saved, resumed):
-    checkpoint = {**torch.load(saved, weights_only=True), "COMMENT": Pickled()}
-    torch.save(checkpoint, pitfall.folder / "elsewhere.pt")
-    broken, step = resumed(pitfall.folder / "elsewhere.pt", args=ONE)
-    assert [(job.cwd / "executed").is_dir() for job in (broken, step)] == [True, False]
-    assert broken.returncode == 0, broken
-    assert "resuming from checkpoint.pt after epoch 1" in broken.stdout
-    assert "Weights only load failed" in refused(step)
 
 
 LOAD = "def load_datasets():\n"

@@ -121,15 +121,6 @@ def test_sigterm_with_workers(pitfall):
     assert pitfall.on_screen()[0] in job.stderr
 
 
-def test_os_exit(pitfall):
-    """Each rank has written to a file that it did not close."""
-    line = "    ddp_setup()\n"
-    log = "    file = open(f'log{dist.get_rank()}.txt', 'w')\n    file.write('in a buffer')\n"
-    job = pitfall.ran((line, line + log))
-    assert epochs(job) == [1]
-    assert [path.stat().st_size for path in job.cwd.glob("log?.txt")] == [0, 0]
-
-
 @pytest.mark.gpu
 def test_no_record(pitfall):
     """It finds a file that is not a checkpoint, and torchrun does not say so."""

@@ -1,15 +1,11 @@
 """DDP by hand: it ends with the weights of DDP, and what happens when it is broken."""
 
 import pytest
-import torch
 from changes import said_at_the_end
 from running import FEW, ONE, TWO, Patched, same_but_for_rounding
 from support.positions import BATCH
 from support.results import resumed, said, same_bits
 from support.scripts import DOUBLE, digest
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 pytestmark = pytest.mark.slow
 END = "    if dist.get_rank() == 0:\n        evaluate("
@@ -76,22 +72,3 @@ def test_broken_ddp_by_hand(tmp_path, trained_with):
     for change in UNUSED, UNUSED_ON_RANK_1:
         job = broken("in_buckets", change, code=1)
         assert "RuntimeError: a bucket waits for a gradient" in job.stderr
-
-
-def test_what_ddp_does_beyond(process_group):
-    """It rebuilds buckets in the order of backward, sends buffers, and has no_sync and hooks."""
-    ddp = DDP(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    backward = lambda: ddp(torch.rand(4, 2)).sum().backward()  # noqa: E731
-    backward(), backward()
-    with torch.profiler.profile() as profiler:
-        backward()
-    assert "gloo:broadcast" in {event.name for event in profiler.events()}
-    assert ddp._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"] == "2 3 1 0"
-    sent = []
-    hook = lambda sent, bucket: sent.append(1) or allreduce_hook(None, bucket)  # noqa: E731
-    ddp.register_comm_hook(sent, hook)
-    with ddp.no_sync():
-        backward()
-    assert not sent
-    backward()
-    assert sent

@@ -12,7 +12,7 @@ from support import gpus
 from support.jobs import finished
 from support.positions import BATCH
 from support.results import said
-from support.scripts import forked, load
+from support.scripts import forked
 
 pytestmark = pytest.mark.slow
 # The first pixel of each training image encodes its index, and each rank records its batches.
@@ -21,7 +21,6 @@ INDEXED = (
     TRAINING_SET,
     f"    shifted[:, 0, 0, 0] = torch.arange(len(shifted)) / len(shifted)\n{TRAINING_SET}",
 )
-WORKERS = "num_workers=args.num_workers"
 SEEN = """\
             with open(f"seen{dist.get_rank()}", "a") as file:
                 indices = (source[:, 0, 0, 0] * 12942).round().int().tolist()
@@ -34,13 +33,6 @@ def seen(job, rank, epoch):
     """Return the batches of a rank in an epoch, each with the sum of the weights before it."""
     lines = (job.cwd / f"seen{rank}").read_text(encoding="utf-8").splitlines()
     return [batch for number, *batch in map(json.loads, lines) if number == epoch]
-
-
-def same_batches(jobs):
-    """Check that both ranks have seen the same in two jobs."""
-    for name in "seen0", "seen1":
-        one, other = ((job.cwd / name).read_text(encoding="utf-8") for job in jobs)
-        assert one == other
 
 
 def dealt(job, *ranks, epoch):
@@ -71,31 +63,14 @@ def test_streaming(recipe):
     ]
     changes = INDEXED, odd, (BATCH, SEEN + BATCH)
     jobs = recipe.with_and_without_a_stop(*changes, args=TWO, others=counts)
-    same_batches(jobs)
+    for name in "seen0", "seen1":
+        one, other = ((job.cwd / name).read_text(encoding="utf-8") for job in jobs)
+        assert one == other
     assert [len(batch) for batch, _ in seen(jobs[0], 1, 0)] == [64] * 101 + [6]
     first, second = (dealt(jobs[0], 0, 1, epoch=epoch) for epoch in (0, 1))
     assert len(set(first)) == len(set(second)) == 12_940
     assert first != second
     assert first != sorted(first)
-
-
-@pytest.mark.gpu
-def test_weighted_sampler(recipe):
-    """One sample in 90 is a zero, but one in ten of those that are drawn."""
-    rare = (
-        TRAINING_SET,
-        "    digits = labels[train].repeat(9)\n"
-        "    kept = (digits > 0) | (torch.arange(len(digits)) % 10 == 0)\n"
-        "    return TensorDataset(shifted[kept], digits[kept]), ",
-    )
-    changes = INDEXED, rare, LENGTH, (BATCH, SEEN + BATCH)
-    jobs = recipe.with_and_without_a_stop(*changes, args=TWO)
-    same_batches(jobs)
-    first, second = (dealt(jobs[0], 0, epoch=epoch) for epoch in (0, 1))
-    assert first != second
-    digits = load("05").load_datasets()[0].tensors[1][first + second].tolist()
-    assert 0.09 < digits.count(0) / len(digits) < 0.11
-    assert len({*first} & {*dealt(jobs[0], 1, epoch=0)}) < 0.9 * len({*first})
 
 
 def test_prepare_once(recipe):

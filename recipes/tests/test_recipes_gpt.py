@@ -21,7 +21,6 @@ SHARDS = digest("[getattr(p, '_local_tensor', p) for p in model.parameters()]")
 COPIES = {  # of the parameters and of the optimizer's state, on all four ranks together
     "zero_optimizer": (4, 1),
     "fsdp2_gpt": (1, 1),
-    "hybrid_sharding": (2, 2),
 }
 # The whole model trains for seconds: on five batches, of which the last is smaller.
 SMALL = [
@@ -116,25 +115,27 @@ def test_zero_optimizer(runs):
     assert held(ddp) == [[PARAMETERS, PARAMETERS, 2 * PARAMETERS]] * 4
 
 
-def test_hybrid_sharding(runs, tmp_path):
-    """Two nodes hold the same shards; ranks that do not fill a node are refused."""
-    shards = [said(runs("hybrid_sharding")[0], rank)[-2] for rank in range(4)]
+def test_fsdp2_gpt_with_a_copy_on_each_node(runs, tmp_path):
+    """With the page's mesh, two nodes of two ranks hold the same shards, and train like DDP."""
+    (mesh,) = re.findall(r"`mesh = (.*?)`", page("recipes/fsdp2_gpt"), re.DOTALL)
+    lines = f"""\
+from torch.distributed.device_mesh import init_device_mesh
+nodes = gpus_per_node = 2
+mesh = {mesh}
+for module in ("""
+    change = ("for module in (", lines), ("module, mp_policy", "module, mesh=mesh, mp_policy")
+    job = trained(tmp_path, "fsdp2_gpt", *change, (END, on_each_rank(SHARDS) + END))
+    assert numbers(job) == numbers(runs("solution")[0])
+    shards = [said(job, rank)[-2] for rank in range(4)]
     assert shards[:2] == shards[2:]
     assert shards[0] != shards[1]
-    with pytest.raises(AssertionError, match="ValueError: the ranks do not fill nodes"):
-        trained(tmp_path, "hybrid_sharding", nprocs=1)
 
 
 def test_fsdp2_gpt(runs, tmp_path):
-    """A save that is there already is not written again."""
-    job, again = runs("fsdp2_gpt")
-    shutil.copytree(job.cwd, tmp_path, dirs_exist_ok=True)
+    """A checkpoint that has already been saved is not written again."""
+    shutil.copytree(runs("fsdp2_gpt")[0].cwd, tmp_path, dirs_exist_ok=True)
     at_once = ("checkpoint = {}", "stop_signals.append(signal.SIGTERM)\ncheckpoint = {}")
     writes_nothing_again(small(tmp_path, "fsdp2_gpt", at_once), "2")
-    ahead = "model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])\n"
-    prefetched = ("optimizer = torch", f"{ahead}optimizer = torch")  # gathers earlier, no more
-    job = trained(tmp_path, "fsdp2_gpt", prefetched, epochs=2, nprocs=2)
-    assert numbers(job) == numbers(again)
 
 
 def test_fsdp2_gpt_in_bf16(tmp_path):
