@@ -117,14 +117,14 @@ def test_zero_optimizer(runs):
 
 def test_fsdp2_gpt_with_a_copy_on_each_node(runs, tmp_path):
     """With the page's mesh, two nodes of two ranks hold the same shards, and train like DDP."""
-    (mesh,) = re.findall(r"`mesh = (.*?)`", page("recipes/fsdp2_gpt"), re.DOTALL)
-    lines = f"""\
-from torch.distributed.device_mesh import init_device_mesh
-nodes = gpus_per_node = 2
-mesh = {mesh}
-for module in ("""
-    change = ("for module in (", lines), ("module, mp_policy", "module, mesh=mesh, mp_policy")
-    job = trained(tmp_path, "fsdp2_gpt", *change, (END, on_each_rank(SHARDS) + END))
+    (mesh,) = re.findall(r"^```python\n(.*?)^```$", page("recipes/fsdp2_gpt"), re.M | re.S)
+    shard = "for module in ("
+    changes = [
+        (shard, f"nodes = gpus_per_node = 2\n{mesh}{shard}"),
+        ("module, mp_policy", "module, mesh=mesh, mp_policy"),
+        (END, on_each_rank(SHARDS) + END),
+    ]
+    job = trained(tmp_path, "fsdp2_gpt", *changes)
     assert numbers(job) == numbers(runs("solution")[0])
     shards = [said(job, rank)[-2] for rank in range(4)]
     assert shards[:2] == shards[2:]
