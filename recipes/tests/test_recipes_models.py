@@ -1,21 +1,15 @@
-"""Recipes about models: sharded, checkpointed, compared across ranks, frozen; and messages."""
+"""Recipes about models: sharded, compared across ranks, frozen, and recomputed in backward."""
 
-import copy
 import shutil
-from functools import partial
 
 import pytest
 import torch
 from changes import AT_ONCE, PROFILED, SENT, said_at_the_end, stop_on_rank_1
-from patching import on_screen, text_of
+from patching import text_of
 from running import FEW, ONE, same, same_but_for_rounding, saved, writes_nothing_again
 from support.results import accuracy, losses, resumed, said, same_bits, weights
 from support.scripts import DOUBLE, LONG, load
-from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 pytestmark = pytest.mark.slow
 UNEVEN = ("2", "--batch-size=179", "--width=4")  # 359 = 180 + 179: two batches, and one
@@ -107,52 +101,3 @@ def test_activation_checkpointing(recipe, trained):
             build(32)(torch.ones(16, 1, 8, 8))
         kept.append(sum(sizes))
     assert kept[1] < 0.5 * kept[0]
-
-
-class Reentrant(nn.Sequential):
-    def forward(self, images):
-        return checkpoint_sequential(self, 3, images, use_reentrant=True)
-
-
-def two_steps(model):
-    for _ in range(2):
-        model(torch.ones(2, 1, 8, 8)).sum().backward()
-
-
-def scaled_step(parameter):
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(1))
-    scaler.step(torch.optim.SGD([parameter]))
-
-
-def refusals(model):
-    """Yield a page, the number of a message in its table of symptoms, and what raises it."""
-    recompute = partial(checkpoint, use_reentrant=False)
-    x, lengths, branches = torch.ones(1, requires_grad=True), iter([2, 1]), iter([True, False])
-    longer = lambda x: torch.cat([x] * next(lengths)).sin()  # noqa: E731
-    branch = lambda x: x.sin().cos() if next(branches) else x.sin()  # noqa: E731
-    yield "activation_checkpointing", 1, lambda: two_steps(DDP(Reentrant(*model)))
-    yield "activation_checkpointing", 2, lambda: recompute(longer, x).sum().backward()
-    yield "activation_checkpointing", 3, lambda: recompute(branch, x).sum().backward()
-    yield "compile", 0, lambda: model.load_state_dict(torch.compile(model).state_dict())
-    late = DDP(copy.deepcopy(model))
-    late.module[:5].requires_grad_(False)
-    yield "frozen_layers", 0, lambda: two_steps(late)
-    yield "frozen_layers", 1, lambda: DDP(nn.Linear(1, 1).requires_grad_(False))
-    half = nn.Parameter(torch.ones(1, dtype=torch.float16))
-    half.grad = torch.ones_like(half)
-    yield "fp16_scaler", 0, lambda: scaled_step(half)
-    yield "fp16_scaler", 1, lambda: scaled_step(nn.Parameter(torch.ones(1)))
-    yield "fsdp2", 0, lambda: fully_shard(model.to(memory_format=torch.channels_last))
-    yield "sync_batchnorm", 0, lambda: DDP(nn.SyncBatchNorm(1))
-    yield "sync_batchnorm", 1, lambda: nn.SyncBatchNorm(1)(torch.ones(2, 1))
-    yield "sync_batchnorm", 2, lambda: nn.BatchNorm1d(64)(torch.ones(1, 64))
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-def test_messages(process_group):
-    """The mistakes in the pages' tables of symptoms end with the messages that they quote."""
-    for name, number, refused in refusals(load("05").build_model(1)):
-        with pytest.raises((AssertionError, RuntimeError, TypeError, ValueError)) as raised:
-            refused()
-        assert on_screen(f"recipes/{name}")[number] in f"{raised.typename}: {raised.value}"
