@@ -1,5 +1,6 @@
 """The code that lookup/ prints works: each command, and each block of Python, without a †."""
 
+import inspect
 import json
 import os
 import re
@@ -19,7 +20,6 @@ from torch.distributed.run import get_args_parser
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 SLOW = pytest.mark.slow
-INSTALL = "pip install -r lookup/requirements.txt"
 ANSWERS = Path(__file__).with_name("answers.py")
 TRAIN = """\
 import os
@@ -64,7 +64,7 @@ ELSEWHERE = (  # each has a test of its own, here or in test_frameworks.py
     "Every rank tokenizes",
     "The Hugging Face Trainer on several",
 )
-NEED_PACKAGES = {"adapters": "peft", "with_packages": "wandb"}
+PACKAGES = {"adapters": "peft", "with_packages": "wandb"}  # what these two need
 
 
 def rest():
@@ -75,21 +75,27 @@ def rest():
     return [(title, code) for title, code in found if "accelerator.pad" not in code]
 
 
-@pytest.mark.parametrize("name", [*ENTRIES, "others", "with_packages"])
-def test_on_two_ranks(name):
-    codes = {each: blocks(start) for each, start in ENTRIES.items() if each not in NEED_PACKAGES}
-    if name in NEED_PACKAGES:
-        pytest.importorskip(NEED_PACKAGES[name], reason=INSTALL)
+def codes_beside(name):
+    """Return {function of answers.py: blocks} for the run that includes this one."""
     if name == "adapters":
-        codes = {name: blocks(ENTRIES[name])}
-    elif name not in codes:
-        needed = [bool(re.search(r"\btqdm|\bwandb|Accelerator\(", code)) for _, code in rest()]
-        chosen = [block for block, needs in zip(rest(), needed) if needs == (name != "others")]
-        codes = {"others": chosen}
-    wandb = {"WANDB_MODE": "offline", "HOME": os.environ["TMPDIR"]}
-    job = once(codes, lambda cwd: finished(forked(ANSWERS, json.dumps(codes)), cwd, wandb))
+        return {name: blocks(ENTRIES[name])}
+    if name in ENTRIES:
+        return {each: blocks(start) for each, start in ENTRIES.items() if each != "adapters"}
+    needs = [bool(re.search(r"\btqdm|\bwandb|Accelerator\(", code)) for _, code in rest()]
+    return {"others": [it for it, need in zip(rest(), needs) if need == (name in PACKAGES)]}
+
+
+SLOWER = [pytest.param(name, marks=SLOW) for name in PACKAGES]
+
+
+@pytest.mark.parametrize("name", [*sorted({*ENTRIES, "others"} - {*PACKAGES}), *SLOWER])
+def test_on_two_ranks(name):
+    if name in PACKAGES:
+        pytest.importorskip(PACKAGES[name], reason="pip install -r lookup/requirements.txt")
+    codes, env = codes_beside(name), {"WANDB_MODE": "offline", "HOME": os.environ["TMPDIR"]}
+    job = once(codes, lambda cwd: finished(forked(ANSWERS, json.dumps(codes)), cwd, env))
     for rank in (0, 1):
-        assert f"{'others' if name == 'with_packages' else name}: works" in said(job, rank), job
+        assert f"{name if name in ENTRIES else 'others'}: works" in said(job, rank), job
 
 
 @pytest.mark.weekly("changes with PyTorch alone")
@@ -97,7 +103,7 @@ def test_the_release_that_brought_an_option():
     """The pages name it; this also holds on the oldest PyTorch."""
     since = {"--signals-to-handle": "2.10", "--virtual-local-rank": "2.10"}
     since |= {"--shutdown-timeout": "2.12", "forward_sync_buffers": "2.13"}
-    known = get_args_parser().format_help() + DDP.__init__.__doc__ + str(DDP.__init__.__code__)
+    known = get_args_parser().format_help() + str(inspect.signature(DDP))
     release = tuple(map(int, torch.__version__.split(".")[:2]))
     for name, first in since.items():
         assert (name in known) == (release >= tuple(map(int, first.split(".")))), name
