@@ -5,21 +5,22 @@ blocks under the name `others` are run one by one, with the names of `given`.
 """
 # ruff: noqa: F401, the printed code uses what is imported
 
+import argparse
 import copy
-import io
+import importlib
 import itertools
 import json
 import logging
 import math
 import os
 import re
-import signal
 import socket
 import sys
-import textwrap
 import time
 import traceback
-from contextlib import nullcontext, redirect_stderr, redirect_stdout
+import zipfile
+from collections import OrderedDict
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -39,11 +40,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import (
-    MixedPrecision,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import MixedPrecision, fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import OneCycleLR
@@ -92,20 +89,6 @@ def accumulation(code):
     assert torch.allclose(plain.weight, alone.weight, atol=1e-12)
 
 
-def skip(code):
-    """The loss of rank 1 is NaN in one step, and then, without the answer, all weights are."""
-    for decide in code[0], "":
-        torch.manual_seed(0)
-        net, batches = nn.Linear(4, 1), torch.rand(6, 3, 4)
-        batches[3] *= torch.nan if rank == 1 else 1
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        body = f"loss = model(x).square().mean()\n{decide}loss.backward()\noptimizer.step()\n"
-        loop = "for x in batches:\n" + textwrap.indent(body, "    ")
-        run(loop, batches=batches, model=DDP(net), optimizer=optimizer)
-        assert net.weight.isfinite().all() == bool(decide)
-        assert same_on_both(net.weight) == bool(decide)  # NaN is not equal to itself
-
-
 def tokens(code):
     """Ranks with different numbers of tokens, in two batches: the gradient of the whole mean."""
     mine = slice(0, 3) if rank == 0 else slice(3, 10)
@@ -148,77 +131,31 @@ def evaluation(code):
     assert rank == 1 or score == roc_auc_score(labels, scores)
 
 
-def steps(code):
-    """Five batches in groups of four are two steps, as in `accumulation`. The loss of rank 1 falls,
-    the mean does not."""
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0, momentum=0.9)
-    names = run(code[0], loader=range(5), accumulated=4, epochs=3, optimizer=optimizer)
-    assert names["scheduler"].total_steps == 6
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-    for epoch in range(3):
-        loss_sum, samples = (4.0 * (1 + epoch), 4) if rank == 0 else (2.0 - epoch, 1)
-        run(code[1], scheduler=scheduler, loss_sum=loss_sum, samples=samples)
-    assert scheduler.get_last_lr() == [pytest.approx(0.01)]
-
-
-def shortest(code):
-    """Rank 1 has one batch more, in which DDP would wait for ever."""
-    model, seen = DDP(nn.Linear(4, 1)), []
-
-    def train(batch):
-        model(batch).sum().backward()
-        seen.append(batch)
-
-    run(code[0], loader=list(torch.rand(4 + rank, 2, 4)), train=train)
-    assert len(seen) == 4
-
-
-def parts_to_train():
-    torch.manual_seed(0)
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
-    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-
-
-def train_one_epoch(model, loader, optimizer):
-    for x, y in loader:
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-
-
 def resume(code):
     """Two epochs, and one and one more, end with the same bits."""
+
+    def train_one_epoch(model, loader, optimizer):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+
     data, found = TensorDataset(torch.rand(64, 4), torch.rand(64, 1)), []
     for epochs, new in (2, True), (1, True), (2, False):
         if new and rank == 0:
             Path("checkpoint.pt").unlink(missing_ok=True)
         dist.barrier()
-        parts, loader = parts_to_train(), DataLoader(data, 8, sampler=DistributedSampler(data))
-        given = {"loader": loader, "epochs": epochs, "train_one_epoch": train_one_epoch}
-        found.append((run(code[0], **parts, **given)["start"], parts["model"].weight.clone()))
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+        given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "epochs": epochs}
+        loader = DataLoader(data, 8, sampler=DistributedSampler(data))
+        start = run(code[0], loader=loader, train_one_epoch=train_one_epoch, **given)["start"]
+        found.append((start, model.weight.clone()))
         dist.barrier()
-    (_, whole), _, (start, resumed) = found
-    assert start == 1
-    assert torch.equal(whole, resumed)
-
-
-def jump(code):
-    """The next epoch is that of an undisturbed run, unless the model alone was saved."""
-    first, second, lost = (parts_to_train() for _ in range(3))
-    loader = list(zip(torch.rand(2, 8, 4), torch.rand(2, 8, 1)))
-    train_one_epoch(first["model"], loader, first["optimizer"])
-    if rank == 0:
-        run(code[0], **{**first, "model": SimpleNamespace(module=first["model"])}, epoch=0)
-    dist.barrier()
-    assert run(code[1], **second)["first_epoch"] == 1
-    lost["model"].load_state_dict(first["model"].state_dict())  # the model alone
-    for parts in (first, second, lost):
-        train_one_epoch(parts["model"], loader, parts["optimizer"])
-    assert torch.equal(first["model"].weight, second["model"].weight)
-    assert not torch.equal(first["model"].weight, lost["model"].weight)
+    assert found[2][0] == 1
+    assert torch.equal(found[0][1], found[2][1])
 
 
 def stream(code):
@@ -248,65 +185,16 @@ def inference(code):
         assert torch.allclose(run(code[1], ranks=2)["predictions"], model(samples))
 
 
-def one_copy(code):
-    """All ranks map one file; and rank 0 alone reads the weights of a large model."""
-    rows = torch.rand(5, 3)
-    np.save(f"rows-{rank}.npy", rows.numpy())
-    data = run(code[0])["Mapped"](f"rows-{rank}.npy")
-    assert isinstance(data.rows, np.memmap)
-    assert torch.equal(torch.stack([data[index] for index in range(len(data))]), rows)
-    if rank == 0:
-        torch.save({"weight": torch.arange(8.0).view(2, 4), "bias": torch.ones(2)}, "model.pt")
-    dist.barrier()
-    names = run(code[1], build_model=lambda: nn.Linear(4, 2), shard=fully_shard)
-    assert len(names["state"]) == 2 * (rank == 0)
-    assert names["model"].weight.full_tensor().sum() == 28
-
-
-def on_rank_0(code):
-    """Rank 0 alone prints, logs and draws a bar."""
-    from tqdm import tqdm
-
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        run(code[0], tqdm=tqdm, epoch=0, loss=0.5, loader=range(3), train=lambda batch: None)
-        logging.getLogger().info("logged")
-    assert out.getvalue() == "epoch 0: loss 0.5000\n" * (rank == 0)
-    assert [text in err.getvalue() for text in ("INFO:root:logged", "3/3")] == [rank == 0] * 2
-
-
-def one_run(code):
-    """Rank 0 alone opens a run of W&B, and both ranks write into one folder."""
-    import wandb
-
-    os.environ |= {f"WANDB_{name}_DIR": os.getcwd() for name in ("CACHE", "CONFIG", "DATA")}
-    os.environ["WANDB_MODE"], folders = "offline", [None, None]
-    names = run(code[0], wandb=wandb, loss=0.5)
-    dist.all_gather_object(folders, names["folder"])
-    assert folders[0] == folders[1]
-    assert (names["run"] is not None) == (rank == 0)
-    if rank == 0:
-        names["run"].finish()
-        assert len([*Path().glob("wandb/offline-run-*")]) == 1
-
-
-def stop(code):
-    """Only rank 1 gets the signal, in its fourth step: both save before the eleventh, and exit."""
-    saved = []
-
-    def train(batch):
-        if batch == 3 and rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    names = run(code[0], loader=range(30), train=train, save=lambda *at: saved.append(at))
-    with pytest.raises(SystemExit):
-        names["run_epoch"](0)
-    assert saved == [(0, 10)]
+def archive(code):
+    """Each worker reads from the archive, also after this process has read from it."""
+    with zipfile.ZipFile(f"images-{rank}.zip", "w") as file:
+        for number in range(40):
+            file.writestr(f"images/{number}.jpg", bytes([number] * 9000))
+    data = run(code[0], decode=lambda read: read[-1])["Zipped"](f"images-{rank}.zip")
+    assert [data[0], *DataLoader(data, None, num_workers=2)] == [0, *range(40)]
 
 
 # ---------------------------------------------------------------- models of Hugging Face
-
-TOKENS = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(0))
 
 
 def build_llama():
@@ -315,47 +203,43 @@ def build_llama():
     return AutoModelForCausalLM.from_config(LlamaConfig(num_attention_heads=4, **size))
 
 
-def weights(model):
-    return torch.cat([weight.detach().flatten() for weight in model.parameters()])
-
-
 def adapters(code):
     """Only the adapters are trained, alike on both ranks, saved alone, and loaded again."""
     names = run(code[0], build_model=build_llama)
-    model, optimizer = names["model"], names["optimizer"]
+    model, tokens = names["model"], torch.full((1, 8), rank)
     assert all("lora_" in name for name, part in model.named_parameters() if part.requires_grad)
-    before, mine = weights(model), TOKENS[rank:][:1]
-    for _ in range(2):
-        model(input_ids=mine, labels=mine).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert not torch.equal(weights(model), before)
-    assert same_on_both(weights(model))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    names["optimizer"].step()
+    assert all(same_on_both(weight) for weight in model.parameters())
     run(code[1], model=model)
     assert os.path.getsize("adapter/adapter_model.safetensors") < 20_000
     again = PeftModel.from_pretrained(build_llama(), "adapter")
-    assert torch.equal(again(input_ids=mine).logits, model(input_ids=mine).logits)
+    assert torch.equal(again(input_ids=tokens).logits, model(input_ids=tokens).logits)
 
 
 # ---------------------------------------------------------------- all others: they run
 
 
-class Net(nn.Module):
+def build_model(*_):
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    return nn.Sequential(OrderedDict(layers=layers, fc=nn.Linear(4, 1)))
+
+
+class Words(nn.Module):
+    """A model of tokens, which FSDP1 keeps as flat pieces."""
+
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-        self.fc = nn.Linear(4, 1)
+        self.embed = nn.Embedding(8, 4)
 
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x).relu()
-        return self.fc(x)
+    def forward(self, tokens):
+        return self.embed(tokens)
 
 
 def given(code):
     """Return the names that pages use for what a reader has, new for each block."""
     torch.manual_seed(0)
-    model, data = Net(), TensorDataset(torch.rand(16, 4), torch.rand(16, 1))
+    model, data = build_model(), TensorDataset(torch.rand(16, 4), torch.rand(16, 1))
     code = re.sub("#.*", "", code)
     if "model.module" in code:
         model = DDP(model)
@@ -373,8 +257,26 @@ def given(code):
     names |= {"loss": torch.tensor(1.0), "total": 8, "steps": 2, "seconds": 1.0, "epoch": 0}
     names |= {"step": 0, "seed": 0, "correct": 1, "seen": 2, "batches": 2, "paths": ["a", "b"]}
     names |= dict.fromkeys(("train", "train_one_epoch", "evaluate", "save"), lambda *_: None)
-    names |= {"state": Net().state_dict(), "self": SimpleNamespace(), "local_rank": 0}
-    names["build_model"] = lambda *_: Net()
+    names |= {
+        "state": build_model().state_dict(),
+        "self": SimpleNamespace(),
+        "local_rank": 0,
+        "shard": fully_shard,
+    }
+    names |= {"build_model": build_model, "accumulated": 1, "loss_sum": 1.0, "samples": 2}
+    names["patience_is_over"] = lambda: rank == 1
+    if "tokens" in code:
+        model = FSDP(Words(), device_id=device, use_orig_params=True)
+        names |= {"model": model, "tokens": torch.arange(8)}
+    if "tqdm" in code:
+        names["tqdm"] = importlib.import_module("tqdm").tqdm
+    if "Accelerator(" in code:
+        accelerate, transformers = map(importlib.import_module, ("accelerate", "transformers"))
+        names["Accelerator"] = accelerate.Accelerator
+        names["InitProcessGroupKwargs"] = accelerate.InitProcessGroupKwargs
+        names["TrainingArguments"] = transformers.TrainingArguments
+    if "wandb" in code:
+        names["wandb"] = importlib.import_module("wandb")
     names["FSDP"] = partial(FSDP, device_id=device) if "FSDP(" in code else FSDP
     if 'checkpoint["' in code:
         names["checkpoint"] = {name: part.state_dict() for name, part in parts.items()}
@@ -389,7 +291,7 @@ def others(codes):
     for title, code in codes:
         dist.barrier()  # nobody reads the files of the block before
         if rank == 0:
-            torch.save(Net().state_dict(), "model.pt")
+            torch.save(build_model().state_dict(), "model.pt")
             torch.save(given('checkpoint["')["checkpoint"] | {"epochs": 1}, "checkpoint.pt")
         dist.barrier()
         text = re.sub(r"^( *)torch\.cuda\.set_device.*", r"\1pass", code, flags=re.MULTILINE)
@@ -398,6 +300,8 @@ def others(codes):
         text = re.sub(r'torch\.device\("cuda"[^)\]]*\]?\)*', "device", text)
         text = text.replace('"cuda"', '"cpu"').replace('"nccl"', '"gloo"')
         text = re.sub(r"(, |\()device_ids=\[\w+\]", "", text)
+        if re.search(r"^( {0,4})(continue|break)", text, flags=re.MULTILINE) and "for " not in text:
+            text = "for _ in range(1):\n" + re.sub("^", "    ", text, flags=re.MULTILINE)
         text = re.sub(r"dist\.(init|destroy)_process_group\(.*\)", "pass", text)
         try:
             run(text, **given(text))

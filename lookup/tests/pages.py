@@ -24,11 +24,11 @@ def entries():
 
 
 def tried():
-    """Return the blocks without †, which marks a line, or a block in the sentence before it."""
+    """Return the blocks without †, which marks a line or, at the end of a sentence, a block."""
     found = []
     for page, title, text in entries():
         for block in FENCE.finditer(text):
-            if not re.search(r"†\W*$", block["before"]):
+            if not block["before"].rstrip().endswith("†:"):
                 lines = [line for line in block["code"].splitlines() if "†" not in line]
                 found.append(Block(page, title, block["language"], "\n".join([*lines, ""])))
     return found
