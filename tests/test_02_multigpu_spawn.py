@@ -17,7 +17,6 @@ from support.scripts import (
     edited,
     forked,
     load,
-    without_spawn,
 )
 
 
@@ -54,9 +53,8 @@ def test_the_ranks_share_the_cores_and_end_with_equal_weights(spawned):
 
 
 def test_it_resumes_and_ends_with_the_bits_of_an_undisturbed_run(trained, tmp_path):
-    script = without_spawn(tmp_path)
-    finished(forked(script, "2", *NARROW), tmp_path)
-    job = finished(forked(script, *FOUR_EPOCHS), tmp_path)
+    finished(forked("02", "2", *NARROW), tmp_path)
+    job = finished(forked("02", *FOUR_EPOCHS), tmp_path)
     assert resumed(job) == [2]
     assert epochs(job) == [3, 4]
     assert same_bits(job, trained("03", *FOUR_EPOCHS))

@@ -65,7 +65,7 @@ def test_whatever_happens_the_same_command_again_ends_with_the_same_bits(trained
             (folder / "checkpoint.pt.interrupted").unlink(missing_ok=True)  # as a batch file does
             with Job(start, folder, RESTARTS) as job:
                 history.append(disturb(job, life, draw))
-                code = job.wait(180).wait_until_gone() or job.returncode
+                code = job.result(180).returncode
         assert same_bits(job, trained("03", *FOUR_EPOCHS)), (history, job)
         assert [path.name for path in folder.glob("[!.]*")] == ["checkpoint.pt"], history
         starts += len(history)

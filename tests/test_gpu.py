@@ -35,7 +35,7 @@ def each_rank_used_one_gpu(job, nprocs):
 
 @pytest.fixture(scope="module", params=WORLD_SIZES)
 def undisturbed(request, tmp_path_factory):
-    """Run step 2 or, as its ranks share no GPU, step 3; return the world size and the Result."""
+    """Run step 2 or, as its ranks share no GPU, step 3; return the world size and the Job."""
     nprocs, folder = request.param, tmp_path_factory.mktemp("undisturbed")
     step = "03" if gpus.shared(nprocs) else "02"
     path = says_its_gpus(folder / ".script", step, *exact(nprocs))

@@ -1,4 +1,4 @@
-"""What a script printed and saved. Each function takes a Result or a Job that is still running."""
+"""What the script of a Job printed and saved."""
 
 import re
 from pathlib import Path
