@@ -35,10 +35,10 @@ def has_no_gloo_thread(job, nprocs=2):
 @pytest.mark.slow
 @pytest.mark.parametrize("step", ["02", "03", "04", "05"])
 def test_no_gloo_thread_is_left_when_the_group_is_destroyed(tmp_path, step):
-    """Each step runs with its own launcher, because forked ranks have imported torch.distributed.nn.
+    """Each step runs with its own launcher, because forked ranks have already imported all modules.
 
-    If the DDP model still existed, it would keep the group and its threads alive. When Python frees
-    the model at exit, it waits for these threads while it holds the lock that they may need.
+    While a DDP model exists, the group and its threads do, too. If Python freed the model only at
+    exit, it would wait for these threads while it holds the lock that they may need.
     """
     job = finished(command(edited(tmp_path, step, CHANGE), *ONE), tmp_path)
     assert has_no_gloo_thread(job), job
