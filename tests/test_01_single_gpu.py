@@ -22,7 +22,7 @@ def test_it_prints_where_it_runs_and_a_line_for_each_epoch_and_the_accuracy(laun
     for number, line in enumerate(lines, 1):
         assert re.fullmatch(rf"epoch {number}  loss \d\.\d{{4}}  [\d,]+ samples/s", line)
     assert len(lines) == 4
-    assert re.fullmatch(r"accuracy \d\d\.\d\d% \(\d+/359\)", last)
+    assert re.fullmatch(r"accuracy \d+\.\d\d% \(\d+/359\)", last)
 
 
 def test_it_saves_every_so_many_epochs_and_after_the_last(build_trainer, tmp_path):
