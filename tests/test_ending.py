@@ -53,8 +53,8 @@ def test_no_gloo_thread_is_left_after_an_interruption(tmp_path):
 
 @pytest.mark.weekly("exits more processes: two of each step do so above")
 @pytest.mark.parametrize("step", ["03", "04", "05"])
-def test_16_processes_exit_with_0(trained, tmp_path, step):
+def test_eight_processes_exit_with_0(trained, tmp_path, step):
     shutil.copy(trained("03", *ONE).cwd / "checkpoint.pt", tmp_path)  # so they only evaluate
-    job = finished(command(edited(tmp_path, step, CHANGE), *ONE, nprocs=16), tmp_path)
+    job = finished(command(edited(tmp_path, step, CHANGE), *ONE, nprocs=8), tmp_path)
     assert resumed(job) == [1]
-    assert has_no_gloo_thread(job, nprocs=16), job
+    assert has_no_gloo_thread(job, nprocs=8), job
