@@ -1,6 +1,6 @@
 """The steps on this machine's GPUs, over NCCL: `pytest --gpus`. Several ranks may share a GPU.
 
-On a shared GPU, which rank takes which is not seen here, nor is any link between GPUs.
+On a shared GPU, they show neither which rank takes which GPU, nor the links between GPUs.
 """
 
 import re
@@ -30,7 +30,7 @@ def says_its_gpus(folder, step, *changes):
 
 
 def each_rank_used_one_gpu(job, nprocs):
-    """Return whether it was its own or, where they share one, the first."""
+    """Return whether each rank used its own GPU or, if the ranks share one, the first."""
     own = [0] * nprocs if gpus.shared(nprocs) else range(nprocs)
     return [said(job, rank) for rank in range(nprocs)] == [[f"[{n}]"] for n in own]
 
