@@ -42,6 +42,7 @@ def test_it_survives_a_kill_and_loses_no_step_when_told_to_stop(trained, tmp_pat
     assert resumed(job) == [1]
     assert epochs(job) == [1, 2]
     assert "interrupted after 5,120 samples of the epoch" in job.stdout, job
+    assert "accuracy" not in job.stdout
     again = finished(forked("05", *FOUR_EPOCHS), tmp_path)
     assert epochs(again) == [3, 4]
     assert same_bits(again, trained("05", *FOUR_EPOCHS))

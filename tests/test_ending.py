@@ -44,10 +44,11 @@ def test_no_gloo_thread_is_left_when_the_group_is_destroyed(tmp_path, step):
     assert has_no_gloo_thread(job), job
 
 
-def test_no_gloo_thread_is_left_after_an_interruption(tmp_path):
-    """All ranks are told to stop. On this path, too, the model is freed before the group."""
+def test_told_to_stop_it_does_not_evaluate_and_leaves_no_gloo_thread(tmp_path):
+    """On this path through step 5, too, the model is freed before the group is destroyed."""
     job = run(forked(edited(tmp_path, "05", at(0, 5, TOLD), CHANGE), *ONE), tmp_path)
     assert "exit codes of the ranks: [1, 1]" in job.stderr
+    assert "accuracy" not in job.stdout
     assert has_no_gloo_thread(job), job
 
 
