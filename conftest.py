@@ -13,15 +13,14 @@ from support.once import FOLDER, once
 from support.positions import GATE, KILLED, ON_RANK_1, at, wait_at_the_gate
 from support.scripts import (
     FOUR_EPOCHS,
-    ROOT,
     SCRIPT,
     TORCHRUN,
     command,
     digest,
     edited,
     forked,
+    load,
     on_each_rank,
-    without_spawn,
 )
 
 # ---------------------------------------------------------------- what runs
@@ -96,10 +95,7 @@ def trained_with():
     def train(step, changes, args, nprocs=2):
         def make(cwd):
             (cwd / ".script").mkdir()
-            folder = cwd / ".script"
-            script = (
-                without_spawn(folder, *changes) if step == "02" else edited(folder, step, *changes)
-            )
+            script = edited(cwd / ".script", step, *changes)
             return finished(forked(script, *args, nprocs=nprocs), cwd)
 
         text = SCRIPT[step].read_text(encoding="utf-8")
@@ -114,13 +110,6 @@ def trained(trained_with):
     return lambda step, *args, **options: trained_with(step, (), args, **options)
 
 
-@pytest.fixture(autouse=True)
-def forked_ranks_end_at_once(request, monkeypatch):
-    """In tests/, let forked ranks skip freeing their modules at exit, except in test_ending."""
-    if request.path.parent == ROOT / "tests" and request.path.stem != "test_ending":
-        monkeypatch.setenv(server.AT_ONCE, "1")
-
-
 @pytest.fixture
 def process_group():
     """Join a process group of which this process is the only member."""
@@ -131,6 +120,27 @@ def process_group():
     dist.destroy_process_group()
 
 
+@pytest.fixture
+def build_trainer(process_group, tmp_path, monkeypatch):
+    """Return a function that builds a step's Trainer in this process, with 256 of the digits."""
+    monkeypatch.chdir(tmp_path)  # the checkpoint is saved there
+
+    def build(step, *args):
+        import torch
+
+        module = load(step)
+        monkeypatch.setattr("sys.argv", [step, "--width=1", "--batch-size=64", *args])
+        args = module.parse_args()
+        torch.manual_seed(args.seed)
+        digits = torch.utils.data.Subset(module.load_datasets()[0], range(256))
+        model = module.build_model(args.width)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+        loader = module.prepare_dataloader(digits, args)
+        return module.Trainer(model, loader, optimizer, torch.device("cpu"), args)
+
+    return build
+
+
 # ---------------------------------------------------------------- runs with their own launchers
 
 TRAINED = "    trainer.train(args.total_epochs, args.save_every)\n"
@@ -139,7 +149,7 @@ TWO_CORES = "os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])\n"
 
 @pytest.fixture(scope="session")
 def spawned():
-    """Return a function that runs step 2 with mp.spawn on two cores, and returns the Result.
+    """Return a function that runs step 2 with mp.spawn on two cores, and returns the Job.
 
     Each rank prints its number of threads and, after training, a checksum of its weights.
     """
@@ -161,7 +171,7 @@ def disturbed():
     """Return a function that runs step 4 with torchrun and loader workers.
 
     In epoch 2, rank 1 is killed, and torchrun restarts all ranks. In epoch 3, torchrun receives
-    SIGTERM. The function returns the Result and the last checkpoint.
+    SIGTERM. The function returns the Job and the last checkpoint.
     """
 
     def make(cwd):
@@ -172,16 +182,16 @@ def disturbed():
         with Job(start, cwd, RESTARTS) as job:
             wait_at_the_gate(job)
             job.process.send_signal(signal.SIGTERM)
-            result = job.result()
-        assert (cwd / "checkpoint.pt.interrupted").exists(), result
-        return result, torch.load(cwd / "checkpoint.pt", weights_only=True)
+            job.result()
+        assert (cwd / "checkpoint.pt.interrupted").exists(), job
+        return job, torch.load(cwd / "checkpoint.pt", weights_only=True)
 
     return lambda: once(("disturbed", SCRIPT["04"].read_text(encoding="utf-8")), make)
 
 
 @pytest.fixture(scope="session")
 def two_nodes():
-    """Return a function that runs step 4 on two nodes, and returns the Result of each.
+    """Return a function that runs step 4 on two nodes, and returns the Job of each.
 
     Each node is a torchrun process (an agent) in a folder of its own. The agents find each other
     through c10d at one address, and share only the checkpoint.

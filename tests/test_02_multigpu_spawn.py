@@ -17,7 +17,6 @@ from support.scripts import (
     edited,
     forked,
     load,
-    without_spawn,
 )
 
 
@@ -54,9 +53,8 @@ def test_the_ranks_share_the_cores_and_end_with_equal_weights(spawned):
 
 
 def test_it_resumes_and_ends_with_the_bits_of_an_undisturbed_run(trained, tmp_path):
-    script = without_spawn(tmp_path)
-    finished(forked(script, "2", *NARROW), tmp_path)
-    job = finished(forked(script, *FOUR_EPOCHS), tmp_path)
+    finished(forked("02", "2", *NARROW), tmp_path)
+    job = finished(forked("02", *FOUR_EPOCHS), tmp_path)
     assert resumed(job) == [2]
     assert epochs(job) == [3, 4]
     assert same_bits(job, trained("03", *FOUR_EPOCHS))
@@ -64,7 +62,7 @@ def test_it_resumes_and_ends_with_the_bits_of_an_undisturbed_run(trained, tmp_pa
 
 @pytest.mark.parametrize("nprocs", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_n_processes_follow_one_with_n_times_the_batch(trained_with, nprocs):
-    """In double precision. The printed loss is the same, too: it is the mean over all ranks."""
+    """Both run in double precision. The printed loss, a mean over all ranks, is the same, too."""
     args = ("1", "--width=2", "--batch-size")
     many = trained_with("02", DOUBLE, (*args, "64"), nprocs=nprocs)
     one = trained_with("02", DOUBLE, (*args, str(64 * nprocs)), nprocs=1)

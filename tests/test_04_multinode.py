@@ -60,25 +60,29 @@ def test_told_to_stop_it_loses_no_step(disturbed, trained, tmp_path):
     assert same_bits(job, trained("03", *FOUR_EPOCHS))
 
 
-TOLD_AT = {  # where rank 1 is told: what is saved, or None if the run ends normally
-    (1, 33): (1, 40 * STEP),
-    (1, LAST): (2, 0),  # the next vote is at the start of the next epoch
-    (3, LAST): None,  # no vote is left
-}
-
-
 @pytest.mark.parametrize(
-    "told", [(1, 33), *(pytest.param(told, marks=SLOW) for told in [*TOLD_AT][1:])]
+    ("told_at", "saved_at"),
+    [
+        ((1, 33), (1, 40 * STEP)),
+        pytest.param((1, LAST), (2, 0), marks=SLOW),  # the next vote is in the next epoch
+    ],
 )
-def test_all_ranks_stop_at_the_same_step_and_exit_with_1(trained, tmp_path, told):
-    script = edited(tmp_path, "04", at(*told, TOLD, ON_RANK_1))
+def test_all_ranks_stop_at_the_same_step_and_exit_with_1(trained, tmp_path, told_at, saved_at):
+    """Rank 1 is told at an epoch and step. At every tenth step of an epoch, the ranks vote."""
+    script = edited(tmp_path, "04", at(*told_at, TOLD, ON_RANK_1))
     job = run(forked(script, *FOUR_EPOCHS), tmp_path)
-    if TOLD_AT[told]:
-        assert "exit codes of the ranks: [1, 1]" in job.stderr, job
-        assert (tmp_path / "checkpoint.pt.interrupted").exists()
-        saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-        assert (saved["EPOCHS_RUN"], saved["SAMPLES_RUN"]) == TOLD_AT[told]
-        job = finished(forked("04", *FOUR_EPOCHS), tmp_path)
+    assert "exit codes of the ranks: [1, 1]" in job.stderr, job
+    assert (tmp_path / "checkpoint.pt.interrupted").exists()
+    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert (saved["EPOCHS_RUN"], saved["SAMPLES_RUN"]) == saved_at
+    again = finished(forked("04", *FOUR_EPOCHS), tmp_path)
+    assert same_bits(again, trained("03", *FOUR_EPOCHS))
+
+
+@SLOW
+def test_told_after_the_last_vote_it_trains_to_the_end(trained, tmp_path):
+    script = edited(tmp_path, "04", at(3, LAST, TOLD, ON_RANK_1))
+    job = finished(forked(script, *FOUR_EPOCHS), tmp_path)
     assert accuracy(job)
     assert same_bits(job, trained("03", *FOUR_EPOCHS))
 

@@ -26,7 +26,7 @@ def tell_twice(job, rank):
     kill(job.process, signal.SIGTERM)
 
 
-FAULTS = {  # what happens to a start, or to one of its ranks
+FAULTS = {  # each is a function of a run and of one of its ranks
     "killed": lambda job, rank: kill(rank),
     "all killed": lambda job, rank: [kill(process) for process in job.processes()],
     "frozen": freeze,
@@ -37,11 +37,11 @@ FAULTS = {  # what happens to a start, or to one of its ranks
 }
 
 
-def disturb(job, life, draw):
-    """Do one thing or two to a start, at random moments of its life; return what, and when."""
+def disturb(job, duration, draw):
+    """Disturb a run once or twice, at random moments; return the faults, ranks and moments."""
     done, start = [], time.monotonic()
-    plan = [(draw.uniform(0, life), draw.choice([*FAULTS]), draw.randrange(2)) for _ in range(2)]
-    for moment, fault, rank in sorted(plan[: draw.choice([1, 2])]):
+    for moment in sorted(draw.uniform(0, duration) for _ in range(draw.choice([1, 2]))):
+        fault, rank = draw.choice([*FAULTS]), draw.randrange(2)
         time.sleep(max(0, start + moment - time.monotonic()))
         if rank in (ranks := job.workers()) and job.process.poll() is None:
             FAULTS[fault](job, ranks[rank])
@@ -57,15 +57,15 @@ def test_whatever_happens_the_same_command_again_ends_with_the_same_bits(trained
     start, starts = command(step, *FOUR_EPOCHS, torchrun=("--max-restarts=1",)), 0
     begun = time.monotonic()
     finished(start, tmp_path, RESTARTS)
-    life = time.monotonic() - begun
+    duration = time.monotonic() - begun
     while starts < STARTS:
         folder, history, code = tmp_path / str(starts), [], None
         folder.mkdir()
         while code != 0:
             (folder / "checkpoint.pt.interrupted").unlink(missing_ok=True)  # as a batch file does
             with Job(start, folder, RESTARTS) as job:
-                history.append(disturb(job, life, draw))
-                code = job.wait(180).wait_until_gone() or job.returncode
+                history.append(disturb(job, duration, draw))
+                code = job.result(180).returncode
         assert same_bits(job, trained("03", *FOUR_EPOCHS)), (history, job)
         assert [path.name for path in folder.glob("[!.]*")] == ["checkpoint.pt"], history
         starts += len(history)

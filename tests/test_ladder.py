@@ -6,7 +6,8 @@ import re
 import shutil
 import sys
 from functools import cache
-from itertools import combinations, pairwise, product
+from itertools import combinations, pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,18 +18,16 @@ from support.scripts import (
     NARROW,
     ROOT,
     SCRIPT,
-    arguments,
-    build_trainer,
     edited,
     exact,
     forked,
     load,
     on_each_rank,
-    without_spawn,
 )
 
 SLOW = pytest.mark.slow
-RUN_EPOCHS = ["02", "04"]  # step 3 runs an epoch as step 2 does, and step 5 as step 4: see below
+# Step 3 runs an epoch as step 2 does, and step 5 as step 4: test_a_step_changes_only_its_subject.
+RUN_EPOCHS = ["02", "04"]
 PAIRS = [*pairwise(SCRIPT)]
 
 
@@ -51,10 +50,7 @@ def test_forked_ranks_with_which_other_tests_compare_end_with_the_same_bits(spaw
 def test_each_step_continues_the_checkpoint_of_the_one_before(trained_with, tmp_path):
     """One epoch on each, and the end is bit-for-bit that of an undisturbed run of step 3."""
     for number, step in enumerate(["02", "03", "04", "05"]):
-        if step == "02":
-            script = without_spawn(tmp_path, *exact(3))
-        else:
-            script = edited(tmp_path, step, *exact(3))
+        script = edited(tmp_path, step, *exact(3))
         job = finished(forked(script, str(number + 1), *NARROW, nprocs=3), tmp_path)
         assert resumed(job) == ([number] if number else [])
         assert epochs(job) == [number + 1]
@@ -64,7 +60,7 @@ def test_each_step_continues_the_checkpoint_of_the_one_before(trained_with, tmp_
 @SLOW
 def test_step_2_continues_the_checkpoint_of_step_1(trained, tmp_path):
     shutil.copy(trained("01", *FOUR_EPOCHS).cwd / "checkpoint.pt", tmp_path)
-    job = finished(forked(without_spawn(tmp_path), "5", *NARROW), tmp_path)
+    job = finished(forked("02", "5", *NARROW), tmp_path)
     assert resumed(job) == [4]
     assert epochs(job) == [5]
     assert float(losses(job)[0]) < float(losses(trained("01", *FOUR_EPOCHS))[-1]) + 0.05
@@ -139,50 +135,50 @@ def test_a_step_changes_only_its_subject():
         old, new = functions(old), functions(new)
         return {name for name in new if new[name] != old.get(name)}
 
+    assert "_load_checkpoint" not in changed("01", "02")
     assert changed("02", "03") == {"ddp_setup", "__init__", "parse_args", "main"}
     assert changed("04", "05") == {"evaluate", "train_and_evaluate"}  # so 5 stops and saves as 4
     for old, new in PAIRS:
         assert not {"load_datasets", "build_model", "_run_batch"} & changed(old, new)
 
 
+def run_epoch(trainer, epoch):
+    trainer.epochs_run = epoch
+    trainer.samples_run = 0  # steps 4 and 5 would skip this many samples
+    trainer._run_epoch()
+
+
 @pytest.mark.parametrize("step", RUN_EPOCHS)
-def test_seed_and_epoch_decide_on_the_order(step, tmp_path, process_group):
-    module, orders = load(step), []
+def test_seed_and_epoch_decide_on_the_order(step, build_trainer):
+    orders = []
     for seed in (0, 10):  # the sampler adds seed and epoch
-        args = arguments(tmp_path / "none.pt", seed=seed)
-        trainer = build_trainer(module, args)
-        for trainer.epochs_run in (0, 1):
-            trainer._run_epoch()
-            trainer.train_loader.sampler.samples_run = trainer.samples_run = 0
+        trainer = build_trainer(step, f"--seed={seed}")
+        for epoch in (0, 1):
+            run_epoch(trainer, epoch)
             orders.append(list(trainer.train_loader.sampler))
     assert all(a != b for a, b in combinations(orders, 2))
 
 
 @pytest.mark.parametrize("step", ["01", *RUN_EPOCHS])
-def test_each_epoch_of_each_rank_draws_numbers_of_its_own(
-    step, tmp_path, process_group, monkeypatch
-):
-    drawn, ranks = [], (0,) if step == "01" else (0, 1)
-    trainer = build_trainer(load(step), arguments(tmp_path / "none.pt"))
-    for rank, trainer.epochs_run in product(ranks, (0, 1, 2)):
+def test_each_epoch_of_each_rank_draws_numbers_of_its_own(step, build_trainer, monkeypatch):
+    trainer, drawn = build_trainer(step), []
+    for rank in [0] if step == "01" else [0, 1]:
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
-        trainer._run_epoch()
-        trainer.train_loader.sampler.samples_run = trainer.samples_run = 0
-        drawn.append(torch.rand(1).item())
+        for epoch in (0, 1, 2):
+            run_epoch(trainer, epoch)
+            drawn.append(torch.rand(1).item())
     assert len(set(drawn)) == len(drawn)
 
 
 @pytest.mark.parametrize("step", SCRIPT)
-def test_an_epoch_trains_in_train_mode(step, tmp_path, process_group, monkeypatch):
+def test_an_epoch_trains_in_train_mode(step, build_trainer):
     """Dropout and BatchNorm stay active, even if the model is evaluated after each epoch."""
-    module, modes = load(step), []
-    args = arguments(tmp_path / "none.pt")
-    trainer = build_trainer(module, args)
+    module, trainer, modes = load(step), build_trainer(step), []
+    args = SimpleNamespace(batch_size=64)
     run_batch = trainer._run_batch
     trainer._run_batch = lambda *batch: modes.append(trainer.model.training) or run_batch(*batch)
-    for _ in range(2):
-        trainer._run_epoch()
-        trainer.samples_run = 0
+    for epoch in (0, 1):
+        run_epoch(trainer, epoch)
         module.evaluate(trainer.model, module.load_datasets()[1], trainer.device, args)
         assert not trainer.model.training
     assert len(modes) == 2 * 4  # batches
@@ -190,24 +186,27 @@ def test_an_epoch_trains_in_train_mode(step, tmp_path, process_group, monkeypatc
 
 
 @pytest.mark.parametrize("step", SCRIPT)
-def test_num_workers_is_the_number_of_the_loaders_workers(step, tmp_path, process_group):
-    trainer = build_trainer(load(step), arguments(tmp_path / "none.pt", num_workers=1))
-    assert trainer.train_loader.num_workers == 1
+def test_num_workers_is_the_number_of_the_loaders_workers(step, build_trainer):
+    assert build_trainer(step, "--num-workers=1").train_loader.num_workers == 1
 
 
 # ---------------------------------------------------------------- one batch of each step
 
 
 def says(word, line):
-    """Return a change: each rank says the word before it runs this line, or one that begins so."""
+    """Return a change with which each rank prints the word before it runs the given line.
+
+    The beginning of the line is enough.
+    """
     return line, f"{line[: -len(line.lstrip())]}{on_each_rank(repr(word))}{line}"
 
 
 @pytest.fixture
 def one_batch(trained_with):
-    """Return a function that runs a step for one batch, at a learning rate of 0.
+    """Return a function that runs a step for one batch, and returns the Job.
 
-    Its ranks say what they do. Rank 0 is slow to evaluate.
+    The learning rate is 0, so the weights stay as they were drawn. From step 2 on, the ranks print
+    "saves", "evaluates" and "leaves", and rank 0 waits for a second before it evaluates.
     """
     args = ("1", *NARROW, "--lr=0", "--seed=1", "--batch-size=12942")
     slow = "    time.sleep(1 - dist.get_rank())\n"

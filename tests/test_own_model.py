@@ -93,7 +93,7 @@ def undisturbed(own, tmp_path_factory):
 
 
 def test_told_to_stop_in_mid_epoch(own, undisturbed, tmp_path):
-    """With BatchNorm and one file per sample. The workers do not change a bit."""
+    """The model has BatchNorm, and each sample is a file. Loader workers do not change a bit."""
     start = forked(own(tmp_path, "04", TOLD_AT), *ARGS, WORKERS)
     job = run(start, tmp_path)
     assert "interrupted after 960 samples" in job.stdout, job
@@ -106,7 +106,7 @@ def test_told_to_stop_in_mid_epoch(own, undisturbed, tmp_path):
 
 @SLOW
 def test_a_resume_in_mid_epoch_draws_other_random_numbers(own, undisturbed, tmp_path):
-    """Checkpoints do not hold the random state. Between epochs, they need not: see below."""
+    """Checkpoints do not hold the random state. Between epochs, they do not have to: see below."""
     start = forked(own(tmp_path, "04", TOLD_AT, random=True), *ARGS)
     job = run(start, tmp_path)
     assert "interrupted after 960 samples" in job.stdout, job

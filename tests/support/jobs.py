@@ -9,36 +9,25 @@ import socket
 import subprocess
 import time
 import uuid
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import pytest
 from support import gpus
 
 # Only for runs with --max-restarts, because torchrun then chooses a port long before it is used.
 RESTARTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
-@dataclass(frozen=True)
-class Result:
-    """The exit code and output of a finished command."""
-
-    command: list
-    cwd: Path
-    returncode: int
-    stdout: str
-    stderr: str
-
-    def __repr__(self):
-        return shown(self, self.returncode)
-
-
 class Job:
-    """A running command and its descendants; leaving the `with` block kills those still alive."""
+    """A command that is running or has ended, and what it printed.
+
+    The end of the `with` block kills all processes that the command started and that still run.
+    """
+
+    returncode = None
 
     def __init__(self, command, cwd, env=None):
-        self.mark = uuid.uuid4().hex  # every descendant inherits it, even an orphan
+        self.mark = uuid.uuid4().hex  # every process that the command starts inherits it
         self.command, self.cwd = [str(word) for word in command], Path(cwd)
         self.paths = [self.cwd / f".{self.mark}.{name}" for name in ("stdout", "stderr")]
         # Several ranks write to one file, and only appending keeps their lines intact.
@@ -61,6 +50,13 @@ class Job:
             kill(process)
         self.process.wait()
 
+    def __getstate__(self):
+        return vars(self) | {"process": None}  # which cannot be pickled
+
+    def __repr__(self):
+        words = " ".join(self.command)
+        return f"{words}\nexit code {self.returncode}\n{self.stdout}\n---- stderr\n{self.stderr}"
+
     @property
     def stdout(self):
         """Return the output so far, without gloo's messages, which PyTorch 2.8 prints in pieces."""
@@ -71,64 +67,50 @@ class Job:
     def stderr(self):
         return self.paths[1].read_text(encoding="utf-8")
 
-    def processes(self):
-        """Return the processes of this job that are alive."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                living = process.status() != psutil.STATUS_ZOMBIE
-                if living and process.environ().get("DDP_LADDER_JOB") == self.mark:
-                    found.append(process)
-        return found
-
-    def workers(self):
-        """Return the training processes that torchrun started: {rank: process}."""
-        found = {}
-        for process in self.processes():
-            with contextlib.suppress(psutil.Error):
-                if "RANK" in (env := process.environ()):
-                    found[int(env["RANK"])] = process
-        return found
-
     def wait(self, timeout=300):
-        """Wait for the command to exit; after the timeout, fail and show its output."""
-        try:
+        """Wait until the command has ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.returncode = self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"still running after {timeout} s: {self}")
+        assert self.returncode is not None, f"it did not end within {timeout} s: {self}"
         return self
 
+    def result(self, timeout=300):
+        """Wait until the command and all processes that it started have ended."""
+        return self.wait(timeout).wait_until_gone()
+
     def wait_for(self, what, timeout=300):
-        """Wait until `what()` is true or, for a pattern, stdout matches it; return the result."""
+        """Wait until `what()` is true or, for a pattern, until stdout matches it; return that."""
         ready = what if callable(what) else lambda: re.search(what, self.stdout, re.MULTILINE)
         end = time.monotonic() + timeout
-        while not (result := ready()):
-            if self.process.poll() is not None or time.monotonic() > end:
-                if result := ready():
-                    break
-                pytest.fail(f"{what!r} did not happen: {self}")
+        while True:
+            too_late = self.process.poll() is not None or time.monotonic() > end
+            if result := ready():
+                return result
+            assert not too_late, f"{what!r} did not happen: {self}"
             time.sleep(0.02)
-        return result
 
     def wait_until_gone(self, timeout=120):
         """Wait until no process of this job is left."""
         end = time.monotonic() + timeout
         while left := self.processes():
-            if time.monotonic() > end:
-                pytest.fail(f"{left} left behind by {self}")
+            assert time.monotonic() < end, f"{left} left behind by {self}"
             time.sleep(0.05)
+        return self
 
-    def result(self, timeout=300):
-        """Wait until the command and all its descendants have ended; return the Result."""
-        self.wait(timeout).wait_until_gone()
-        return Result(self.command, self.cwd, self.returncode, self.stdout, self.stderr)
+    def processes(self):
+        """Return the processes of this job that are alive."""
+        return [process for process, _ in self._processes()]
 
-    def __repr__(self):
-        return shown(self, self.process.poll())
+    def workers(self):
+        """Return the training processes that torchrun started: {rank: process}."""
+        return {int(env["RANK"]): process for process, env in self._processes() if "RANK" in env}
 
-
-def shown(job, code):
-    return f"{' '.join(job.command)}\nexit {code}\n{job.stdout}\n---- stderr\n{job.stderr}"
+    def _processes(self):
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                alive, env = process.status() != psutil.STATUS_ZOMBIE, process.environ()
+                if alive and env.get("DDP_LADDER_JOB") == self.mark:
+                    yield process, env
 
 
 def environment(**changes):
@@ -140,16 +122,16 @@ def environment(**changes):
 
 
 def run(command, cwd, env=None, timeout=300):
-    """Run a command, check that it leaves no process behind, and return the Result."""
+    """Run a command, check that it leaves no process behind, and return the Job."""
     with Job(command, cwd, env) as job:
         return job.result(timeout)
 
 
 def finished(command, cwd, env=None, timeout=300):
     """Run a command as `run` does, and check that it succeeds."""
-    result = run(command, cwd, env, timeout)
-    assert result.returncode == 0, result
-    return result
+    job = run(command, cwd, env, timeout)
+    assert job.returncode == 0, job
+    return job
 
 
 def kill(process, number=signal.SIGKILL):

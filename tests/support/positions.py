@@ -12,12 +12,12 @@ STEP = (
     " / (self.train_loader.batch_size * dist.get_world_size())"
 )
 
-ON_RANK_1 = "dist.get_rank() == 1"
-TOLD = "signal.raise_signal(signal.SIGTERM)"
+ON_RANK_1 = "dist.get_rank() == 1"  # for the argument `when` of at()
+TOLD = "signal.raise_signal(signal.SIGTERM)"  # the rank is told to stop
 PATH = "        self.path = args.checkpoint_path\n"
 RANK_1_LOOKS_ELSEWHERE = (PATH, f"{PATH}        self.path += '1' * dist.get_rank()\n")
 KILLED = """\
-if not os.path.exists(f"{self.path}.killed"):  # only once
+if not os.path.exists(f"{self.path}.killed"):  # a restarted rank is not killed again
     open(f"{self.path}.killed", "x").close()
     os.kill(os.getpid(), 9)
 """
@@ -38,7 +38,7 @@ def at(epoch, step, lines, when="True"):
 
 
 def wait_at_the_gate(job):
-    """Wait until a rank has reached the lines of GATE."""
+    """Wait until a rank has reached GATE, where it waits until open_the_gate is called."""
     job.wait_for((job.cwd / "checkpoint.pt.waiting").exists)
 
 

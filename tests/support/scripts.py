@@ -5,7 +5,6 @@ import os
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 from support import gpus, server
 
@@ -19,11 +18,9 @@ FOUR_EPOCHS = ("4", *NARROW)  # enough to kill a rank, or to stop the run, in th
 SMALL = ("--batch-size=64", "--width=4")  # 102 steps per epoch, for tests in other folders
 LONG = ("4", *SMALL)
 
-# ---------------------------------------------------------------- commands
-
 
 def command(step, *args, nprocs=2, torchrun=()):
-    """Return the command that runs a step, or a copy of one, with `nprocs` processes."""
+    """Return the command that runs a step, or a copy of one, on `nprocs` ranks."""
     path = SCRIPT.get(step, step)
     if path.name.startswith("01"):
         return [sys.executable, path, *args]
@@ -34,28 +31,18 @@ def command(step, *args, nprocs=2, torchrun=()):
 
 
 def forked(step, *args, nprocs=2, restarts=0):
-    """Return a command that does the same as `command` in a third of the time, without a launcher.
-
-    Step 2 would start its own processes, so pass a copy that `without_spawn` has written.
-    """
+    """Return a command that does the same in a third of the time, because it needs no launcher."""
     path = SCRIPT.get(step, step)
-    assert not path.name.startswith("02"), "use without_spawn"
-    nprocs = 0 if path.name.startswith("01") else nprocs
+    if path.name.startswith("01"):
+        nprocs = 0
+    if path.name.startswith("02"):
+        args = [f"--nprocs={nprocs}", *args]
     return server.command(path, *args, nprocs=nprocs, restarts=restarts)
-
-
-# ---------------------------------------------------------------- copies
 
 
 def edited(tmp_path, step, *changes):
     """Write a copy of a step with changes, as `write` does; return the path."""
     return write(tmp_path / SCRIPT[step].name, SCRIPT[step].read_text(encoding="utf-8"), changes)
-
-
-def without_spawn(tmp_path, *changes):
-    """Write a copy of step 2 that calls `main` once per rank, for ranks started from outside."""
-    path = edited(tmp_path, "02", *changes, *WITHOUT_SPAWN)
-    return path.rename(tmp_path / "without_spawn.py")
 
 
 def write(path, text, changes=()):
@@ -72,21 +59,20 @@ def edit(path, old, new):
     write(path, path.read_text(encoding="utf-8"), [(old, new)])
 
 
-# ---------------------------------------------------------------- pieces of edited copies
+def load(step):
+    """Import a step as a module."""
+    spec = importlib.util.spec_from_file_location(f"step{step}", SCRIPT[step])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
-DOUBLE = [  # in float32, AdamW can turn a rounding error into a full step
+
+# ---------------------------------------------------------------- changes for copies
+
+SEED = "    torch.manual_seed(args"
+DOUBLE = [  # because in float32, AdamW can turn a rounding error into a full step
     ("dtype=torch.float32", "dtype=torch.float64"),
-    (
-        "    torch.manual_seed(args",
-        "    torch.set_default_dtype(torch.float64)\n    torch.manual_seed(args",
-    ),
-]
-WITHOUT_SPAWN = [
-    (
-        "    mp.spawn(main, args=(get_free_port(), args), nprocs=args.nprocs)\n",
-        '    args.nprocs = int(os.environ["WORLD_SIZE"])\n'
-        '    main(int(os.environ["RANK"]), os.environ["MASTER_PORT"], args)\n',
-    ),
+    (SEED, f"    torch.set_default_dtype(torch.float64)\n{SEED}"),
 ]
 
 
@@ -121,33 +107,3 @@ class Pickled:
 
     def __reduce__(self):
         return os.mkdir, ("executed",)
-
-
-# ---------------------------------------------------------------- scripts as modules
-
-
-def load(step):
-    """Import a step as a module."""
-    spec = importlib.util.spec_from_file_location(f"step{step}", SCRIPT[step])
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def arguments(path, **changes):
-    """Return the arguments of a tiny run, as parse_args would."""
-    values = {"total_epochs": 1, "save_every": 1, "batch_size": 64, "lr": 4e-3, "width": 1}
-    values |= {"seed": 0, "num_workers": 0, "checkpoint_path": str(path)}
-    return SimpleNamespace(**values | changes)
-
-
-def build_trainer(module, args):
-    """Build a step's Trainer on the CPU, as its main does, with a few of the digits."""
-    import torch
-
-    torch.manual_seed(args.seed)
-    digits = torch.utils.data.Subset(module.load_datasets()[0], range(256))
-    model = module.build_model(args.width)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    data = module.prepare_dataloader(digits, args)
-    return module.Trainer(model, data, optimizer, torch.device("cpu"), args)

@@ -1,65 +1,63 @@
-"""Forks ranks from a process that has imported PyTorch, because imports dominate a short run.
+"""Forks ranks from a process that has already imported PyTorch, so each run saves the imports.
 
-Tests import `command`. This file is also a program: without arguments it is the server, and
-`server.py run NPROCS RESTARTS SCRIPT ARGUMENTS` asks the server to run a script with the caller's
-folder, environment, input and output. A run is killed when its caller ends, or when the tests end.
+Tests call `command`. The command that it returns runs this file as `server.py run ...`, which asks
+the server to run a script with the folder, the environment and the output of the command.
+`server.py serve` is the server, and one process of pytest starts it for all tests.
 """
 
 import atexit
-import contextlib
-import faulthandler
+import ctypes
+import gc
 import json
+import multiprocessing
 import os
 import runpy
-import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
+from multiprocessing.connection import wait
 
-VARIABLE = "DDP_LADDER_SERVER"  # path of the server's socket, for every process of the tests
-AT_ONCE = "DDP_LADDER_AT_ONCE"  # if set, ranks do not free their modules, which takes 0.6 s
-GRACE = 60  # seconds that the other ranks have to end after one has failed
+VARIABLE = "DDP_LADDER_SERVER"  # environment variable with the path of the server's socket
+AT_ONCE = "DDP_LADDER_AT_ONCE"  # unused: all forked ranks exit without freeing their modules
+GRACE = 60  # seconds in which the other ranks have to end after one rank has failed
 # A process that has asked CUDA for its GPUs cannot fork processes that use them.
 WITHOUT_CUDA = {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-SET_CHILD_SUBREAPER = 36  # prctl: adopt orphaned descendants
-
-# ---------------------------------------------------------------- the callers
+SET_PARENT_DEATH_SIGNAL = 1  # for prctl
 
 
 def command(program, *args, nprocs=0, restarts=0):
     """Return a command that runs a script on `nprocs` ranks, or, if `nprocs` is 0, without a group.
 
-    The command exits once all processes that the script started have ended. `program` may be "-m",
-    followed by a module's name. A script that fails is restarted up to `restarts` times.
+    `program` may be "-m", followed by the name of a module. If the script fails, it is started
+    again, at most `restarts` times.
     """
     start()
     return [sys.executable, "-I", __file__, "run", nprocs, restarts, program, *args]
 
 
 def start():
-    """Start the server unless it is running. It ends together with this process."""
+    """Start the server, unless it is running. It ends when this process does."""
     if VARIABLE in os.environ:
         return
     folder = tempfile.TemporaryDirectory(prefix="server-")
-    os.environ[VARIABLE] = f"{folder.name}/socket"
-    process = subprocess.Popen(
-        [sys.executable, __file__],
-        env={**os.environ, **WITHOUT_CUDA, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,  # the server ends when this process closes it, or dies
-        stdout=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C ends the tests, which end the server
-    )
-    assert process.stdout.read(1), "the server did not start"
     atexit.register(folder.cleanup)
-    atexit.register(process.communicate)
+    os.environ[VARIABLE] = f"{folder.name}/socket"
+    with socket.socket(socket.AF_UNIX) as listener:  # requests wait until the server is ready
+        listener.bind(os.environ[VARIABLE])
+        listener.listen(64)
+        subprocess.Popen(
+            [sys.executable, __file__, "serve", str(listener.fileno())],
+            env={**os.environ, **WITHOUT_CUDA, "OMP_NUM_THREADS": "1"},
+            pass_fds=[listener.fileno()],
+            start_new_session=True,  # Ctrl-C ends the tests, and then the server
+        )
 
 
 def ask(nprocs, restarts, *argv):
-    """Have the server run a script; exit as the script does."""
+    """Ask the server to run a script, and exit as the script does."""
     request = {"argv": argv, "cwd": os.getcwd(), "env": dict(os.environ)}
     request |= {"nprocs": int(nprocs), "restarts": int(restarts)}
     with socket.socket(socket.AF_UNIX) as server:
@@ -67,23 +65,16 @@ def ask(nprocs, restarts, *argv):
         socket.send_fds(server, [b"\n"], [0, 1, 2])
         server.sendall(json.dumps(request).encode() + b"\n")
         code = int(server.recv(64) or 1)
-    if code < 0:  # die of the same signal
-        with contextlib.suppress(OSError):  # SIGKILL has no handler to reset
-            signal.signal(-code, signal.SIG_DFL)
+    if code < 0:  # a signal has killed the script
         os.kill(os.getpid(), -code)
     sys.exit(code)
 
 
-# ---------------------------------------------------------------- the server
-
-
-def serve():
-    """Fork a process for each request, for as long as the process of the tests is alive."""
-    faulthandler.enable()  # a rank that crashes prints its line
-    import gc
-
-    sys.modules["pandas"] = sys.modules["pyarrow"] = None  # they would start a thread
-    import sklearn.datasets
+def serve(listener):
+    """Fork a process for each request."""
+    ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    sys.path[0] = os.path.dirname(os.path.dirname(__file__))  # so that `support` is found
+    sys.modules["pandas"] = sys.modules["pyarrow"] = None  # these modules would start a thread
     import sklearn.metrics
     import sklearn.model_selection  # noqa: F401
     import torch._dynamo
@@ -91,108 +82,73 @@ def serve():
     from support import jobs  # noqa: F401
 
     del sys.modules["pandas"], sys.modules["pyarrow"]
-    gc.freeze()  # so forked processes share the memory of the imports
-    tests = os.dup(0)  # becomes readable when the process of the tests has ended
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(os.environ[VARIABLE])
-        listener.listen(64)
-        os.write(1, b"r")
-        while tests not in select.select([tests, listener], [], [])[0]:
-            connection, _ = listener.accept()
-            with contextlib.suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:  # so that the CPU time of children counts
-                    pass
-            if os.fork() == 0:
-                listener.close()
-                perform(connection, tests)
-            connection.close()
+    gc.freeze()  # so that forked processes share the memory of the imports
+    while True:
+        caller, _ = listener.accept()
+        fork(answer, caller)
+        caller.close()
 
 
-def perform(connection, tests):
-    """Carry out a request, and answer with the exit code."""
-    import ctypes
+def fork(function, *args):
+    """Call a function in a forked process."""
+    process = multiprocessing.get_context("fork").Process(target=function, args=args)
+    process.start()
+    return process
 
-    for number, fd in enumerate(socket.recv_fds(connection, 1, 3)[1]):
+
+def answer(caller):
+    """Run the script that the caller asks for, and answer with the exit code."""
+    for number, fd in enumerate(socket.recv_fds(caller, 1, 3)[1]):
         os.dup2(fd, number)
         os.close(fd)
-    request = json.loads(connection.makefile("rb").readline())
-    os.setsid()
-    ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1)
+    request = json.loads(caller.makefile("rb").readline())
+    nprocs = request["nprocs"]
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ |= request["env"]
     for attempt in range(request["restarts"] + 1):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)  # as torchrun does
-        codes = wait(fork(request["nprocs"], request["argv"]), [connection, tests])
+        codes = run(request["argv"], nprocs, caller)
         if not any(codes):
             break
-    if any(codes) and request["nprocs"]:
+    if any(codes) and nprocs:
         print(f"exit codes of the ranks: {codes}", file=sys.stderr, flush=True)
-    connection.send(str(int(any(codes)) if request["nprocs"] else codes[0]).encode())
-    os._exit(0)
+    caller.send(str(int(any(codes)) if nprocs else codes[0]).encode())
 
 
-def fork(nprocs, argv):
-    """Fork the ranks and return their process IDs, in order."""
+def run(argv, nprocs, caller):
+    """Run a script on forked ranks, and return their exit codes.
+
+    All ranks are killed if the caller ends. If one rank fails, the others are killed after GRACE.
+    """
     if nprocs:
-        from support import gpus
         from support.jobs import free_port
 
-        shared = gpus.shared(nprocs)
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
         os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(nprocs))
-    ranks = []
-    for rank in range(max(nprocs, 1)):
-        if child := os.fork():
-            ranks.append(child)
-            continue
-        os.setsid()  # as torchrun does
-        if nprocs:
-            os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-            os.environ |= {"LOCAL_RANK": "0", "NCCL_HOSTID": str(rank)} if shared else {}
-        become(argv)
-    return ranks
+    ranks = [fork(be_rank, rank, nprocs, argv) for rank in range(max(nprocs, 1))]
+    while running := [rank for rank in ranks if rank.is_alive()]:
+        failed = any(rank.exitcode for rank in ranks)
+        ended = wait([caller, *(rank.sentinel for rank in running)], GRACE if failed else None)
+        if not ended or caller in ended:
+            for rank in running:
+                rank.kill()
+    return [rank.exitcode for rank in ranks]
 
 
-def wait(ranks, others):
-    """Wait until all descendants have ended, and return the exit codes of the ranks.
-
-    Kill everything if one of `others` becomes readable, and the remaining ranks GRACE seconds after
-    one has failed.
-    """
-    codes, limit = {}, None
-    with contextlib.suppress(ChildProcessError):  # all have ended
-        while True:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid in ranks:
-                codes[pid] = os.waitstatus_to_exitcode(status)
-                limit = limit or (codes[pid] and time.monotonic() + GRACE)
-            elif select.select(others, [], [], 0 if pid else 0.02)[0]:
-                end()
-            elif limit and time.monotonic() > limit:
-                for rank in set(ranks) - set(codes):
-                    os.kill(rank, 9)
-    return [codes[rank] for rank in ranks]
-
-
-def end():
-    """Kill all descendants, and end this process."""
-    import psutil
-
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            for process in psutil.Process().children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            os.waitpid(-1, 0)
-    os._exit(1)
-
-
-def become(argv):
+def be_rank(rank, nprocs, argv):
     """Run a script in this process, as the interpreter would."""
     import numpy as np
+    import torch.multiprocessing as mp
 
-    np.random.seed()  # as a fresh import would; Python's random reseeds itself after a fork
+    os.setsid()  # as torchrun does
+    if nprocs:
+        from support import gpus
+
+        os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+        os.environ |= {"LOCAL_RANK": "0", "NCCL_HOSTID": str(rank)} if gpus.shared(nprocs) else {}
+        mp.spawn = lambda main, args, nprocs: main(rank, os.environ["MASTER_PORT"], *args[1:])
+    np.random.seed()  # as a new import would; Python's random reseeds itself after a fork
     for folder in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         sys.path.insert(1, folder)
         if os.path.exists(site := os.path.join(folder, "sitecustomize.py")):
@@ -204,20 +160,15 @@ def become(argv):
         else:
             sys.argv, sys.path[0] = argv, os.path.dirname(os.path.abspath(argv[0]))
             runpy.run_path(argv[0], run_name="__main__")
-        code = 0
-    except SystemExit as stop:
-        code = stop.code or 0
-    if AT_ONCE in os.environ and isinstance(code, int):
-        threading._shutdown()  # waits for the script's threads, as Python does
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
+    finally:  # as at the end of a program, which multiprocessing skips in a forked process
+        threading._shutdown()
         atexit._run_exitfuncs()
-        with contextlib.suppress(ValueError):  # the script may have closed it
-            sys.stdout.flush()
-        os._exit(code)
-    sys.exit(code)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["run"]:
+    if sys.argv[1] == "run":
         ask(*sys.argv[2:])
-    sys.path[0] = os.path.dirname(os.path.dirname(__file__))  # so that `support` is found
-    serve()
+    serve(socket.socket(fileno=int(sys.argv[2])))
