@@ -15,7 +15,6 @@ from threading import Thread
 
 import pytest
 from clusters import ON_A_CLUSTER, TWO_BY_TWO, in_the_guide
-from support import gpus
 from support.jobs import Job, finished, kill, run
 from support.positions import GATE, KILLED, ON_RANK_1, at, open_the_gate, wait_at_the_gate
 from support.results import accuracy, epochs, same_bits, shape, weights
@@ -159,6 +158,7 @@ def test_a_full_disk(trained, tmp_path):
     job = run(forked(edited(tmp_path, "04", (SEED, FULL + SEED)), "3", *WIDE), tmp_path)
     assert not re.search(r"exit codes of the ranks: .*\b0\b", job.stderr), job
     assert "in _save_checkpoint" in job.stderr
+    assert re.search(r"^OSError: .*(?s:.*)unexpected pos \d+ vs \d+", job.stderr, re.MULTILINE)
     assert (tmp_path / "checkpoint.pt").read_bytes() == saved
     job = finished(forked("04", "3", *WIDE), tmp_path)
     assert epochs(job) == [2, 3]
@@ -188,20 +188,6 @@ def test_a_rank_hangs_on_this_machine(tmp_path):
         where = [sys.executable, ROOT / "slurm" / "where.py"]
         both = re.compile(rf"{waits}\n{hangs}", re.MULTILINE).search
         job.wait_for(lambda: both(finished(where, tmp_path, ON_PATH).stdout))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not gpus.count(), reason="runs on GPUs: pytest --gpus")
-def test_a_rank_that_stays_away_is_named(tmp_path):
-    """NCCL's watchdog ends the rank that waits; the recorder says for whom. SIGTERM ends it."""
-    away = at(0, 101, "signal.signal(signal.SIGTERM, signal.SIG_DFL)\ntime.sleep(60)", ON_RANK_1)
-    path = edited(tmp_path, "05", away, ("timedelta(minutes=5)", "timedelta(seconds=10)"))
-    traces = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/trace_"}
-    job = run(command(path, *LONG), tmp_path, {**traces, "TORCH_FR_BUFFER_SIZE": "2000"})
-    assert job.returncode == 1
-    assert "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=" in job.stderr, job
-    report = finished(["torchfrtrace", "--prefix", "trace_", tmp_path], tmp_path, ON_PATH)
-    assert re.search(r"missing ranks\W+1\b", report.stdout + report.stderr), report
 
 
 @SLOW

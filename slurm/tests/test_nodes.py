@@ -1,4 +1,4 @@
-"""Nodes are lost, rejoin and are told to stop. Here, a node is a torchrun of its own."""
+"""Nodes are lost, rejoin and are told to stop. Here, a node is a torchrun, without Slurm."""
 
 import contextlib
 import re
@@ -7,7 +7,8 @@ import signal
 import psutil
 import pytest
 import torch
-from machines import ended
+from clusters import DEAD, broken, in_the_guide, second_network
+from machines import LIVE, ended
 from support.jobs import RESTARTS, Job, finished, free_port, kill, run
 from support.positions import GATE, ON_RANK_1, TOLD, at, open_the_gate, wait_at_the_gate
 from support.results import epochs, resumed, said, same_bits
@@ -136,3 +137,17 @@ def test_one_node_is_told_to_stop_and_the_other_stops_at_the_same_step(tmp_path,
     saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert (saved["EPOCHS_RUN"], saved["SAMPLES_RUN"]) == (1, 20 * 128)
     assert same_bits(finished(forked("04", *LONG), tmp_path), trained("03", *LONG))
+
+
+@SLOW
+def test_names_of_another_network(cluster, machines, tmp_path):
+    """The guide's command for nodes that have a second name in the network that connects them."""
+    machines.names({"node{}": DEAD, "node{}i": LIVE})
+    edited(tmp_path, "04")
+    settings, launch = in_the_guide(r"^(export .*)\nsrun bash -c '(torchrun (?:.*\n)+?.*)'$")
+    typed = f"{settings.replace('ib0', 'eth0')}\n{launch} 1 {' '.join(SMALL)}"
+    with contextlib.ExitStack() as stack:
+        for node in (1, 2):
+            stack.enter_context(broken(cluster, node, *second_network(node)))
+        one, _ = machines.on_both(typed, tmp_path)
+    assert epochs(one) == [1]
