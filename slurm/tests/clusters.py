@@ -1,6 +1,5 @@
 """Batch files on a Slurm cluster that the tests start. conftest.py imports the fixtures."""
 
-import contextlib
 import os
 import re
 import shutil
@@ -15,7 +14,6 @@ from practice.cluster import Cluster, missing
 from support.jobs import environment
 from support.scripts import ROOT, SCRIPTS
 
-DEAD = "10.99.0"  # the network of second_network
 ON_A_CLUSTER = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 GUIDE = (ROOT / "slurm" / "README.md").read_text(encoding="utf-8")
 BATCH = {path.name[:2]: f"slurm/{path.stem}.sbatch" for path in SCRIPTS}
@@ -182,26 +180,6 @@ def alone(clone):
     text = text.replace("train.py", "04_multinode.py").replace('--output="', '--checkpoint-path="')
     (clone / "alone.sbatch").write_text(text, encoding="utf-8")
     return "alone.sbatch"
-
-
-@contextlib.contextmanager
-def broken(cluster, node, do, undo):
-    """Break a node with the command `do`, and repair it with `undo`."""
-    cluster.run("bash", "-ec", do, node=node)
-    try:
-        yield
-    finally:
-        cluster.run("bash", "-c", undo, node=node)
-
-
-def second_network(number):
-    """Return commands that give a node a network that reaches no other node, and that undo it."""
-    do = f"""\
-ip link add eth1 type veth peer name nowhere
-ip address add {DEAD}.{number}/24 dev eth1
-ip link set eth1 up
-ip link set nowhere up"""
-    return do, "ip link delete eth1"
 
 
 # ---------------------------------------------------------------- Slurm 24.11

@@ -7,26 +7,13 @@ import signal
 import psutil
 import pytest
 import torch
-from clusters import DEAD, broken, in_the_guide, second_network
-from machines import LIVE, ended
+from machines import ended
 from support.jobs import RESTARTS, Job, finished, free_port, kill, run
 from support.positions import GATE, ON_RANK_1, TOLD, at, open_the_gate, wait_at_the_gate
 from support.results import epochs, resumed, said, same_bits
-from support.scripts import LONG, SCRIPT, SMALL, TORCHRUN, edited, forked, on_each_rank
+from support.scripts import LONG, SMALL, TORCHRUN, edited, forked, on_each_rank
 
 SLOW = pytest.mark.slow
-
-
-@SLOW
-def test_two_nodes_of_step_3_that_are_numbered(trained, tmp_path):
-    """Nodes may also be numbered by hand, with the static rendezvous."""
-    where = ["--nnodes=2", "--master-addr=localhost", f"--master-port={free_port()}"]
-    words = [TORCHRUN, *where, "--nproc-per-node=1", "--max-restarts=0"]
-    nodes = [[*words, f"--node-rank={node}", SCRIPT["03"], "1", *SMALL] for node in (0, 1)]
-    with Job(nodes[0], tmp_path) as zero, Job(nodes[1], tmp_path) as one:
-        ended(zero, one)
-    assert (epochs(zero), one.stdout) == ([1], "")
-    assert same_bits(zero, trained("03", "1", *SMALL))
 
 
 @SLOW
@@ -137,17 +124,3 @@ def test_one_node_is_told_to_stop_and_the_other_stops_at_the_same_step(tmp_path,
     saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert (saved["EPOCHS_RUN"], saved["SAMPLES_RUN"]) == (1, 20 * 128)
     assert same_bits(finished(forked("04", *LONG), tmp_path), trained("03", *LONG))
-
-
-@SLOW
-def test_names_of_another_network(cluster, machines, tmp_path):
-    """The guide's command for nodes that have a second name in the network that connects them."""
-    machines.names({"node{}": DEAD, "node{}i": LIVE})
-    edited(tmp_path, "04")
-    settings, launch = in_the_guide(r"^(export .*)\nsrun bash -c '(torchrun (?:.*\n)+?.*)'$")
-    typed = f"{settings.replace('ib0', 'eth0')}\n{launch} 1 {' '.join(SMALL)}"
-    with contextlib.ExitStack() as stack:
-        for node in (1, 2):
-            stack.enter_context(broken(cluster, node, *second_network(node)))
-        one, _ = machines.on_both(typed, tmp_path)
-    assert epochs(one) == [1]

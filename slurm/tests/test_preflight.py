@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import preflight
 import pytest
 import torch
-from clusters import broken, in_the_guide, second_network
+from clusters import in_the_guide
 from practice.cluster import NETWORK, Cluster, missing
 from support.jobs import environment
 from support.results import shape
@@ -58,6 +58,26 @@ def blames(job, faults):
 def row(job, number):
     """Return the cells of a node's row in the first table."""
     return re.split(r" {2,}", re.search(rf"^node{number} .*$", job.stdout, re.MULTILINE)[0])
+
+
+@contextlib.contextmanager
+def broken(cluster, node, do, undo):
+    """Break a node with the command `do`, and repair it with `undo`."""
+    cluster.run("bash", "-ec", do, node=node)
+    try:
+        yield
+    finally:
+        cluster.run("bash", "-c", undo, node=node)
+
+
+def second_network(number):
+    """Return commands that give a node a network that reaches no other node, and that undo it."""
+    do = f"""\
+ip link add eth1 type veth peer name nowhere
+ip address add 10.99.0.{number}/24 dev eth1
+ip link set eth1 up
+ip link set nowhere up"""
+    return do, "ip link delete eth1"
 
 
 def good_row(number, tasks=1):

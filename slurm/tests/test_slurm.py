@@ -311,16 +311,6 @@ def test_a_node_runs_as_many_processes_as_it_has_gpus(cluster, alone, clone, sim
         assert [(finds, len(ids.split(","))) for finds, _, ids in lines] == expected
 
 
-@SLOW
-def test_by_hand(cluster, clone):
-    """Run the commands that the guide shows for salloc."""
-    (clone / "04_multinode.py").write_text(SIMPLE, encoding="utf-8")
-    (clone / "go").touch()
-    allocate, launch = in_the_guide(r"^(salloc .*)\n((?:.*\n)*?)```")
-    output = cluster.run(*allocate.split(), "bash", "-c", launch, cwd=clone)
-    assert output.count("finds 4 1 0,1\n") == 4
-
-
 @pytest.mark.weekly("takes minutes: it trains dozens of times")
 def test_scaling_over_nodes(submit):
     quick = ("--repeats=1", "--epochs=2", "--width=4", "--batch-size=256")
