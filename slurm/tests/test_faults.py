@@ -20,7 +20,6 @@ from support.scripts import LONG, ON_PATH, ROOT, SCRIPT, SMALL, TORCHRUN, comman
 
 SLOW = pytest.mark.slow
 REPETITION = pytest.mark.weekly("the same fault on another step")
-REPLACE = "        os.replace("  # in a save
 
 
 def bad_data(lines):
@@ -45,25 +44,15 @@ BAD_SAMPLE = bad_data('if index == 1234: raise ValueError("the first cause")')  
 SOON = ("signal.alarm(60)", "signal.alarm(3)")
 
 
-@pytest.mark.parametrize(
-    ("step", "workers"),
-    [
-        pytest.param("02", 0, marks=SLOW),
-        ("04", 0),
-        pytest.param("04", 2, marks=SLOW, id="04-in-a-loader-worker"),
-    ],
-)
-def test_an_exception_on_one_rank(tmp_path, step, workers):
-    script = edited(tmp_path, step, *BAD_SAMPLE, *([SOON] if workers else []))
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=SLOW, id="in-a-loader-worker")])
+def test_an_exception_on_one_rank(tmp_path, workers):
+    script = edited(tmp_path, "04", *BAD_SAMPLE, *([SOON] if workers else []))
     job = run(command(script, "4", *SMALL, f"--num-workers={workers}"), tmp_path)
     assert job.returncode != 0
     assert epochs(job) == []
-    if step == "02":  # mp.spawn shows the first rank that it sees end, in rare cases another one
-        assert re.search("ValueError: the first cause|Connection .* by peer", job.stderr), job
-    else:
-        assert 'raise ValueError("the first cause")' in job.stderr  # the whole traceback
-        report = job.stderr.split(" FAILED\n")[1]  # the first, unless others failed that second
-        assert "ValueError: the first cause" in report, job
+    assert 'raise ValueError("the first cause")' in job.stderr  # the whole traceback
+    report = job.stderr.split(" FAILED\n")[1]  # the first, unless others failed that second
+    assert "ValueError: the first cause" in report, job
 
 
 def test_a_killed_rank_is_named(tmp_path):
@@ -145,7 +134,7 @@ def test_a_full_disk(trained, tmp_path):
     job = run(forked(edited(tmp_path, "04", (SEED, FULL + SEED)), "3", *WIDE), tmp_path)
     assert not re.search(r"exit codes of the ranks: .*\b0\b", job.stderr), job
     assert "in _save_checkpoint" in job.stderr
-    assert re.search(r"^OSError: .*(?s:.*)unexpected pos \d+ vs \d+", job.stderr, re.MULTILINE)
+    assert re.search(r"OSError: .*(?s:.*)unexpected pos \d+ vs \d+", job.stderr), job
     assert (tmp_path / "checkpoint.pt").read_bytes() == saved
     job = finished(forked("04", "3", *WIDE), tmp_path)
     assert epochs(job) == [2, 3]

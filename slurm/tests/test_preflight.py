@@ -223,21 +223,10 @@ def test_a_check_that_hangs():
     assert cells == {"one": (True, "ok"), **{name: (False, text) for name, text in bad.items()}}
 
 
-def faults(nodes=3, lost=0, **bad):
-    """Return the faults of nodes with two tasks each, of which one has these bad cells."""
-    names = [f"node{number + 1}" for number in range(nodes)]
-    fine = dict.fromkeys(preflight.COLUMNS, (True, "ok"))
-    found = [{"node": node, "cells": fine | bad.get(node, {})} for node in names]
-    found += [{"node": node, "cells": fine} for node in names[: nodes - lost]]
-    rows = preflight.node_rows(found, names, 2, preflight.COLUMNS)
-    return preflight.node_faults(rows, "node1")
+def test_a_node_without_a_gpu_among_nodes_with_one():
+    def report(node, gpu):
+        return {"node": node, "cells": {"GPU": (True, gpu)}}
 
-
-def test_verdict():
-    assert faults() == {}
-    assert faults(lost=1) == {"node3": ["tasks: 1 of 2 reported"]}
-    assert faults(node3={"GPU": (True, "no GPU")}) == {"node3": ["GPU: none, others have"]}
-    for column in ("network", "clock", "folder"):
-        bad = {column: (False, "bad")}
-        assert faults(node2=bad) == faults(2, node2=bad) == {"node2": [f"{column}: bad"]}
-        assert faults(node1=bad, node2=bad) == {"node1": [f"{column}: bad"]}
+    reports = [report("node1", "ok"), report("node2", "no GPU")]
+    rows = preflight.node_rows(reports, ["node1", "node2"], 1, ("tasks", "GPU"))
+    assert preflight.node_faults(rows, "node1") == {"node2": ["GPU: none, others have"]}

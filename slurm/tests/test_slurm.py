@@ -206,17 +206,10 @@ def test_a_save_that_takes_longer_than_the_batch_file_allows(clone, simple):
 
 # ---------------------------------------------------------------- does not start
 
-REFUSED_BY_SBATCH = {  # each message is quoted in lookup/slurm.md or in the guide
-    "--gpus-per-node=5": "Requested node configuration is not available",
-    "--mem=200G": "Memory specification can not be satisfied",
-    "--gres=gpu:a100:2": "Invalid GRES specification (with and without type identification)",
-    "--cpus-per-task=9": "--cpus-per-gpu is mutually exclusive with --cpus-per-task",
-    "--gpus-per-task=1": "requested number of tasks per node differ from --ntasks-per-node",
-}
 TWO_LINES = (
     "/bin/activate: No such file or directory\nno .venv: submit from the top of the repository"
 )
-REFUSED_BY_CHECKS = (  # step, option of sbatch, arguments of the script, message
+REFUSED = (  # step, option of sbatch, arguments of the script, message
     ("few.sbatch", "--job-name=few", [], "the job has fewer CPUs than GPUs"),
     ("01", "--chdir=/", [], TWO_LINES),
     ("01", "--gpus-per-node=0", [], "the job has no GPU"),
@@ -236,11 +229,8 @@ REFUSED_BY_CHECKS = (  # step, option of sbatch, arguments of the script, messag
 
 
 @SLOW
-def test_what_is_refused(cluster, clone, submit):
+def test_what_is_refused(clone, submit):
     """A job that would hang, or harm another, ends at once with one line that says why."""
-    for option, message in REFUSED_BY_SBATCH.items():
-        words = f"sbatch --gpus-per-node=2 {option} {BATCH['04']} 2>&1 || true"
-        assert message in cluster.run("bash", "-c", words, cwd=clone)
     slash = submit("01", options=["--job-name=wide/256"])
     text = (clone / BATCH["02"]).read_text(encoding="utf-8")
     few = text.replace("#SBATCH --cpus-per-gpu=18\n", "")
@@ -248,7 +238,7 @@ def test_what_is_refused(cluster, clone, submit):
     (clone / "theirs.pt").touch()
     os.chown(clone / "theirs.pt", 65534, 65534)
     jobs = {}
-    for number, (step, option, arguments, message) in enumerate(REFUSED_BY_CHECKS):
+    for number, (step, option, arguments, message) in enumerate(REFUSED):
         output = f"--output={clone}/{number}_%j.out"
         jobs[submit(step, *arguments, options=[option, output])] = message
     taken = submit("04", options=(*ON_NODE_1, "--hold", "--job-name=taken"))
