@@ -19,8 +19,15 @@ if [[ " $*" == *" --checkpoint-path"[=\ ]* ]]; then # $checkpoint ends at the fi
     [ -z "$SLURM_ARRAY_TASK_ID" ] ||
         fail "array tasks need a checkpoint each: set checkpoint_dir instead of --checkpoint-path"
 fi
-if [ -e "$checkpoint" ] && [ ! -O "$checkpoint" ]; then
-    fail "$checkpoint belongs to another user: choose another --job-name or checkpoint_dir"
+# Singleton does not separate the jobs of two users. The first job creates a file that later jobs
+# find before there is a checkpoint.
+if [ -n "$checkpoint" ]; then
+    (set -o noclobber; : > "$checkpoint.owner") 2> /dev/null
+    [ -e "$checkpoint.owner" ] || fail "no file can be created beside $checkpoint"
+    for file in "$checkpoint.owner" "$checkpoint"; do
+        [ ! -e "$file" ] || [ -O "$file" ] ||
+            fail "$file belongs to another user: choose another --job-name or checkpoint_dir"
+    done
 fi
 
 # If Slurm's daemon on this node dies, srun ends, and Slurm starts the job on another node. The old

@@ -1,9 +1,11 @@
 """Batch files on a Slurm cluster that the tests start. conftest.py imports the fixtures."""
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -20,8 +22,8 @@ ON_TWO_NODES = ("--nodes=2", "--gpus-per-node=1")
 TWO_BY_TWO = ("--nodes=2", "--gpus-per-node=2")
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
 
-# What concerns the launcher alone is shown with this script in place of a step: it says what it
-# finds, and waits until it is told to stop or, as some tests do at once, to go on.
+# Tests of the launcher run this script in place of a step. It prints what it finds, and waits for
+# SIGTERM or for the file `go`.
 SIMPLE = """\
 import os, signal, sys, time
 told = []
@@ -46,10 +48,12 @@ def in_the_guide(pattern):
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory):
-    """Return a cluster, one for each worker of pytest-xdist."""
-    with Cluster(tmp_path_factory.mktemp("cluster"), environment=environment()) as cluster:
-        yield cluster
+def cluster():
+    """Return a cluster, one for each worker of pytest-xdist. All users can read its folder."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        os.chmod(folder, 0o755)
+        with Cluster(folder, environment=environment()) as cluster:
+            yield cluster
 
 
 def clone_into(folder):
@@ -73,9 +77,9 @@ def clone(tmp_path):
 class Submitted:
     """A job in the queue."""
 
-    def __init__(self, cluster, folder, *words):
+    def __init__(self, cluster, folder, *words, become=()):
         self.cluster, self.folder = cluster, folder
-        self.number = int(cluster.run("sbatch", "--parsable", *words, cwd=folder))
+        self.number = int(cluster.run(*become, "sbatch", "--parsable", *words, cwd=folder))
 
     @property
     def stdout(self):

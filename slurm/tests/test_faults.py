@@ -7,15 +7,12 @@ import os
 import re
 import shlex
 import signal
-import socket
 import socketserver
-import subprocess
 import sys
 from threading import Thread
 
 import pytest
 from clusters import ON_A_CLUSTER, TWO_BY_TWO, in_the_guide
-from support import gpus
 from support.jobs import Job, finished, kill, run
 from support.positions import GATE, KILLED, ON_RANK_1, at, open_the_gate, wait_at_the_gate
 from support.results import accuracy, epochs, same_bits, shape, weights
@@ -23,7 +20,6 @@ from support.scripts import LONG, ON_PATH, ROOT, SCRIPT, SMALL, TORCHRUN, comman
 
 SLOW = pytest.mark.slow
 REPETITION = pytest.mark.weekly("the same fault on another step")
-REPLACE = "        os.replace("  # in a save
 
 
 def bad_data(lines):
@@ -48,25 +44,15 @@ BAD_SAMPLE = bad_data('if index == 1234: raise ValueError("the first cause")')  
 SOON = ("signal.alarm(60)", "signal.alarm(3)")
 
 
-@pytest.mark.parametrize(
-    ("step", "workers"),
-    [
-        pytest.param("02", 0, marks=SLOW),
-        ("04", 0),
-        pytest.param("04", 2, marks=SLOW, id="04-in-a-loader-worker"),
-    ],
-)
-def test_an_exception_on_one_rank(tmp_path, step, workers):
-    script = edited(tmp_path, step, *BAD_SAMPLE, *([SOON] if workers else []))
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=SLOW, id="in-a-loader-worker")])
+def test_an_exception_on_one_rank(tmp_path, workers):
+    script = edited(tmp_path, "04", *BAD_SAMPLE, *([SOON] if workers else []))
     job = run(command(script, "4", *SMALL, f"--num-workers={workers}"), tmp_path)
     assert job.returncode != 0
     assert epochs(job) == []
-    if step == "02":  # mp.spawn shows the first rank that it sees end, in rare cases another one
-        assert re.search("ValueError: the first cause|Connection .* by peer", job.stderr), job
-    else:
-        assert 'raise ValueError("the first cause")' in job.stderr  # the whole traceback
-        report = job.stderr.split(" FAILED\n")[1]  # the first, unless others failed that second
-        assert "ValueError: the first cause" in report, job
+    assert 'raise ValueError("the first cause")' in job.stderr  # the whole traceback
+    report = job.stderr.split(" FAILED\n")[1]  # the first, unless others failed that second
+    assert "ValueError: the first cause" in report, job
 
 
 def test_a_killed_rank_is_named(tmp_path):
@@ -136,17 +122,6 @@ def test_a_rendezvous_that_cannot_be_reached(tmp_path, host):
     assert not list(tmp_path.glob("[!.]*"))
 
 
-@SLOW
-def test_a_rendezvous_port_whose_owner_never_answers(tmp_path):
-    """PyTorch waits for ever. If this test fails, correct the fault table."""
-    deaf = socket.create_server(("localhost", 0))
-    with deaf, Job(seek(f"localhost:{deaf.getsockname()[1]}"), tmp_path) as job:
-        deaf.settimeout(60)
-        connection, _ = deaf.accept()
-        with connection, pytest.raises(subprocess.TimeoutExpired):
-            job.process.wait(15)
-
-
 SEED = "    torch.manual_seed(args.seed)\n"
 FULL = "    __import__('resource').setrlimit(1, (65536, 65536))  # RLIMIT_FSIZE, in bytes\n"
 WIDE = ("--batch-size=64", "--width=16")  # its checkpoint is larger than its output
@@ -159,6 +134,7 @@ def test_a_full_disk(trained, tmp_path):
     job = run(forked(edited(tmp_path, "04", (SEED, FULL + SEED)), "3", *WIDE), tmp_path)
     assert not re.search(r"exit codes of the ranks: .*\b0\b", job.stderr), job
     assert "in _save_checkpoint" in job.stderr
+    assert re.search(r"OSError: .*(?s:.*)unexpected pos \d+ vs \d+", job.stderr), job
     assert (tmp_path / "checkpoint.pt").read_bytes() == saved
     job = finished(forked("04", "3", *WIDE), tmp_path)
     assert epochs(job) == [2, 3]
@@ -188,20 +164,6 @@ def test_a_rank_hangs_on_this_machine(tmp_path):
         where = [sys.executable, ROOT / "slurm" / "where.py"]
         both = re.compile(rf"{waits}\n{hangs}", re.MULTILINE).search
         job.wait_for(lambda: both(finished(where, tmp_path, ON_PATH).stdout))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not gpus.count(), reason="runs on GPUs: pytest --gpus")
-def test_a_rank_that_stays_away_is_named(tmp_path):
-    """NCCL's watchdog ends the rank that waits; the recorder says for whom. SIGTERM ends it."""
-    away = at(0, 101, "signal.signal(signal.SIGTERM, signal.SIG_DFL)\ntime.sleep(60)", ON_RANK_1)
-    path = edited(tmp_path, "05", away, ("timedelta(minutes=5)", "timedelta(seconds=10)"))
-    traces = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/trace_"}
-    job = run(command(path, *LONG), tmp_path, {**traces, "TORCH_FR_BUFFER_SIZE": "2000"})
-    assert job.returncode == 1
-    assert "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=" in job.stderr, job
-    report = finished(["torchfrtrace", "--prefix", "trace_", tmp_path], tmp_path, ON_PATH)
-    assert re.search(r"missing ranks\W+1\b", report.stdout + report.stderr), report
 
 
 @SLOW

@@ -1,4 +1,4 @@
-"""Nodes are lost, rejoin and are told to stop. Here, a node is a torchrun of its own."""
+"""Nodes are lost, rejoin and are told to stop. Here, a node is a torchrun, without Slurm."""
 
 import contextlib
 import re
@@ -6,26 +6,13 @@ import signal
 
 import psutil
 import pytest
-import torch
 from machines import ended
 from support.jobs import RESTARTS, Job, finished, free_port, kill, run
 from support.positions import GATE, ON_RANK_1, TOLD, at, open_the_gate, wait_at_the_gate
 from support.results import epochs, resumed, said, same_bits
-from support.scripts import LONG, SCRIPT, SMALL, TORCHRUN, edited, forked, on_each_rank
+from support.scripts import LONG, SMALL, TORCHRUN, edited, forked, on_each_rank
 
 SLOW = pytest.mark.slow
-
-
-@SLOW
-def test_two_nodes_of_step_3_that_are_numbered(trained, tmp_path):
-    """Nodes may also be numbered by hand, with the static rendezvous."""
-    where = ["--nnodes=2", "--master-addr=localhost", f"--master-port={free_port()}"]
-    words = [TORCHRUN, *where, "--nproc-per-node=1", "--max-restarts=0"]
-    nodes = [[*words, f"--node-rank={node}", SCRIPT["03"], "1", *SMALL] for node in (0, 1)]
-    with Job(nodes[0], tmp_path) as zero, Job(nodes[1], tmp_path) as one:
-        ended(zero, one)
-    assert (epochs(zero), one.stdout) == ([1], "")
-    assert same_bits(zero, trained("03", "1", *SMALL))
 
 
 @SLOW
@@ -113,26 +100,3 @@ def test_the_host_of_the_rendezvous_is_lost(tmp_path, trained):
     job = finished(forked("04", *LONG), tmp_path)
     assert resumed(job) == [2]
     assert same_bits(job, trained("03", *LONG))
-
-
-@SLOW
-def test_one_node_is_told_to_stop_and_the_other_stops_at_the_same_step(tmp_path, trained):
-    """Told is the node without rank 0, so rank 0, which saves, knows it from the other rank."""
-    script = edited(tmp_path, "04", at(1, 15, GATE))
-    with two_nodes(tmp_path, script, nnodes=2) as (_, one, two):
-        told, other = (two, one) if epochs(one) else (one, two)  # rank 0 prints the epochs
-        assert epochs(other) == [1]
-        told.process.send_signal(signal.SIGTERM)
-        code = told.wait().returncode
-        # Seen once: where torchrun hosts the rendezvous, PyTorch aborted after the exception.
-        aborted = "terminate called without an active exception" in told.stderr
-        assert code == (-signal.SIGABRT if aborted else 1)
-        assert "SignalException" in told.stderr
-        other.wait_for("^interrupted after 2,560 samples")
-        other.process.send_signal(signal.SIGTERM)  # it would wait for the first node
-        assert other.wait().returncode != 0
-        told.wait_until_gone()
-        other.wait_until_gone()
-    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert (saved["EPOCHS_RUN"], saved["SAMPLES_RUN"]) == (1, 20 * 128)
-    assert same_bits(finished(forked("04", *LONG), tmp_path), trained("03", *LONG))

@@ -47,9 +47,12 @@ def fly(clone, submit):
     assert all(path.suffix == ".out" for path in {*clone.iterdir()} - before)
 
 
-def verdict(job):
-    """Return the verdict of a preflight: {node: reason}."""
-    return dict(re.findall(r"^preflight: (\w+): (.+)$", job.stdout, re.MULTILINE))
+def blames(job, faults):
+    """Check that a preflight names these nodes alone, with reasons that match {node: pattern}."""
+    named = dict(re.findall(r"^preflight: (\w+): (.+)$", job.stdout, re.MULTILINE))
+    assert named.keys() == faults.keys(), job.stdout
+    for node, pattern in faults.items():
+        assert re.fullmatch(pattern, named[node]), job.stdout
 
 
 def row(job, number):
@@ -65,6 +68,16 @@ def broken(cluster, node, do, undo):
         yield
     finally:
         cluster.run("bash", "-c", undo, node=node)
+
+
+def second_network(number):
+    """Return commands that give a node a network that reaches no other node, and that undo it."""
+    do = f"""\
+ip link add eth1 type veth peer name nowhere
+ip address add 10.99.0.{number}/24 dev eth1
+ip link set eth1 up
+ip link set nowhere up"""
+    return do, "ip link delete eth1"
 
 
 def good_row(number, tasks=1):
@@ -87,23 +100,13 @@ def bound(source, target):
     return f"mount --bind {source} {target}", f"umount {target}"
 
 
-def hosts(folder, **lines):
-    """Return commands that change some lines of a node's hosts file, and that restore it."""
-    names = {f"node{n}": f"{NETWORK}.{n}" for n in range(1, 10)} | lines
-    text = "".join(f"{there} {name}\n" for name, there in names.items() if there)
-    path = folder / f"hosts-{'-'.join(lines)}"
-    path.write_text(f"127.0.0.1 localhost\n{text}", encoding="utf-8")
+def hosts(folder, name, address=""):
+    """Return commands that change a name's line in a node's hosts file, and that restore it."""
+    names = {"localhost": "127.0.0.1"} | {f"node{n}": f"{NETWORK}.{n}" for n in range(1, 10)}
+    names[name] = address or "#"
+    path = folder / f"hosts-{name}"
+    path.write_text("".join(f"{there} {name}\n" for name, there in names.items()), "utf-8")
     return bound(path, "/etc/hosts")
-
-
-def second_network(number):
-    """Return commands that give a node a network that reaches no other node, and that undo it."""
-    do = f"""\
-ip link add eth1 type veth peer name nowhere
-ip address add 10.99.0.{number}/24 dev eth1
-ip link set eth1 up
-ip link set nowhere up"""
-    return do, "ip link delete eth1"
 
 
 @SLOW
@@ -116,16 +119,17 @@ def test_each_node_has_a_fault_of_its_own(cluster, clone, fly, tmp_path_factory)
     prohibit = "ip rule {} ipproto tcp dport 20000-29999 prohibit"
     cannot = r"network: 10\.77\.0\.{} cannot reach node1:\d+, .+"
     loopback = "network: {} is a loopback address"
+    own, of_1 = "127.0.1.1", f"{NETWORK}.1"
     faults = {  # how to break a node, how to repair it, and what is said about it
         2: (*second_network(2), None),
-        3: (*hosts(elsewhere, node1=None), f"names: no address for node1; {cannot.format(3)}"),
+        3: (*hosts(elsewhere, "node1"), f"names: no address for node1; {cannot.format(3)}"),
         4: (
-            *hosts(elsewhere, node4="127.0.1.1"),
-            f"names: node4 is 127.0.1.1, a loopback address; {loopback.format('127.0.1.1')}",
+            *hosts(elsewhere, "node4", own),
+            f"names: node4 is {own}, a loopback address; {loopback.format(own)}",
         ),
         5: (  # gloo cannot use another host's address, so it uses that of lo
-            *hosts(elsewhere, node5=f"{NETWORK}.1"),
-            f"names: node5 is {NETWORK}.1, but that is node1; {loopback.format('127.0.0.1')}",
+            *hosts(elsewhere, "node5", of_1),
+            f"names: node5 is {of_1}, but that is node1; {loopback.format('127.0.0.1')}",
         ),
         6: (prohibit.format("add"), prohibit.format("delete"), cannot.format(6)),
         7: (*bound(elsewhere / "copy", clone), in_the_guide("^preflight: node2: (folder: .*)$")),
@@ -136,59 +140,60 @@ def test_each_node_has_a_fault_of_its_own(cluster, clone, fly, tmp_path_factory)
         for node, (do, undo, _) in faults.items():
             stack.enter_context(broken(cluster, node, do, undo))
         flight = fly("--nodes=9", seconds=30).becomes("FAILED")
-    said = verdict(flight)
-    assert said.keys() == {f"node{n}" for n in faults if n > 2}, flight.stdout
-    for node, (*_, reason) in faults.items():
-        assert reason is None or re.fullmatch(reason, said[f"node{node}"]), flight.stdout
+    blames(flight, {f"node{node}": why for node, (*_, why) in faults.items() if why})
     assert [row(flight, n) for n in (1, 2)] == [good_row(1), good_row(2)]
     assert row(flight, 7) == [*good_row(7)[:-2], "not shared with node1", "no GPU"]
     assert "all_reduce" not in flight.stdout
 
 
-@SLOW
-def test_the_wrong_network(cluster, fly):
-    with broken(cluster, 1, *second_network(1)), broken(cluster, 2, *second_network(2)):
-        flight = fly("--export=ALL,GLOO_SOCKET_IFNAME=eth1").becomes("FAILED")
-    said = [(node, re.sub(r":\d+", ":20007", why)) for node, why in verdict(flight).items()]
-    assert said == [in_the_guide("^preflight: (node2): (network: .*)$")]
-    assert row(flight, 1)[3] == "10.99.0.1"
+RULE = f"ip rule {{}} from {NETWORK}.1 ipproto tcp sport 20000-29999 iif lo prohibit"
+SLOW_LINK = "tc qdisc add dev eth0 root tbf rate 200mbit burst 100kb latency 50ms"
+FLIGHTS = {  # commands that break nodes and repair them, options, what is said about a node
+    "two nodes use a network that connects none": (
+        {1: second_network(1), 2: second_network(2)},
+        ["--export=ALL,GLOO_SOCKET_IFNAME=eth1"],
+        {"node2": in_the_guide("^preflight: node2: (network: .*)$").replace("20007", r"\d+")},
+    ),
+    "the first node answers only to itself": (
+        {1: (RULE.format("add"), RULE.format("delete"))},
+        ["--nodes=3"],
+        {"node1": "network: all other nodes say .+ cannot reach node1.+"},
+    ),
+    "one node is slow": (
+        {3: (SLOW_LINK, "tc qdisc delete dev eth0 root")},
+        ["--nodes=3"],
+        {"node3": "slow: .+ s in its fastest pair, the median node .+"},
+    ),
+}
 
 
 @SLOW
-def test_nobody_reaches_the_first_node(cluster, fly):
-    """It answers only to itself; or a program on it already listens on the port of the job."""
-    rule = f"rule {{}} from {NETWORK}.1 ipproto tcp sport 20000-29999 iif lo prohibit"
-    with broken(cluster, 1, f"ip {rule.format('add')}", f"ip {rule.format('delete')}"):
-        said = verdict(fly("--nodes=3").becomes("FAILED"))
-    assert said.keys() == {"node1"}
-    assert re.fullmatch(r"network: all other nodes say .+ cannot reach node1.+", said["node1"])
+@pytest.mark.parametrize("what", FLIGHTS)
+def test_one_fault(cluster, fly, what):
+    breaks, options, faults = FLIGHTS[what]
+    with contextlib.ExitStack() as stack:
+        for node, commands in breaks.items():
+            stack.enter_context(broken(cluster, node, *commands))
+        blames(fly(*options, seconds=30).becomes("FAILED"), faults)
 
+
+@SLOW
+def test_another_program_listens_on_the_port(fly):
     flight = fly("--hold")
     port = flight.lose_its_port()
-    said = verdict(flight.becomes("FAILED"))
-    assert said.keys() == {"node1"}
-    assert re.search(f"port: {port}, .*address already in use", said["node1"])
+    blames(flight.becomes("FAILED"), {"node1": f"network: .*port: {port}, .*already in use.*"})
 
 
 @SLOW
-def test_cable_pulled(cluster, fly):
+def test_a_cable_is_pulled(cluster, fly):
     """While the ranks measure, so that the first node's cannot go on either."""
     flight = fly(seconds=20)  # a busy machine may take that long to import PyTorch
     measures = "pgrep -f '[p]reflight.py measure' || true"
     flight.wait_for(lambda: cluster.run("bash", "-c", measures, node=2))
     with broken(cluster, None, "ip link set cable2 down", "ip link set cable2 up"):
-        flight.wait_for(lambda: verdict(flight))
+        flight.wait_for(lambda: "\npreflight: " in flight.stdout)
     cluster.wait_until_idle()
-    assert verdict(flight.becomes("FAILED")) == {"node2": "tasks: 0 of 1 reported"}
-
-
-@SLOW
-def test_slow_node(cluster, fly):
-    do = "tc qdisc add dev eth0 root tbf rate 200mbit burst 100kb latency 50ms"
-    with broken(cluster, 3, do, "tc qdisc delete dev eth0 root"):
-        said = verdict(fly("--nodes=3", seconds=30).becomes("FAILED"))
-    assert said.keys() == {"node3"}
-    assert re.match("slow: .+ s in its fastest pair, the median node", said["node3"])
+    blames(flight.becomes("FAILED"), {"node2": "tasks: 0 of 1 reported"})
 
 
 # ---------------------------------------------------------------- without one
@@ -218,23 +223,10 @@ def test_a_check_that_hangs():
     assert cells == {"one": (True, "ok"), **{name: (False, text) for name, text in bad.items()}}
 
 
-def faults(nodes=3, lost=0, **bad):
-    """Return the faults of nodes with two tasks each, of which one has these bad cells."""
-    names = [f"node{number + 1}" for number in range(nodes)]
-    fine = dict.fromkeys(preflight.COLUMNS, (True, "ok"))
-    found = [{"node": node, "cells": fine | bad.get(node, {})} for node in names]
-    found += [{"node": node, "cells": fine} for node in names[: nodes - lost]]
-    rows = preflight.node_rows(found, names, 2, preflight.COLUMNS)
-    return preflight.node_faults(rows, "node1")
+def test_a_node_without_a_gpu_among_nodes_with_one():
+    def report(node, gpu):
+        return {"node": node, "cells": {"GPU": (True, gpu)}}
 
-
-def test_verdict():
-    assert faults() == {}
-    assert faults(lost=1) == {"node3": ["tasks: 1 of 2 reported"]}
-    assert faults(node3={"GPU": (True, "no GPU")}) == {"node3": ["GPU: none, others have"]}
-    for column in ("network", "clock", "folder"):
-        bad = {column: (False, "bad")}
-        assert faults(node2=bad) == faults(2, node2=bad) == {"node2": [f"{column}: bad"]}
-        assert faults(node1=bad, node2=bad) == {"node1": [f"{column}: bad"]}
-        blamed = faults(node2=bad, node3=bad)
-        assert blamed == {"node1": [f"{column}: all other nodes say bad"]}
+    reports = [report("node1", "ok"), report("node2", "no GPU")]
+    rows = preflight.node_rows(reports, ["node1", "node2"], 1, ("tasks", "GPU"))
+    assert preflight.node_faults(rows, "node1") == {"node2": ["GPU: none, others have"]}

@@ -7,12 +7,11 @@ import pytest
 from pretended import SHIM
 from support.jobs import finished, run
 from support.positions import TOLD, at
-from support.results import accuracy, said, same_bits
-from support.scripts import ON_PATH, SMALL, command, edited, forked, on_each_rank
+from support.results import accuracy, same_bits
+from support.scripts import SMALL, command, edited, forked
 
 pytestmark = pytest.mark.slow
 TWO = ("2", *SMALL)
-TRAINED = "    trainer.train(args.total_epochs, args.save_every)\n"
 VOTE = {("all_reduce", "cpu")}
 OBJECTS = {("all_gather", "cpu"), ("gather", "cpu")}
 ON_THE_CPU = {
@@ -44,16 +43,3 @@ def test_each_rank_uses_its_own_gpu_and_nothing_warns(tmp_path, trained, step):
         needed = {("allocate", gpu), ("pin_memory", gpu), ("DDP", "cuda"), ("all_reduce", "cuda")}
         barriers = {("barrier", "cpu"), ("barrier", "cuda")}
         assert {*map(tuple, rest)} - barriers == needed | ON_THE_CPU[step]
-
-
-@pytest.mark.parametrize(
-    ("variable", "nproc", "device"), [("CUDA_VISIBLE_DEVICES=", 2, "cpu"), ("", "gpu", "cuda")]
-)
-def test_what_to_type_with_one_gpu(tmp_path, variable, nproc, device):
-    say = on_each_rank("device.type, dist.get_world_size()")
-    path = edited(tmp_path, "03", (TRAINED, f"{TRAINED}    {say}"))
-    start = f"{variable} torchrun --standalone --nproc-per-node={nproc} {path.name} 1"
-    words = ["bash", "-c", f"{start} {' '.join(SMALL)}"]
-    job = finished(words, tmp_path, SHIM | ON_PATH | {"CUDA_VISIBLE_DEVICES": "0"})
-    ranks = 1 if device == "cuda" else 2
-    assert [said(job, rank) for rank in range(ranks)] == [[f"('{device}', {ranks})"]] * ranks

@@ -1,3 +1,4 @@
 """The fixtures of machines without Slurm."""
 
-from machines import holder, machines  # noqa: F401
+from clusters import cluster  # noqa: F401
+from machines import machines  # noqa: F401
