@@ -3,7 +3,7 @@
 import re
 from itertools import pairwise
 
-from hunks import anchor, sections, take_words
+from hunks import anchor, sections, split_words
 from rooms import LOOKUP, SEARCHED
 
 
@@ -21,7 +21,7 @@ def entries(root, ids):
         folder, stem = (root / path).parent.name, (root / path).stem
         page = f"{folder}-{stem}".lower() if path in SEARCHED else stem.lower()
         for level, title, text in sections((root / path).read_text(encoding="utf-8")):
-            words, body = take_words(text)
+            words, body = split_words(text)
             name = f"see-{page if level == 1 else anchor(title)[:50].rstrip('-')}"
             name = name if name not in ids.values() else f"{name}-{len(found)}"
             ids[f"{path}#{anchor(title)}" if level > 1 else path] = name

@@ -6,7 +6,7 @@ import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
-from hunks import DETAILS, Diff, Problem, take_words
+from hunks import DETAILS, Diff, Problem, split_words
 from rooms import EXERCISE, PITFALLS, RECIPES
 
 KINDS = (RECIPES, PITFALLS)
@@ -29,7 +29,7 @@ class Patch:
         text = path.read_text(encoding="utf-8")
         title, _, below = text.partition("\n")
         self.title = title.removeprefix("# ")
-        self.words, below = take_words(below)
+        self.words, below = split_words(below)
         self.opening = below.strip().partition("\n\n")[0]  # purpose, or table of symptoms
         (patch,) = PATCH.findall(text) or [""]
         (self.command, *_) = COMMAND.findall(text) or [""]
