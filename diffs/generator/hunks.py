@@ -83,11 +83,11 @@ class Note:
 class Diff:
     """The difference between two files, as `diff -u` writes it, and the notes on it."""
 
-    def __init__(self, old, new, text=None, context=3):
-        """Compare two files. If the new file does not exist on disk, `text` is its content."""
+    def __init__(self, old, new, texts=None, context=3):
+        """Compare two files. If they are not on disk, `texts` are their contents."""
         self.old, self.new = old, new
-        self.old_lines = old.read_text(encoding="utf-8").splitlines()
-        self.new_lines = (text or new.read_text(encoding="utf-8")).splitlines()
+        texts = texts or [path.read_text(encoding="utf-8") for path in (old, new)]
+        self.old_lines, self.new_lines = map(str.splitlines, texts)
         self.hunks = []
         self.title = self.body = ""  # heading and text of its section in the README
         self.notes = []  # in the order of the README

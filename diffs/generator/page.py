@@ -12,22 +12,15 @@ from hunks import FIGURE, Diff, anchor, sections
 from markupsafe import Markup
 from patches import KINDS, readme
 from pygments.lexers import PythonLexer
-from pygments.token import Comment, Keyword, Name, Number, Operator, String
+from pygments.token import STANDARD_TYPES
 from rooms import CONVERT
 from templates import ENV, FIGURES
 
 from lookup import entries
 
-STYLES = {  # Pygments' token type -> HTML element that page.css colours
-    Comment: "i",
-    String: "q",
-    Number: "u",
-    Keyword: "b",
-    Operator.Word: "b",
-    Name.Function: "dfn",
-    Name.Class: "dfn",
-    Name.Decorator: "dfn",
-}
+# Pygments' short name of a kind of token, or its first letter -> HTML element that page.css colours
+ELEMENTS = {"c": "i", "s": "q", "m": "u", "k": "b", "ow": "b"}
+ELEMENTS |= dict.fromkeys(["nf", "fm", "nc", "nd"], "dfn")  # functions, classes and decorators
 TAGS = {" ": "span", "-": "del", "+": "ins"}
 ALIKE = 0.5  # similarity of two lines below which no words are marked
 STEPS_WIDTH, PATCHES_WIDTH = 33, 48  # characters in a line of the text beside the code
@@ -41,8 +34,8 @@ def highlight(lines):
     """Return for each line the HTML elements of its characters."""
     found = []
     for kind, text in PythonLexer(stripnl=False).get_tokens("\n".join(lines)):
-        tag = next((STYLES[each] for each in reversed(kind.split()) if each in STYLES), "")
-        found += [tag] * len(text)
+        name = STANDARD_TYPES[kind]
+        found += [ELEMENTS.get(name, ELEMENTS.get(name[:1], ""))] * len(text)
     rest = iter(found)
     return [[tag for _, tag in zip(f"{line}\n", rest)] for line in lines]
 

@@ -1,6 +1,5 @@
 """The templates, from this folder and diffs/figures/, and the conversion of Markdown to HTML."""
 
-import re
 from pathlib import Path
 from urllib.parse import urljoin
 
@@ -37,10 +36,9 @@ def markdown(text, place="diffs/README.md"):
     return Markup(PARSER.render(text, {"place": place}))
 
 
-def inline(text, links=True):
-    """Return a line of Markdown as HTML, with or without its links."""
-    html = PARSER.renderInline(text, {"place": "diffs/README.md"})
-    return Markup(html if links else re.sub(r"</?a\b[^>]*>", "", html))
+def inline(text):
+    """Return a line of Markdown as HTML."""
+    return Markup(PARSER.renderInline(text, {"place": "diffs/README.md"}))
 
 
 def adapt(state):
