@@ -10,7 +10,7 @@ from markdown_it import MarkdownIt
 README = "diffs/README.md"  # the page with a note on each hunk
 BLOCK = re.compile(r"\n```diff\n(?P<hunks>.*?)```\n", re.DOTALL)  # the hunks that begin a note
 DETAILS = re.compile(r"<details>.*?</details>\n*", re.DOTALL)  # the names of a note's tests
-FIGURE = re.compile("^Play with it: .*\n+", re.MULTILINE)  # a link that only readers on GitHub need
+FIGURE = re.compile("^Play with it: `.*#fig-(.+)`\n+", re.MULTILINE)  # the page shows the figure
 LESSON = re.compile(r"^(?P<number>\d\.) \[`(?P<code>.+?)`\]\(#.*?\): ", re.MULTILINE)
 
 
@@ -67,6 +67,10 @@ class Note:
     @property
     def tests(self):
         return re.findall(r"`(test_[^`]+)`", "".join(DETAILS.findall(self.body)))
+
+    @property
+    def figures(self):
+        return FIGURE.findall(self.body)
 
     @property
     def text(self):

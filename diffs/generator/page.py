@@ -13,7 +13,7 @@ from markupsafe import Markup
 from patches import KINDS, readme
 from pygments.lexers import PythonLexer
 from pygments.token import STANDARD_TYPES
-from rooms import CONVERT
+from rooms import CONVERT, RECIPES
 from templates import ENV, FIGURES
 
 from lookup import entries
@@ -151,8 +151,8 @@ def front(root):
 def step(diff):
     """Return what the template shows for one step."""
     intro = FIGURE.sub("", diff.linked(lambda hunk: hunk.slug))
-    title = f"{diff.name}: {diff.title}"
-    return {"slug": diff.slug, "title": title, "diff": diff, "intro": intro, "parts": parts(diff)}
+    shown = {"slug": diff.slug, "title": f"{diff.name}: {diff.title}", "diff": diff}
+    return {**shown, "intro": intro, "figures": FIGURE.findall(diff.body), "parts": parts(diff)}
 
 
 def tab(root, pages, kind):
@@ -164,8 +164,9 @@ def tab(root, pages, kind):
         html = [code.hunk(hunk) for hunk in page.diff.hunks]
         fits = fits_beside(page.text_without_patch, page.diff.hunks, PATCHES_WIDTH)
         shown.append({"patch": page, "hunks": html, "beside": fits})
-    place, slug = f"{kind}/README.md", Path(kind).name
-    return {"slug": slug, "place": place, "title": title, "story": story, "patches": shown}
+    names = {"slug": Path(kind).name, "place": f"{kind}/README.md", "title": title}
+    figures = ["which-one"] if kind == RECIPES else []
+    return {**names, "story": story, "figures": figures, "patches": shown}
 
 
 def figures(kind):

@@ -65,8 +65,6 @@ class Patch:
             yield f"changes {changed} lines, {limit} are allowed"
         if not self.tests:
             yield "has no tests"
-        if "\nRead more: [" not in self.text_without_patch:
-            yield "has no links behind 'Read more: '"
         if self.opening.startswith("|") != (self.kind == PITFALLS):
             yield "does not begin with its purpose, or a pitfall with a table of symptoms"
         if self.kind == PITFALLS and "writes the *broken* script" not in self.text_without_patch:

@@ -20,14 +20,6 @@ ENV = Environment(
     keep_trailing_newline=True,
 )
 ENV.globals["rooms"] = rooms
-ENV.globals["places"] = {  # step, tab or hunk -> the figures that it shows
-    "01-to-02": ["one-step"],
-    "01-to-02-wrap-the-model": ["where-the-time-goes"],
-    "01-to-02-give-each-rank-its-share-of-the-data": ["who-gets-which"],
-    "03-to-04": ["life-of-a-job"],
-    "04-to-05": ["who-is-counted"],
-    "recipes": ["which-one"],
-}
 PARSER = MarkdownIt("commonmark").enable("table")
 
 
@@ -42,13 +34,10 @@ def inline(text):
 
 
 def adapt(state):
-    """Change what was parsed: links start in diffs/, and blocks of code have no language."""
-    for token in state.tokens:
-        if token.type == "fence":
-            token.info = ""
-        for child in token.children or []:
-            if child.type == "link_open" and not child.attrs["href"].startswith("http"):
-                child.attrSet("href", f"../{urljoin(state.env['place'], child.attrs['href'])}")
+    """Make the links that have been parsed start in diffs/, where the page is."""
+    for child in [child for token in state.tokens for child in token.children or []]:
+        if child.type == "link_open" and not child.attrs["href"].startswith("http"):
+            child.attrSet("href", f"../{urljoin(state.env['place'], child.attrs['href'])}")
 
 
 def picture(_, tokens, index, __, env):
