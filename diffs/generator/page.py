@@ -5,7 +5,6 @@ from difflib import SequenceMatcher
 from functools import cache
 from html import escape
 from itertools import groupby, pairwise, takewhile
-from os.path import commonprefix
 from pathlib import Path
 
 from hunks import FIGURE, Diff, anchor, sections
@@ -54,10 +53,15 @@ def paint(line, tags, marked):
 def differing(old, new):
     """Return the range of characters, in whole words, in which each of two lines differs."""
     both = [re.findall(r"\w+|\W", line) for line in (old, new)]
-    start = len(commonprefix(both))
-    end = len(commonprefix([words[start:][::-1] for words in both]))
+    start = common(both)
+    end = common([words[start:][::-1] for words in both])
     first = len("".join(both[0][:start]))
     return [range(first, len("".join(words[: len(words) - end]))) for words in both]
+
+
+def common(both):
+    """Return how many elements two lists have in common at their beginnings."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*both)))
 
 
 def alike(old, new):
