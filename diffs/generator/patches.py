@@ -13,6 +13,7 @@ NOT_PATCHES = ("README",)
 GPT = f"{EXERCISE}/solution.py"
 LIMITS = {RECIPES: 40, PITFALLS: 15, GPT: 95}  # number of lines that may change
 SHARED = "test_pitfall", "test_trains_like_ddp"  # tests with a page as their parameter
+WIDTH = 95  # number of characters that fit into the column in which a forge shows a page
 COMMAND = re.compile(r"```bash\n(.*?)\n```", re.DOTALL)  # the first writes and runs the script
 PATCH = re.compile(r"\n(?:What breaks it:\n\n)?```diff\n(.*?)\n```\n", re.DOTALL)
 ROW = r"\]\((\w+)\.md\)"  # a link in a table of recipes/README.md or pitfalls/README.md
@@ -69,6 +70,8 @@ class Patch:
             yield "does not begin with its purpose, or a pitfall with a table of symptoms"
         if self.kind == PITFALLS and "writes the *broken* script" not in self.text_without_patch:
             yield "does not say below its command that this writes the *broken* script"
+        if max(map(len, self.command.splitlines())) > WIDTH:
+            yield f"a line of its command has more than {WIDTH} characters"
         typed = " ".join(self.command.replace("\\\n", "").split())
         written = f"patch -o {self.new} {self.old} {self.path} && "
         if not re.search(rf"{written}.*\b{self.new}", typed):
