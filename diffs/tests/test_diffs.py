@@ -41,15 +41,14 @@ def test_what_is_stale_is_named_and_rewritten_and_the_rest_is_kept(copy):
     for path in copy.glob("0[1-9]_*.py"):
         edit(path, "\n\ndef parse_args(", "\n\n# The command line:\n\n\ndef parse_args(")
     before = runs(copy)
+    result = generate(copy, "--check")
+    assert result.returncode == 1
+    assert "stale: diffs/01_to_02.diff\n" in result.stdout
     result = generate(copy)
     assert result.returncode == 0
     assert {"diffs/01_to_02.diff", "diffs/walkthrough.ipynb"} < {*result.stdout.split()}
     assert runs(copy) == before
-    stale = copy / "diffs" / "01_to_02.diff"
-    stale.write_text("", encoding="utf-8")
-    result = generate(copy, "--check")
-    assert (result.returncode, result.stdout) == (1, "stale: diffs/01_to_02.diff\n")
-    assert stale.read_text(encoding="utf-8") == ""
+    assert generate(copy, "--check").returncode == 0
 
 
 def runs(root):
@@ -69,7 +68,6 @@ BY_HAND = "recipes/after_backward.md"
         (NOTES, "`class ResumableSampler(", "`class Gone(", "is in 0 hunks of 03 → 04"),
         (PATCH, ".sampler.set_epoch(", ".set_epoch(", "no longer applies: "),
         (BY_HAND, "<details>\n<summary>Tests</summary>", "Tests", "has no tests"),
-        (PATCH, "This writes the *broken* script", "It does", "does not say below its command"),
         (PATCH, "patch -o no_set_epoch.py", "patch", "its command does not end with 'patch -o no_"),
     ],
 )

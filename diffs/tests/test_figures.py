@@ -1,16 +1,17 @@
 """The figures compute what PyTorch and the scripts do, and are played by keyboard."""
 
 import json
-import re
 from ast import literal_eval
 from itertools import product
 
 import pytest
+import torch
 from browser import NEEDS_BROWSER
 from playwright.sync_api import expect
 from support import server
 from support.jobs import finished
 from support.scripts import ROOT
+from torch.testing import assert_close
 from torch.utils.data.distributed import DistributedSampler
 
 FIGURES = ROOT / "diffs" / "figures"
@@ -89,7 +90,7 @@ def test_one_step_is_that_of_ddp(script, tmp_path):
     (tmp_path / "train.py").write_text(f"given = {given}{DDP}")
     trained = literal_eval(finished(server.command("train.py", nprocs=3), tmp_path).stdout)
     drawn = script.evaluate(TRAIN, [SWITCHES, 3, STEPS])
-    assert sum(drawn, []) == [pytest.approx(weights) for weights in sum(trained, [])]
+    assert_close(*(torch.tensor(weights, dtype=torch.float64) for weights in (drawn, trained)))
 
 
 # ---------------------------------------------------------------- who gets which sample
@@ -107,8 +108,8 @@ def sampled(settings, rank):
 
 
 def test_all_deals_are_those_of_the_sampler(script):
-    switches = dict.fromkeys(["shuffle", "dropLast", "setEpoch"], [False, True])
-    all_settings = combinations(epoch=range(5), samples=[1, 7, 24, 30], ranks=[3, 8], **switches)
+    switches = {name: [False, True] for name in ("shuffle", "dropLast", "setEpoch")}
+    all_settings = combinations(epoch=range(5), samples=range(1, 31), ranks=[3, 8], **switches)
     data = json.loads((FIGURES / "who-gets-which.json").read_text(encoding="utf-8"))
     deals = script.evaluate(DEAL, [all_settings, data])
     for settings, deal in zip(all_settings, deals, strict=True):
@@ -116,25 +117,6 @@ def test_all_deals_are_those_of_the_sampler(script):
         assert deal["distributed"] == [sampled(settings, rank) for rank in ranks], settings
         shards = [list(range(rank, settings["samples"], len(ranks))) for rank in ranks]
         assert deal["range"] == shards
-
-
-# ---------------------------------------------------------------- where the time goes
-
-FORECASTS = """record => { const { forecasted, summary } = figures["where-the-time-goes"];
-  const length = settings => summary(forecasted(record, settings)).length;
-  const same = length({ slower: 1, batch: 1, passes: 1 });
-  const shares = record.measured.map(row => length(row) / row.milliseconds);
-  return [shares, summary(record.ranks).length, same] }"""
-
-
-def test_the_forecast_is_as_close_to_what_was_measured_as_the_page_says(script):
-    data = json.loads((FIGURES / "where-the-time-goes.json").read_text(encoding="utf-8"))
-    page = (FIGURES / "where-the-time-goes.html").read_text(encoding="utf-8")
-    limits = re.search(r"at most (\d+) % off with two ranks, and with four at most (\d+) %", page)
-    for record, most in zip(data["records"].values(), limits.groups(), strict=True):
-        shares, recorded, same = script.evaluate(FORECASTS, record)
-        assert len(shares) == 3 and max(abs(share - 1) for share in shares) <= int(most) / 100
-        assert same == pytest.approx(recorded)
 
 
 # ---------------------------------------------------------------- played

@@ -1,7 +1,6 @@
 """The page diffs/index.html in a real browser: complete, on any screen, by keyboard alone."""
 
 import hunks
-import patches
 import pytest
 from browser import NEEDS_BROWSER, PAGE, SIZES, check
 from playwright.sync_api import expect
@@ -9,27 +8,8 @@ from support.scripts import ROOT
 
 DIFFS = hunks.annotated_diffs(ROOT)
 TABS = ["start", *(diff.slug for diff in DIFFS), "recipes", "pitfalls", "troubleshooting"]
-ARTICLES = """all => Object.fromEntries(all.map(article => [article.id, [
-  [...article.querySelectorAll(".code del, .code ins")].map(
-    line => (line.tagName === "DEL" ? "-" : "+") + line.textContent),
-  [...article.querySelectorAll(".tests p code")].map(test => test.textContent)]]))"""
 OPEN = "document.querySelectorAll('details').forEach(fold => { fold.open = true })"
 pytestmark = [NEEDS_BROWSER, pytest.mark.slow]
-
-
-@pytest.mark.weekly("the generator writes what it has read; the other tests open the page")
-def test_it_shows_all_hunks_recipes_and_pitfalls_and_the_tests_of_each(visit):
-    wanted = {}
-    for diff in DIFFS:
-        for note in diff.notes:
-            wanted[f"{diff.slug}-{note.slug}"] = [[], note.tests]
-            for hunk in note.hunks:
-                tests = [] if hunk is not note.hunks[0] else note.tests
-                wanted[f"{diff.slug}-{hunk.slug}"] = [hunk.changed, tests]
-    for patch in [patch for kind in patches.KINDS for patch in patches.collect(ROOT, kind)]:
-        lines = [line for hunk in patch.diff.hunks for line in hunk.changed]
-        wanted[patch.slug] = [lines, patch.tests]
-    assert visit().locator("article").evaluate_all(ARTICLES) == wanted
 
 
 def test_it_shows_the_whole_of_each_step_and_its_lesson_leads_to_the_lines(visit):
