@@ -8,9 +8,9 @@ from itertools import pairwise
 from markdown_it import MarkdownIt
 
 README = "diffs/README.md"  # the page with a note on each hunk
-BLOCK = re.compile(r"\n```diff\n(?P<hunks>.*?)```\n", re.DOTALL)  # the hunks that begin a note
+BLOCK = re.compile(r"\n```diff\n(?P<hunks>.*?)```\n", re.DOTALL)  # hunks at the beginning of a note
 DETAILS = re.compile(r"<details>.*?</details>\n*", re.DOTALL)  # the names of a note's tests
-FIGURE = re.compile("^Play with it: `.*#fig-(.+)`\n+", re.MULTILINE)  # the page shows the figure
+FIGURE = re.compile("^Play with it: `.*#fig-(.+)`\n+", re.MULTILINE)  # the page shows it
 LESSON = re.compile(r"^(?P<number>\d\.) \[`(?P<code>.+?)`\]\(#.*?\): ", re.MULTILINE)
 
 
@@ -45,7 +45,7 @@ class Hunk:
 
     @property
     def brief(self):
-        """The slice of its lines without context, except the line that an insertion follows."""
+        """The slice of its lines that shows the changes, or an insertion and the line before it."""
         signs = "".join(line[0] for line in self.lines)
         is_insertion = set(signs.strip()) == {"+"}
         return slice(0 if is_insertion else len(signs) - len(signs.lstrip()), len(signs.rstrip()))
@@ -167,12 +167,12 @@ def split_words(text):
 def annotated_diffs(root):
     """Return the diffs from each step to the next, with the notes of diffs/README.md."""
     diffs = [Diff(old, new) for old, new in pairwise(sorted(root.glob("0[1-9]_*.py")))]
-    named = {diff.name: diff for diff in diffs}
+    by_name = {diff.name: diff for diff in diffs}
     for level, heading, text in sections((root / README).read_text(encoding="utf-8")):
         words, body = split_words(text)
         name, _, title = heading.partition(": ")
-        if level == 2 and name in named:
-            diff = named[name]
+        if level == 2 and name in by_name:
+            diff = by_name[name]
             diff.title, diff.body = title, body
         elif level == 3:
             diff.notes.append(Note(heading, words, body))

@@ -7,7 +7,7 @@ from hunks import anchor, sections, split_words
 from rooms import LOOKUP, SEARCHED
 
 
-def searched(root):
+def paths(root):
     """Return the paths of these pages: first those of lookup/, in the order of its README.md."""
     index = (root / LOOKUP / "README.md").read_text(encoding="utf-8")
     names = ["README.md", *dict.fromkeys(re.findall(r"\]\((\w+\.md)\)", index))]
@@ -17,7 +17,7 @@ def searched(root):
 def entries(root, ids):
     """Return the sections of these pages, and add the id of each heading to `ids`."""
     found = []
-    for path in searched(root):
+    for path in paths(root):
         folder, stem = (root / path).parent.name, (root / path).stem
         page = f"{folder}-{stem}".lower() if path in SEARCHED else stem.lower()
         for level, title, text in sections((root / path).read_text(encoding="utf-8")):

@@ -14,7 +14,7 @@ GPT = f"{EXERCISE}/solution.py"
 LIMITS = {RECIPES: 40, PITFALLS: 15, GPT: 95}  # number of lines that may change
 SHARED = "test_pitfall", "test_trains_like_ddp"  # tests with a page as their parameter
 WIDTH = 95  # number of characters that fit into the column in which a forge shows a page
-COMMAND = re.compile(r"```bash\n(.*?)\n```", re.DOTALL)  # the first writes and runs the script
+COMMAND = re.compile(r"```bash\n(.*?)\n```", re.DOTALL)  # a page's first one runs its script
 PATCH = re.compile(r"\n(?:What breaks it:\n\n)?```diff\n(.*?)\n```\n", re.DOTALL)
 ROW = r"\]\((\w+)\.md\)"  # a link in a table of recipes/README.md or pitfalls/README.md
 
@@ -35,8 +35,8 @@ class Patch:
         (self.command, *_) = COMMAND.findall(text) or [""]
         if not patch.startswith("--- ") or not self.command:
             raise Problem(f"{self.path}: has no command, or not exactly one patch")
-        named = "".join(DETAILS.findall(text))
-        self.tests = re.findall(r"`(test_[^`]+)`", named) or tests_of(root, self.name)
+        tests = "".join(DETAILS.findall(text))
+        self.tests = re.findall(r"`(test_[^`]+)`", tests) or tests_of(root, self.name)
         self.text_without_patch = DETAILS.sub("", PATCH.sub("", below)).strip()
         # The names after --- and +++: the script that it applies to, and the patched script.
         self.old, self.new, *_ = (line[4:] for line in patch.splitlines())
