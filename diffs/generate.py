@@ -1,4 +1,4 @@
-"""Write the generated files: diffs, walk-through, page, notebook, exercise, indexes, table rows.
+"""Write all generated files: the diffs, their page and notebook, and the tables in the READMEs.
 
 python diffs/generate.py [--check | --run]
 """

@@ -1,6 +1,6 @@
-// A run with saves that is interrupted once: what is lost, and what is repeated when it runs again.
+// A run that saves now and then and is interrupted once: what is lost, and what is then repeated.
 {
-  const [EPOCHS, STEPS, ASKS] = [6, 51, 10]; // two ranks take 128 of 12,942 samples each in a batch
+  const [EPOCHS, STEPS, ASKS] = [6, 51, 10]; // 12,942 samples; two ranks with 128 per batch
   const TOTAL = EPOCHS * STEPS;
   const SCRIPTS = ["Steps 1 and 2", "Step 3", "Steps 4 and 5"];
   const AGAIN = "Start it again.";

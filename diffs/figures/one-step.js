@@ -8,7 +8,7 @@
     [0.3, 0.9, -0.5], [0.7, 0.7, 0.5], [0.8, -0.7, 1.9], [0.2, -1.1, 1.1],
   ];
   const [BATCH, RATE, FIRST] = [2, 0.4, [-1, 1]];
-  const SHUFFLES = [5, 7, 11, 13]; // each rank goes through all samples in steps of its own
+  const SHUFFLES = [5, 7, 11, 13]; // each rank's stride through all samples, instead of a shuffled order
 
   // ------------------------------------------------------------ what PyTorch does
 

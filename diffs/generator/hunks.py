@@ -10,7 +10,7 @@ from markdown_it import MarkdownIt
 README = "diffs/README.md"  # the page with a note on each hunk
 BLOCK = re.compile(r"\n```diff\n(?P<hunks>.*?)```\n", re.DOTALL)  # hunks at the beginning of a note
 DETAILS = re.compile(r"<details>.*?</details>\n*", re.DOTALL)  # the names of a note's tests
-FIGURE = re.compile("^Play with it: `.*#fig-(.+)`\n+", re.MULTILINE)  # the page shows it
+FIGURE = re.compile("^Play with it: `.*#fig-(.+)`\n+", re.MULTILINE)  # replaced by the figure
 LESSON = re.compile(r"^(?P<number>\d\.) \[`(?P<code>.+?)`\]\(#.*?\): ", re.MULTILINE)
 
 
@@ -88,7 +88,7 @@ class Diff:
     """The difference between two files, as `diff -u` writes it, and the notes on it."""
 
     def __init__(self, old, new, texts=None, context=3):
-        """Compare two files. If they are not on disk, `texts` are their contents."""
+        """Compare two files; `texts` are their contents if they are not on disk."""
         self.old, self.new = old, new
         texts = texts or [path.read_text(encoding="utf-8") for path in (old, new)]
         self.old_lines, self.new_lines = map(str.splitlines, texts)

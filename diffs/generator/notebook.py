@@ -66,7 +66,7 @@ def run(path):
 
 
 def merged(outputs):
-    """Return the pictures, and all of stdout as one output, because timing splits it."""
+    """Return the pictures, and stdout as one output, because its pieces depend on timing."""
     kept = [output for output in outputs if output.output_type == "display_data"]
     text = "".join(output.text for output in outputs if output.get("name") == "stdout")
     return kept + ([new_output("stream", name="stdout", text=text)] if text else [])

@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-FIGURES = HERE.parent / "figures"  # for each figure: HTML, a script and perhaps data
+FIGURES = HERE.parent / "figures"  # each has HTML, a script and perhaps data
 ENV = Environment(
     loader=FileSystemLoader([HERE, FIGURES]),
     autoescape=select_autoescape(("html", "html.j2")),
@@ -41,7 +41,7 @@ def adapt(state):
 
 
 def picture(_, tokens, index, __, env):
-    """Return a picture as HTML; only diffs/, recipes/ and pitfalls/ are shown with pictures."""
+    """Return a picture as HTML, but only on the pages of diffs/, recipes/ and pitfalls/."""
     if not env["place"].startswith(("diffs/", rooms.RECIPES, rooms.PITFALLS)):
         return ""
     path = ROOT / urljoin(env["place"], tokens[index].attrs["src"])
