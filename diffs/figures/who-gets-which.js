@@ -110,7 +110,7 @@
     const evaluation = ways.includes("range");
 
     onChange(form, () => {
-      const sets = { ...DEFAULTS, evaluation, ...chosen(form) };
+      const sets = { ...DEFAULTS, evaluation, ...formValues(form) };
       sets.samples = Math.min(Math.max(Math.round(sets.samples) || 1, 1), data.orders.length);
       const dealt = deal(sets, data);
       place.replaceChildren();
