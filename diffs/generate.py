@@ -1,4 +1,4 @@
-"""Write the generated files: diffs, walk-through, page, notebook, exercise, indexes, table rows.
+"""Write all generated files: the diffs, their page and notebook, and the tables in the READMEs.
 
 python diffs/generate.py [--check | --run]
 """
@@ -12,7 +12,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "generator"))
 
 try:
-    from hunks import Diff, Problem, brief, explained, refreshed
+    from hunks import Diff, Problem, annotated_diffs, updated_readme
     from notebook import run, write_book
     from page import render
     from patches import KINDS, collect, index, readme
@@ -25,22 +25,21 @@ WRITTEN = "Written by diffs/generate.py from the scripts: edit those."
 
 def front_page(root):
     """Return README.md with an up-to-date diff of the scripts in convert/."""
-    diff = Diff(root / CONVERT / "train.py", root / CONVERT / "train_ddp.py")
-    files = {"-": diff.old_lines, "+": diff.new_lines, " ": diff.new_lines}
-    lines = brief(diff.old_lines, diff.new_lines)
-    block = "".join(f"{sign}{files[sign][number]}\n" for sign, number in lines)
+    diff = Diff(root / CONVERT / "train.py", root / CONVERT / "train_ddp.py", context=1)
+    lines = [line for hunk in diff.hunks for line in hunk.lines[hunk.brief]]
+    block = "\n".join([*lines, ""])
     text = (root / "README.md").read_text(encoding="utf-8")
     return re.sub(r"(?<=^```diff\n)(?s:.*?)(?=^```$)", lambda _: block, text, flags=re.MULTILINE)
 
 
 def generate(root=HERE.parent):
     """Yield the path and the text of each generated file, starting with the front page."""
-    diffs = explained(root)
+    diffs = annotated_diffs(root)
     folder = root / "diffs"
     yield root / "README.md", front_page(root)
     for diff in diffs:
         yield folder / f"{diff.slug.replace('-', '_')}.diff", f"{WRITTEN}\n{diff.text}"
-    yield folder / "README.md", refreshed(root, diffs)
+    yield folder / "README.md", updated_readme(root, diffs)
     book = folder / "walkthrough.ipynb"
     yield book, write_book(book, diffs)
     solution = Diff(root / EXERCISE / "train.py", root / EXERCISE / "solution.py")

@@ -1,10 +1,10 @@
-// A run with saves that is interrupted once: what is lost, and what is repeated when it runs again.
+// A run that saves now and then and is interrupted once: what is lost, and what is then repeated.
 {
-  const [EPOCHS, STEPS, ASKS] = [6, 51, 10]; // two ranks take 128 of 12,942 samples each in a batch
+  const [EPOCHS, STEPS, ASKS] = [6, 51, 10]; // 12,942 samples; two ranks with 128 per batch
   const TOTAL = EPOCHS * STEPS;
   const SCRIPTS = ["Steps 1 and 2", "Step 3", "Steps 4 and 5"];
   const AGAIN = "Start it again.";
-  const EVENTS = [ // who listens to it, and how each of SCRIPTS runs again
+  const EVENTS = [ // which of SCRIPTS react to it in time, and how each of them is started again
     ["SIGTERM arrives", [false, false, true], [AGAIN, AGAIN, AGAIN]],
     ["A Slurm job nears its time limit", [false, false, true], [
       "Slurm sends SIGTERM at the limit. Submit the job again.",
@@ -23,8 +23,8 @@
     ]],
   ];
 
-  // Return how many batches a run has trained when it stops, and after how many the next continues.
-  // The event comes during batch `at`, counted from 0.
+  // Return how many batches a run has trained when it stops, and after how many batches the next
+  // run continues. The event comes during batch `at`, counted from 0.
   function outcome(listens, saveEvery, at) {
     const epoch = Math.floor(at / STEPS);
     const saved = Math.floor(epoch / saveEvery) * saveEvery * STEPS;
@@ -44,7 +44,7 @@
 
   // ---------------------------------------------------------------- the drawing
 
-  const GAP = 30; // batches
+  const GAP = 30; // length of the pause before the next run, in batches
 
   // Return the parts of a bar: [kind, first batch, last batch].
   function parts({ stopped, from, finished }) {
@@ -75,8 +75,8 @@
       return { text: add(item, "p"), bar: add(item, "div", { class: "bar", "aria-hidden": "true" }) };
     });
 
-    follow(form, () => {
-      const { event, at, save } = chosen(form);
+    onChange(form, () => {
+      const { event, at, save } = formValues(form);
       const [, listens, again] = EVENTS[event];
       const place = `epoch ${Math.floor(at / STEPS) + 1} of ${EPOCHS}, batch ${(at % STEPS) + 1} of ${STEPS}`;
       const outcomes = jobs.map(({ text, bar }, number) => {
@@ -89,8 +89,8 @@
         drawBar(bar, found, save, at);
         return `${SCRIPTS[number]}: ${words}.`;
       });
-      tell(form.elements.at, place);
-      say(figure.querySelector(".said"), `Interrupted in ${place}. ${outcomes.join(" ")}`);
+      setSliderText(form.elements.at, place);
+      setText(figure.querySelector(".said"), `Interrupted in ${place}. ${outcomes.join(" ")}`);
     });
   }
 

@@ -8,7 +8,7 @@
     [0.3, 0.9, -0.5], [0.7, 0.7, 0.5], [0.8, -0.7, 1.9], [0.2, -1.1, 1.1],
   ];
   const [BATCH, RATE, FIRST] = [2, 0.4, [-1, 1]];
-  const SHUFFLES = [5, 7, 11, 13]; // each rank goes through all samples in steps of its own
+  const SHUFFLES = [5, 7, 11, 13]; // each rank's stride through all samples, instead of a shuffled order
 
   // ------------------------------------------------------------ what PyTorch does
 
@@ -17,11 +17,11 @@
     return { ranks, weights, steps: 0, reduces: 0, waiting: false, ...fresh() };
   }
 
-  // What a step starts with: nothing of what the ranks will compute.
+  // Return the part of the state that is reset before each step.
   const fresh = () => ({ taken: [], losses: [], own: [], mean: null, phase: "forward" });
 
-  // The samples of a rank's next batch: with a sampler, those of its own shard; without one, all
-  // samples in an order of its own, as with shuffle=True.
+  // Return the samples of a rank's next batch. With a sampler, they are from the rank's own shard;
+  // without one, they are from all samples, in the rank's own order, as with shuffle=True.
   function batch(state, sets, rank) {
     return upTo(BATCH).map((j) => {
       const position = state.steps * BATCH + j;
@@ -59,7 +59,7 @@
       state.phase = sets.module ? "step" : "allReduce";
     },
 
-    // Every rank gets the mean of all, unless one is missing: then the others wait.
+    // Give every rank the mean of all gradients. If a rank is missing, the others wait for it.
     allReduce(state, sets) {
       state.waiting = sets.absent;
       if (state.waiting) return;
@@ -83,7 +83,7 @@
     },
   };
 
-  // Take some steps, for the tests.
+  // Return the state after some steps; only the tests use this.
   function train(sets, steps) {
     const state = begin(sets.ranks);
     for (let done = 0; done < steps && !state.waiting; done++) ACTIONS.whole(state, sets);
@@ -95,7 +95,7 @@
   const last = (state) => `rank ${state.ranks - 1}`;
   const equal = ({ weights }) => weights.every((own) => String(own) === String(weights[0]));
 
-  // What each action shows: forward, backward, allReduce and step, then what one sees after a change.
+  // The texts that the figure shows after each action, after a change of the form, and after a reset.
   const LESSONS = {
     forward(state, sets) {
       if (sets.sameData) return "Without the sampler, shuffle=True gives each rank all samples, in an order of its own.";
@@ -149,7 +149,7 @@
 
   // ------------------------------------------------------------ the table
 
-  // Add the row of a part of the step: what each rank has of it, if anything.
+  // Add the row for one part of the step, with what each rank has computed in it so far.
   function addPart(body, code, label, kind, texts) {
     const line = addRow(body, label, texts.map((text) => text ?? "–"));
     line.firstChild.prepend(add(line.firstChild, "code", {}, code));
@@ -164,7 +164,7 @@
     const top = add(add(table, "thead"), "tr");
     for (const name of ["", ...ranks.map((rank) => `rank ${rank}`)]) add(top, name ? "th" : "td", {}, name);
     const body = add(table, "tbody");
-    const pair = (numbers) => numbers && numbers.map((number) => shown(number)).join("\n");
+    const pair = (numbers) => numbers && numbers.map((number) => formatNumber(number)).join("\n");
     const taken = ranks.map((rank) => present(state, sets).includes(rank) && (state.taken[rank] ?? batch(state, sets, rank)).join(", "));
     addPart(body, "batch", "samples", "known", taken.map((text) => text || undefined));
     addPart(body, sets.module ? "model.\u200bmodule(x)" : "model(x)", "loss", "known", ranks.map((rank) => state.losses[rank]?.toFixed(2)));
@@ -177,12 +177,12 @@
     add(place, "p", { class: "counts" }, counts);
   }
 
-  // The row in which all ranks meet: its kind and text.
+  // Return the kind and the text of the row for the all-reduce.
   function mean(state, sets) {
     if (state.waiting) return ["bad", `all wait here for ${last(state)}`];
     if (!state.mean) return ["off", sets.module && state.own.length ? "does not happen" : "–"];
-    const summed = (i) => `(${state.own.map((own) => shown(own[i])).join(" + ").replaceAll("+ −", "− ")})`;
-    return ["shared", [0, 1].map((i) => `${summed(i)} / ${state.ranks} = ${shown(state.mean[i])}`).join("\n")];
+    const summed = (i) => `(${state.own.map((own) => formatNumber(own[i])).join(" + ").replaceAll("+ −", "− ")})`;
+    return ["shared", [0, 1].map((i) => `${summed(i)} / ${state.ranks} = ${formatNumber(state.mean[i])}`).join("\n")];
   }
 
   // ------------------------------------------------------------ the controls
@@ -193,9 +193,9 @@
     let state;
 
     function show(did) {
-      const sets = chosen(form);
+      const sets = formValues(form);
       tabulate(figure.querySelector(".ledger"), state, sets);
-      say(figure.querySelector(".said"), LESSONS[did === "whole" ? "step" : did](state, sets));
+      setText(figure.querySelector(".said"), LESSONS[did === "whole" ? "step" : did](state, sets));
       for (const button of buttons) {
         const action = button.dataset.do;
         const isNext = action === state.phase && !state.waiting;
@@ -208,14 +208,14 @@
     }
 
     function restart() {
-      state = begin(chosen(form).ranks);
+      state = begin(formValues(form).ranks);
       show("reset");
     }
 
     for (const button of buttons) {
       button.addEventListener("click", () => {
         if (button.getAttribute("aria-disabled") === "true") return;
-        ACTIONS[button.dataset.do](state, chosen(form));
+        ACTIONS[button.dataset.do](state, formValues(form));
         show(button.dataset.do);
       });
     }

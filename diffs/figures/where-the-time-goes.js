@@ -1,9 +1,10 @@
-// A recorded step of DDP, and what a slower network, a larger batch or accumulation would make of it.
+// A recorded step of DDP, and a forecast for a slower network, a larger batch or accumulation.
 {
   const PARTS = ["data", "forward", "backward", "waiting", "optimizer"];
 
-  // Return when each bucket's all-reduce starts and ends: one at a time, none before it is ready.
-  function sent(ready, times) {
+  // Return when each bucket's all-reduce starts and ends. The all-reduces run one at a time, each of
+  // them once its bucket is ready.
+  function schedule(ready, times) {
     let free = 0;
     return ready.map((moment, number) => {
       const start = Math.max(moment, free);
@@ -14,28 +15,28 @@
 
   const lastReady = (ranks, bucket) => Math.max(...ranks.map((rank) => rank.ready[bucket][0]));
 
-  // Return how long all all-reduces take together, if the undisturbed forecast is as long as the
-  // recording. One of the buckets decides: it and those after it are sent without a break.
-  function calibrated({ ranks, bucket_bytes: sizes }) {
+  // Return the total time of the all-reduces with which the unchanged forecast is as long as the
+  // recording. One bucket decides it, because this bucket and all later ones are sent without a break.
+  function totalReduceTime({ ranks, bucket_bytes: sizes }) {
     const longest = Math.max(...ranks.map(({ optimizer: [[begin, end]] }) => end - begin));
     const room = summary(ranks).length - longest;
     return sumOf(sizes) * Math.min(...sizes.map((_, number) =>
       (room - lastReady(ranks, number)) / sumOf(sizes.slice(number))));
   }
 
-  // Return a recorded step, changed. A larger batch stretches everything until the end of backward;
-  // of several passes before the optimizer's step, only the last one communicates with no_sync.
-  function forecasted(record, settings) {
+  // Return the forecast of a step. A larger batch makes everything up to the end of backward longer.
+  // If no_sync is used, only the last pass before the optimizer's step communicates.
+  function forecast(record, settings) {
     const { ranks, bucket_bytes: sizes } = record;
-    const total = settings.slower * calibrated(record);
+    const total = settings.slower * totalReduceTime(record);
     const times = sizes.map((size) => (total * size) / sumOf(sizes));
     const steps = ranks.map((rank) =>
       Object.fromEntries(Object.keys(rank).map((name) => [name, []])));
     let starts = ranks.map((rank) => rank.data[0][0]);
     for (let pass = 1; pass <= settings.passes; pass++) {
-      const computed = ranks.map((rank, number) => stretched(rank, starts[number], settings.batch));
+      const computed = ranks.map((rank, number) => stretch(rank, starts[number], settings.batch));
       const moments = sizes.map((_, bucket) => lastReady(computed, bucket));
-      const sums = pass === settings.passes || !settings.no_sync ? sent(moments, times) : [];
+      const sums = pass === settings.passes || !settings.no_sync ? schedule(moments, times) : [];
       starts = computed.map((part, number) => {
         const end = part.backward[0][1];
         const start = Math.max(end, ...sums.map(([, after]) => after));
@@ -52,7 +53,7 @@
     return steps;
   }
 
-  function stretched(rank, start, factor) {
+  function stretch(rank, start, factor) {
     const origin = rank.data[0][0];
     const from = (moment) => start + factor * (moment - origin);
     const parts = ["data", "forward", "backward", "ready"];
@@ -67,11 +68,11 @@
     return { length, waiting, share: waiting / length };
   }
 
-  const duration = (ms) => `${shown(ms, ms < 10 ? 1 : 0)} ms`;
+  const duration = (ms) => `${formatNumber(ms, ms < 10 ? 1 : 0)} ms`;
 
   // ---------------------------------------------------------------- the drawing
 
-  // Draw a step of all ranks, and when as many samples took `before` as recorded, in so many steps.
+  // Draw a step of all ranks, and mark the time `before` that as many samples took in recorded steps.
   function draw(chart, ranks, sizes, before, steps) {
     const { length } = summary(ranks);
     const most = Math.max(length, before);
@@ -83,11 +84,11 @@
       const row = add(chart, "div", { class: "rank" });
       const addBar = (name, [start, end], text, style = "") => {
         const place = `left:${percent(start)};width:${percent(end - start)};${style}`;
-        add(row, "span", { class: `bar ${name}`, style: place, title: `${text}: ${shown(start, 1)} to ${shown(end, 1)} ms` }, text);
+        add(row, "span", { class: `bar ${name}`, style: place, title: `${text}: ${formatNumber(start, 1)} to ${formatNumber(end, 1)} ms` }, text);
       };
       add(row, "b", {}, `rank ${number}`);
       for (const name of PARTS) for (const span of rank[name]) addBar(name, span, name);
-      rank["all-reduce"].forEach((span, index) => { // those at the same time do not overlap
+      rank["all-reduce"].forEach((span, index) => { // at three heights, so that simultaneous ones do not overlap
         addBar("all-reduce", span, `bucket ${(index % sizes.length) + 1}`, `top:${3.4 + 1.1 * (index % 3)}rem`);
       });
       for (const [moment] of rank.ready) add(row, "span", { class: "ready", style: `left:${percent(moment)}` });
@@ -102,7 +103,7 @@
   function words(record, settings, ranks) {
     const { length, waiting, share } = summary(ranks);
     const same = ranks === record.ranks;
-    const waits = `On average, each rank ${same ? "waited" : "waits"} for ${duration(waiting)} of it (${shown(100 * share, 0)}%).`;
+    const waits = `On average, each rank ${same ? "waited" : "waits"} for ${duration(waiting)} of it (${formatNumber(100 * share, 0)}%).`;
     if (same) return `Recorded: the step took ${duration(length)}. ${waits}`;
     const recorded = settings.batch * settings.passes * summary(record.ranks).length;
     return `Forecast: the step takes ${duration(length)}. ${waits} As recorded, as many samples take ${duration(recorded)}.`;
@@ -113,20 +114,20 @@
     const { slower, batch } = form.elements;
     const times = (number, word) => (number === 1 ? "as recorded" : `${number} times ${word}`);
 
-    follow(form, () => {
-      const { ranks: count, accumulate, ...rest } = chosen(form);
+    onChange(form, () => {
+      const { ranks: count, accumulate, ...rest } = formValues(form);
       const [passes, sync] = String(accumulate).split(" ");
       const settings = { ...rest, passes: Number(passes), no_sync: passes === "1" || sync === "no_sync" };
       const record = data.records[count];
-      tell(slower, times(settings.slower, "slower"));
-      tell(batch, times(settings.batch, "larger"));
+      setSliderText(slower, times(settings.slower, "slower"));
+      setSliderText(batch, times(settings.batch, "larger"));
       const same = ["slower", "batch", "passes"].every((name) => settings[name] === 1);
-      const ranks = same ? record.ranks : forecasted(record, settings);
+      const ranks = same ? record.ranks : forecast(record, settings);
       const steps = settings.batch * settings.passes;
       draw(figure.querySelector(".chart"), ranks, record.bucket_bytes, steps * summary(record.ranks).length, steps);
-      say(figure.querySelector(".said"), words(record, settings, ranks));
+      setText(figure.querySelector(".said"), words(record, settings, ranks));
     });
   }
 
-  figures["where-the-time-goes"] = { start, forecasted, summary };
+  figures["where-the-time-goes"] = { start, forecast, summary };
 }

@@ -6,7 +6,7 @@
   const SIMPLEST = ["ddp", "zero_optimizer", "hybrid_sharding", "fsdp2_gpt"];
   const SHARDED = ["fsdp2_gpt", "hybrid_sharding"];
 
-  // Return the bytes of a rank: [states, in use, activations].
+  // Return how many bytes a rank needs: [states, in use, activations].
   function memory(way, job) {
     const ranks = job.nodes * job.gpus;
     const parts = { hybrid_sharding: job.gpus, fsdp2_gpt: ranks }[way] ?? 1;
@@ -26,7 +26,7 @@
     return job.tokens * (kept * job.width + 12 * VOCABULARY);
   }
 
-  // Return all that the figure shows: [way, memory, whether it fits], and the simplest that fits.
+  // Return what the figure shows: [way, memory, whether it fits], and the simplest way that fits.
   function computed(given, limit) {
     const layers = Math.cbrt(given.parameters / 12 / 100 ** 2);
     const job = { layers, width: 100 * layers, value: given.mixed ? 2 : 4, ...given };
@@ -56,9 +56,9 @@
     const form = figure.querySelector("form");
     const body = figure.querySelector("tbody");
 
-    follow(form, () => {
+    onChange(form, () => {
       if (!form.reportValidity()) return; // the browser says which number is out of range
-      const { billions, memory: room, ...rest } = chosen(form);
+      const { billions, memory: room, ...rest } = formValues(form);
       const [given, limit] = [{ ...rest, parameters: 1e9 * billions }, 1e9 * room];
       const { ways, recommended } = computed(given, limit);
       body.replaceChildren();
@@ -67,7 +67,7 @@
         if (!fits) texts[3] += ": no";
         addRow(body, WAYS[way], texts, { class: !fits ? "over" : way === recommended ? "chosen" : "" });
       }
-      say(figure.querySelector(".said"), words(given, limit, recommended));
+      setText(figure.querySelector(".said"), words(given, limit, recommended));
     });
   }
 

@@ -1,4 +1,4 @@
-// Which samples each rank gets from two ways to deal. The shuffled orders are those of PyTorch.
+// Which samples each rank gets in two ways of dealing them. PyTorch computed the shuffled orders.
 {
   const DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz";
   const DEFAULTS = { shuffle: false, setEpoch: true, epoch: 0 };
@@ -9,13 +9,13 @@
 
   // ------------------------------------------------------------ what the samplers do
 
-  // The order in which an epoch deals the samples, before it is padded or cut.
+  // Return the order in which an epoch deals the samples, before padding or dropping.
   function order(sets, data, epoch = sets.epoch) {
     if (!sets.shuffle) return upTo(sets.samples);
     return [...data.orders[sets.samples - 1][sets.setEpoch ? epoch : 0]].map((digit) => DIGITS.indexOf(digit));
   }
 
-  // What each rank gets: {way: [indices of rank 0, of rank 1, …]}.
+  // Return the samples that each rank gets: {way: [indices of rank 0, of rank 1, …]}.
   function deal(sets, data) {
     const share = (indices) => upTo(sets.ranks).map((rank) =>
       indices.filter((_, position) => position % sets.ranks === rank));
@@ -25,7 +25,7 @@
     return { distributed: share(even), range: share(upTo(sets.samples)) };
   }
 
-  // How many samples are counted, and which are never dealt or again.
+  // Return how many samples are counted, which ones are never dealt, and which ones more than once.
   function count(shards, samples) {
     const dealt = shards.flat();
     const times = (index) => dealt.filter((each) => each === index).length;
@@ -75,7 +75,7 @@
     return add(add(card, "table"), "tbody");
   }
 
-  // One way to deal: a row per rank, its batches apart.
+  // Draw one way of dealing, with a row per rank and a gap between the batches.
   function drawWay(place, way, sets, dealt) {
     const body = addCard(place, WAYS[way]);
     const shards = dealt[way];
@@ -95,7 +95,7 @@
     add(body.closest(".way"), "p", { class: right ? "verdict" : "verdict wrong" }, verdict);
   }
 
-  // The order of each epoch, with the current one in bold.
+  // Draw the order of each epoch, with the current epoch in bold.
   function drawOrders(place, sets, data) {
     const body = addCard(place, "The order that is dealt");
     for (const epoch of upTo(data.epochs)) {
@@ -109,15 +109,15 @@
     const place = figure.querySelector(".ways");
     const evaluation = ways.includes("range");
 
-    follow(form, () => {
-      const sets = { ...DEFAULTS, evaluation, ...chosen(form) };
+    onChange(form, () => {
+      const sets = { ...DEFAULTS, evaluation, ...formValues(form) };
       sets.samples = Math.min(Math.max(Math.round(sets.samples) || 1, 1), data.orders.length);
       const dealt = deal(sets, data);
       place.replaceChildren();
       for (const way of ways) drawWay(place, way, sets, dealt);
       if (!evaluation) drawOrders(place, sets, data);
       const text = evaluation ? aboutEvaluation(sets, dealt) : aboutEpochs(sets) + aboutShares(sets, dealt);
-      say(figure.querySelector(".said"), text);
+      setText(figure.querySelector(".said"), text);
     });
     next?.addEventListener("click", () => {
       epoch.value = (Number(epoch.value) + 1) % data.epochs;

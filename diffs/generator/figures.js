@@ -1,4 +1,4 @@
-// What the figures share. Each figure adds itself to `figures` under its name: { start, … }.
+// Functions that the figures share. Each figure adds itself to `figures` under its name: { start, … }.
 const figures = {};
 
 // Start each figure on the page, and show it instead of its static picture.
@@ -30,8 +30,8 @@ function addRow(body, heading, texts, attributes = {}) {
   return line;
 }
 
-// Return what is chosen in a form: {name of a control: number, text, or whether it is ticked}.
-function chosen(form) {
+// Return the values of a form's controls: {name: number, text, or whether it is ticked}.
+function formValues(form) {
   const named = [...form.elements].filter((control) => control.name);
   return Object.fromEntries(named.map(({ name, type, checked, value }) => {
     const text = value === "" || Number.isNaN(Number(value)) ? value : Number(value);
@@ -39,8 +39,8 @@ function chosen(form) {
   }));
 }
 
-// Call `update` now, whenever a form changes, after its reset, and when it is shown or resized.
-function follow(form, update) {
+// Call `update` now, and whenever the form is changed, reset, shown or resized.
+function onChange(form, update) {
   form.addEventListener("input", () => update());
   form.addEventListener("reset", () => setTimeout(update));
   form.addEventListener("submit", (event) => event.preventDefault());
@@ -48,19 +48,19 @@ function follow(form, update) {
   update();
 }
 
-// Write a text only if it has changed; otherwise, a screen reader would read it out again.
-function say(region, text) {
+// Set a text only if it has changed; otherwise, a screen reader would read it out again.
+function setText(region, text) {
   if (region.textContent !== text) region.textContent = text;
 }
 
-// Write a slider's value beside it as a text, which a screen reader reads out instead of the number.
-function tell(slider, text) {
+// Show a slider's value beside it as a text, which a screen reader reads out instead of the number.
+function setSliderText(slider, text) {
   slider.nextElementSibling.value = text;
   slider.setAttribute("aria-valuetext", text);
 }
 
-// Return a number with a real minus sign and a fixed number of digits.
-function shown(number, digits = 2) {
+// Return a number as a text with a real minus sign and a fixed number of digits.
+function formatNumber(number, digits = 2) {
   const text = Math.abs(number).toFixed(digits);
   return number < 0 && Number(text) !== 0 ? `−${text}` : text;
 }

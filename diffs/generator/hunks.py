@@ -3,17 +3,15 @@
 import difflib
 import re
 from dataclasses import dataclass, field
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 
 from markdown_it import MarkdownIt
 
 README = "diffs/README.md"  # the page with a note on each hunk
-BLOCK = re.compile(r"\n```diff\n(?P<hunks>.*?)```\n", re.DOTALL)  # the hunks that begin a note
+BLOCK = re.compile(r"\n```diff\n(?P<hunks>.*?)```\n", re.DOTALL)  # hunks at the beginning of a note
 DETAILS = re.compile(r"<details>.*?</details>\n*", re.DOTALL)  # the names of a note's tests
-FIGURE = re.compile("^Play with it: .*\n+", re.MULTILINE)  # a link that only readers on GitHub need
-LESSON = re.compile(r"(?<=\*\*The step in )(\w+) lines\*\*\n\n(?P<list>.*?)\n\n", re.DOTALL)
-LINE = re.compile(r"^(?P<number>\d\.) \[`(?P<code>.+?)`\]\(#.*?\): (?P<why>.*)", re.MULTILINE)
-NEAR = 2  # changes with at most this many unchanged lines between them are shown together
+FIGURE = re.compile("^Play with it: `.*#fig-(.+)`\n+", re.MULTILINE)  # replaced by the figure
+LESSON = re.compile(r"^(?P<number>\d\.) \[`(?P<code>.+?)`\]\(#.*?\): ", re.MULTILINE)
 
 
 class Problem(Exception):
@@ -45,9 +43,12 @@ class Hunk:
     def changed(self):
         return [line for line in self.lines if line[0] in "+-"]
 
-    def adds(self, code):
-        """Return whether the hunk adds a line that starts with this code."""
-        return any(line[0] == "+" and line[1:].strip().startswith(code) for line in self.lines)
+    @property
+    def brief(self):
+        """The slice of its lines that shows the changes, or an insertion and the line before it."""
+        signs = "".join(line[0] for line in self.lines)
+        is_insertion = set(signs.strip()) == {"+"}
+        return slice(0 if is_insertion else len(signs) - len(signs.lstrip()), len(signs.rstrip()))
 
 
 @dataclass(eq=False)
@@ -68,6 +69,10 @@ class Note:
         return re.findall(r"`(test_[^`]+)`", "".join(DETAILS.findall(self.body)))
 
     @property
+    def figures(self):
+        return FIGURE.findall(self.body)
+
+    @property
     def text(self):
         """The note without its hunks and its tests."""
         return DETAILS.sub("", FIGURE.sub("", BLOCK.sub("", self.body, count=1))).strip()
@@ -82,11 +87,11 @@ class Note:
 class Diff:
     """The difference between two files, as `diff -u` writes it, and the notes on it."""
 
-    def __init__(self, old, new, text=None, context=3):
-        """Compare two files. If the new file does not exist on disk, `text` is its content."""
+    def __init__(self, old, new, texts=None, context=3):
+        """Compare two files; `texts` are their contents if they are not on disk."""
         self.old, self.new = old, new
-        self.old_lines = old.read_text(encoding="utf-8").splitlines()
-        self.new_lines = (text or new.read_text(encoding="utf-8")).splitlines()
+        texts = texts or [path.read_text(encoding="utf-8") for path in (old, new)]
+        self.old_lines, self.new_lines = map(str.splitlines, texts)
         self.hunks = []
         self.title = self.body = ""  # heading and text of its section in the README
         self.notes = []  # in the order of the README
@@ -111,49 +116,26 @@ class Diff:
         return head + "".join(hunk.text + "\n" for hunk in self.hunks)
 
     @property
-    def lesson(self):
-        """The lines in its list "The step in … lines": [(code, why, hunk)]."""
-        if not (found := LESSON.search(self.body)):
-            raise Problem(f"README.md: {self.name}: no list below 'The step in … lines'")
-        lines = LINE.finditer(found["list"])
-        return [(line["code"], line["why"], self.hunk_with(line["code"])) for line in lines]
-
-    def hunk_with(self, code):
-        """Return the only hunk that adds a line with this code."""
-        found = [hunk for hunk in self.hunks if hunk.adds(code)]
-        if len(found) != 1:
-            raise Problem(f"README.md: `{code}` is in {len(found)} hunks of {self.name}")
-        return found[0]
-
-    @property
     def markdown(self):
         """Its section below the heading, with up-to-date links to the notes on the hunks."""
         return self.linked(lambda hunk: hunk.note.slug)
 
     def linked(self, slug_of):
-        """Return its section, in which each listed line links to the slug of its hunk."""
+        """Return its section, in which each line of the lesson links to the slug of its hunk."""
 
-        def written(line):
+        def link(line):
             slug = slug_of(self.hunk_with(line["code"]))
-            return f"{line['number']} [`{line['code']}`](#{slug}): {line['why']}"
+            return f"{line['number']} [`{line['code']}`](#{slug}): "
 
-        return LINE.sub(written, self.body)
+        return LESSON.sub(link, self.body)
 
-
-def brief(old, new):
-    """Yield the changes between two files, and unchanged lines that show where they are, as
-    ("-", number of a line in the old file) or ("+" or " ", number of a line in the new one)."""
-    opcodes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
-    changes = [each for each in opcodes if each[0] != "equal"]
-    is_near = False  # whether a change is shown together with the previous one
-    for (_, i1, i2, j1, j2), following in zip_longest(changes, changes[1:]):
-        until = following[3] if following and following[3] - j2 <= NEAR else j2
-        if not is_near and i1 == i2 and until == j2:
-            yield " ", j1 - 1
-        yield from (("-", number) for number in range(i1, i2))
-        yield from (("+", number) for number in range(j1, j2))
-        yield from ((" ", number) for number in range(j2, until))
-        is_near = until > j2
+    def hunk_with(self, code):
+        """Return the only hunk that adds a line which starts with this code."""
+        added = [[line[1:].strip() for line in hunk.lines if line[0] == "+"] for hunk in self.hunks]
+        found = [any(line.startswith(code) for line in lines) for lines in added]
+        if sum(found) != 1:
+            raise Problem(f"README.md: `{code}` is in {sum(found)} hunks of {self.name}")
+        return self.hunks[found.index(True)]
 
 
 # ---------------------------------------------------------------- pages in Markdown
@@ -173,7 +155,7 @@ def sections(text):
         yield level, lines[start].lstrip("#").strip(), "".join(lines[end:until])
 
 
-def take_words(text):
+def split_words(text):
     """Return the search terms in the comment that begins a section, and the rest of its text."""
     found = re.match(r"\s*<!-- words: (.+) -->\n", text)
     return (found[1], text[found.end() :]) if found else ("", text)
@@ -182,34 +164,32 @@ def take_words(text):
 # ---------------------------------------------------------------- notes
 
 
-def explained(root):
+def annotated_diffs(root):
     """Return the diffs from each step to the next, with the notes of diffs/README.md."""
     diffs = [Diff(old, new) for old, new in pairwise(sorted(root.glob("0[1-9]_*.py")))]
-    named = {diff.name: diff for diff in diffs}
+    by_name = {diff.name: diff for diff in diffs}
     for level, heading, text in sections((root / README).read_text(encoding="utf-8")):
-        words, body = take_words(text)
+        words, body = split_words(text)
         name, _, title = heading.partition(": ")
-        if level == 2 and name in named:
-            diff = named[name]
+        if level == 2 and name in by_name:
+            diff = by_name[name]
             diff.title, diff.body = title, body
         elif level == 3:
             diff.notes.append(Note(heading, words, body))
-            tie(diff, diff.notes[-1])
+            attach(diff.notes[-1], diff)
     for diff in diffs:
         for hunk in diff.hunks:
             if not hunk.note:
                 place = f"{hunk.header} of {diff.name}: {hunk.changed[0]}"
                 raise Problem(f"README.md: no note on the hunk {place}")
-        _ = diff.lesson  # raises a Problem if its list is wrong
     return diffs
 
 
-def tie(diff, note):
-    """Tie a note to the hunks whose lines it shows, even if these are outdated or incomplete."""
+def attach(note, diff):
+    """Attach a note to the hunks whose lines it shows, even if these lines are out of date."""
     shown = BLOCK.match(note.body)
-    for piece in re.split("^@@ .*\n", shown["hunks"], flags=re.MULTILINE) if shown else ():
-        if not piece:
-            continue
+    pieces = re.split("^@@ .*\n", shown["hunks"], flags=re.MULTILINE) if shown else []
+    for piece in filter(None, pieces):
         lines = {line for line in piece.splitlines() if line[:1] in ("+", "-") and line[1:].strip()}
         hunk = max(diff.hunks, key=lambda hunk: len(lines.intersection(hunk.changed)))
         if not lines.intersection(hunk.changed):
@@ -218,7 +198,7 @@ def tie(diff, note):
         hunk.note = note
 
 
-def refreshed(root, diffs):
+def updated_readme(root, diffs):
     """Return diffs/README.md with its hunks, and the links to them, updated from the scripts."""
     text = (root / README).read_text(encoding="utf-8")
     for section in [each for diff in diffs for each in (diff, *diff.notes)]:

@@ -3,11 +3,11 @@
 import re
 from itertools import pairwise
 
-from hunks import anchor, sections, take_words
+from hunks import anchor, sections, split_words
 from rooms import LOOKUP, SEARCHED
 
 
-def searched(root):
+def paths(root):
     """Return the paths of these pages: first those of lookup/, in the order of its README.md."""
     index = (root / LOOKUP / "README.md").read_text(encoding="utf-8")
     names = ["README.md", *dict.fromkeys(re.findall(r"\]\((\w+\.md)\)", index))]
@@ -17,11 +17,11 @@ def searched(root):
 def entries(root, ids):
     """Return the sections of these pages, and add the id of each heading to `ids`."""
     found = []
-    for path in searched(root):
+    for path in paths(root):
         folder, stem = (root / path).parent.name, (root / path).stem
         page = f"{folder}-{stem}".lower() if path in SEARCHED else stem.lower()
         for level, title, text in sections((root / path).read_text(encoding="utf-8")):
-            words, body = take_words(text)
+            words, body = split_words(text)
             name = f"see-{page if level == 1 else anchor(title)[:50].rstrip('-')}"
             name = name if name not in ids.values() else f"{name}-{len(found)}"
             ids[f"{path}#{anchor(title)}" if level > 1 else path] = name

@@ -7,19 +7,19 @@ from hunks import FIGURE
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from templates import ENV, HERE
 
-CELL = re.compile(r"^<!-- (\w+): (\S+) -->\n", re.MULTILINE)  # kind and name of the cell below
+CELL = re.compile(r"^<!-- (\w+): (\S+) -->\n", re.MULTILINE)  # kind and id of the cell that follows
 PICTURE = re.compile(r"\n\n!\[.+\]\((pictures/(.+)\.svg)\)")
-FOLDED = {"jupyter": {"source_hidden": True}, "cellView": "form"}  # in Jupyter; in Colab
+FOLDED = {"jupyter": {"source_hidden": True}, "cellView": "form"}  # for Jupyter and for Colab
 
 
 def cells(diffs):
-    """Yield the cells, without outputs. Colab cannot show drawings in text, so they get cells."""
+    """Yield the cells, without outputs. Drawings get cells, because Colab shows none in text."""
     _, *found = CELL.split(ENV.get_template("notebook.md.j2").render(diffs=diffs))
     headings = {note.slug: note.title.replace(" ", "-") for diff in diffs for note in diff.notes}
     for kind, name, text in zip(found[::3], found[1::3], map(str.strip, found[2::3])):
         if kind == "markdown":
             prose = FIGURE.sub("", PICTURE.sub("", text)).strip()
-            yield new_markdown_cell(linked(prose, headings), id=name)
+            yield new_markdown_cell(with_links(prose, headings), id=name)
         else:
             yield new_code_cell(text, id=name, metadata=FOLDED if kind == "folded" else {})
         for path, picture in PICTURE.findall(text):
@@ -27,10 +27,10 @@ def cells(diffs):
             yield new_code_cell(f"%%svg\n{drawing}", id=f"picture-{picture}", metadata=FOLDED)
 
 
-def linked(text, headings):
-    """Return a text whose links use Jupyter's ids of the headings: {GitHub's id: Jupyter's id}.
+def with_links(text, headings):
+    """Return a text with links that work in Jupyter. `headings` is {GitHub's id: Jupyter's id}.
 
-    Links to other pages become plain paths, because without the clone they would lead nowhere.
+    Links to other pages become plain paths, because the notebook may be used without the clone.
     """
     text = re.sub(r"\]\(#([^)]+)\)", lambda link: f"](#{headings[link[1]]})", text)
     text = re.sub(r"\(\[[^]]+\]\(\.\./([^)]+)\)\)", r"(`\1`)", text)
@@ -58,15 +58,15 @@ def run(path):
     metadata = dict(book.metadata)
     resources = {"metadata": {"path": str(path.parent)}}
     NotebookClient(book, timeout=600, record_timing=False, resources=resources).execute()
-    book.metadata = metadata  # leaves out this machine's version of Python
+    book.metadata = metadata  # without this machine's version of Python
     for cell in book.cells:
         if cell.cell_type == "code":
-            cell.outputs = [] if cell.id.startswith("script-") else printed(cell.outputs)
+            cell.outputs = [] if cell.id.startswith("script-") else merged(cell.outputs)
     path.write_text(nbformat.writes(book) + "\n", encoding="utf-8", newline="\n")
 
 
-def printed(outputs):
-    """Return the pictures, and all of stdout as one output, because its pieces depend on timing."""
+def merged(outputs):
+    """Return the pictures, and stdout as one output, because its pieces depend on timing."""
     kept = [output for output in outputs if output.output_type == "display_data"]
     text = "".join(output.text for output in outputs if output.get("name") == "stdout")
     return kept + ([new_output("stream", name="stdout", text=text)] if text else [])

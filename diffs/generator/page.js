@@ -9,10 +9,7 @@ function show() {
   const chosen = (target && target.closest(".step")) || steps.find((step) => !step.hidden);
   const moved = chosen.hidden;
   for (const step of steps) step.hidden = step !== chosen;
-  for (const link of links) {
-    if (link.hash === `#${chosen.id}`) link.setAttribute("aria-current", "true");
-    else link.removeAttribute("aria-current");
-  }
+  for (const link of links) link.ariaCurrent = link.hash === `#${chosen.id}` ? "true" : null;
   if (target) {
     document.body.classList.add("scrolled"); // first, because this changes the height of the bar, and so where to scroll
     target.scrollIntoView();
@@ -31,28 +28,14 @@ unfold.addEventListener("click", () => {
 });
 unfold.hidden = false;
 
-async function copy(text) {
-  try {
-    await navigator.clipboard.writeText(text);
-    return true;
-  } catch { // not every browser allows this on a page that is opened as a file
-    const area = document.body.appendChild(document.createElement("textarea"));
-    area.value = text;
-    area.style.position = "fixed"; // otherwise, the page would scroll to it
-    area.select();
-    const copied = document.execCommand("copy");
-    area.remove();
-    return copied;
-  }
-}
-
 // Add a button to a block of code that copies the code and says so.
 function addCopyButton(pre) {
   const [code, status] = [pre.querySelector("code"), document.getElementById("copied")];
   const button = add(pre, "button", { type: "button" }, "Copy");
-  button.addEventListener("click", async () => {
-    const copied = await copy(code.textContent);
-    button.focus({ preventScroll: true });
+  button.addEventListener("click", () => {
+    getSelection().selectAllChildren(code); // navigator.clipboard does not exist on a page served over http
+    const copied = document.execCommand("copy");
+    if (copied) getSelection().removeAllRanges();
     button.textContent = copied ? "Copied" : "Not copied";
     status.textContent = copied ? "The code is copied." : "Copy the code by hand.";
     setTimeout(() => {

@@ -7,26 +7,19 @@ from html import escape
 from itertools import groupby, pairwise, takewhile
 from pathlib import Path
 
-from hunks import FIGURE, Diff, anchor, brief, sections
+from hunks import FIGURE, Diff, anchor, sections
 from markupsafe import Markup
 from patches import KINDS, readme
 from pygments.lexers import PythonLexer
-from pygments.token import Comment, Keyword, Name, Number, Operator, String
-from rooms import CONVERT
+from pygments.token import STANDARD_TYPES
+from rooms import CONVERT, RECIPES
 from templates import ENV, FIGURES
 
 from lookup import entries
 
-STYLES = {  # Pygments' token type -> HTML element by which the page colours it
-    Comment: "i",
-    String: "q",
-    Number: "u",
-    Keyword: "b",
-    Operator.Word: "b",
-    Name.Function: "dfn",
-    Name.Class: "dfn",
-    Name.Decorator: "dfn",
-}
+# Pygments' short name of a kind of token, or its first letter -> HTML element that page.css colours
+ELEMENTS = {"c": "i", "s": "q", "m": "u", "k": "b", "ow": "b"}
+ELEMENTS |= dict.fromkeys(["nf", "fm", "nc", "nd"], "dfn")  # functions, classes and decorators
 TAGS = {" ": "span", "-": "del", "+": "ins"}
 ALIKE = 0.5  # similarity of two lines below which no words are marked
 STEPS_WIDTH, PATCHES_WIDTH = 33, 48  # characters in a line of the text beside the code
@@ -40,20 +33,20 @@ def highlight(lines):
     """Return for each line the HTML elements of its characters."""
     found = []
     for kind, text in PythonLexer(stripnl=False).get_tokens("\n".join(lines)):
-        tag = next((STYLES[each] for each in reversed(kind.split()) if each in STYLES), "")
-        found += [tag] * len(text)
+        name = STANDARD_TYPES[kind]
+        found += [ELEMENTS.get(name, ELEMENTS.get(name[:1], ""))] * len(text)
     rest = iter(found)
     return [[tag for _, tag in zip(f"{line}\n", rest)] for line in lines]
 
 
-def paint(line, styles, marked):
+def paint(line, tags, marked):
     """Return a line as HTML, with this range of characters marked as changed."""
     html = []
-    kinds = iter((tag, number in marked) for number, tag in enumerate(styles))
-    for (tag, inside), run in groupby(line, lambda _: next(kinds)):
+    styles = iter((tag, number in marked) for number, tag in enumerate(tags))
+    for (tag, is_marked), run in groupby(line, lambda _: next(styles)):
         text = Markup(escape("".join(run), quote=False))
         shown = Markup("<{0}>{1}</{0}>").format(tag, text) if tag else text
-        html.append(Markup("<mark>{}</mark>").format(shown) if inside else shown)
+        html.append(Markup("<mark>{}</mark>").format(shown) if is_marked else shown)
     return Markup().join(html).replace(Markup("</mark><mark>"), Markup())
 
 
@@ -89,41 +82,28 @@ class Code:
 
     def __init__(self, diff):
         self.lines = diff.old_lines, diff.new_lines
-        self.styles = [highlight(tuple(lines)) for lines in self.lines]
+        self.tags = [highlight(tuple(lines)) for lines in self.lines]
         self.marks = {}, {}  # {number of a line: range of its characters}
         matcher = SequenceMatcher(None, *self.lines, autojunk=False)
-        for tag, i1, i2, j1, j2 in matcher.get_opcodes():
+        for kind, i1, i2, j1, j2 in matcher.get_opcodes():
             old, new = diff.old_lines[i1:i2], diff.new_lines[j1:j2]
-            for i, j in alike(old, new) if tag == "replace" else ():
+            for i, j in alike(old, new) if kind == "replace" else ():
                 self.marks[0][i1 + i], self.marks[1][j1 + j] = differing(old[i], new[j])
 
-    def line(self, tag, number):
-        """Return a line of the old file, if the tag is "del", or of the new one."""
-        side = tag != "del"
-        line, styles = self.lines[side][number], self.styles[side][number]
-        html = paint(line, styles, self.marks[side].get(number, ()))
-        return Markup("<{0}>{1}</{0}>\n").format(tag, html)
-
-    def hunk(self, hunk):
-        (old, new), html = hunk.starts, []
-        for sign, *_ in hunk.lines:
-            html.append(self.line(TAGS[sign], old if sign == "-" else new))
+    def block(self, starts, signs, shown=slice(None)):
+        """Return as HTML the lines from these numbers on, one for each sign, or a slice of them."""
+        (old, new), html = starts, []
+        for sign in signs:
+            side, number = (0, old) if sign == "-" else (1, new)
+            marked = self.marks[side].get(number, ())
+            line = paint(self.lines[side][number], self.tags[side][number], marked)
+            html.append(Markup("<{0}>{1}</{0}>\n").format(TAGS[sign], line))
             old, new = old + (sign != "+"), new + (sign != "-")
-        return numbered(html, hunk.starts[1])
+        block = '<div class="code" style="counter-reset:line {}">\n{}</div>'
+        return Markup(block).format(starts[1], Markup().join(html[shown]))
 
-    def brief(self):
-        """Return only the changed lines, with unchanged lines that show where they are."""
-        html = [self.line(TAGS[sign], number) for sign, number in brief(*self.lines)]
-        return numbered(html, 0)
-
-    def fold(self, start, end):
-        return numbered((self.line("span", number) for number in range(start, end)), start)
-
-
-def numbered(lines, start):
-    """Return lines of code, numbered from `start` + 1 on."""
-    html = '<div class="code" style="counter-reset:line {}">\n{}</div>'
-    return Markup(html).format(start, Markup().join(lines))
+    def hunk(self, hunk, shown=slice(None)):
+        return self.block(hunk.starts, [line[0] for line in hunk.lines], shown)
 
 
 def fits_beside(text, hunks, width):
@@ -134,10 +114,10 @@ def fits_beside(text, hunks, width):
 
 def parts(diff):
     """Yield the two files in parts, from top to bottom: folded lines, and hunks with notes."""
-    code, done = Code(diff), 0
+    code, end = Code(diff), 0
     for number, hunk in enumerate(diff.hunks, 1):
         note, start = hunk.note, hunk.starts[1]
-        yield from fold(diff, code, done, start)
+        yield from fold(diff, code, end, start)
         is_first = note.hunks[0] is hunk  # its note is shown here
         fits = is_first and fits_beside(note.text, [hunk], STEPS_WIDTH)
         part = {"note": note, "slug": hunk.slug, "number": number, "html": code.hunk(hunk)}
@@ -145,8 +125,8 @@ def parts(diff):
         following = diff.notes[diff.notes.index(note) + 1 :] if is_first else []
         for note in takewhile(lambda note: not note.hunks, following):
             yield {"note": note, "slug": note.slug, "first": True, "beside": False}
-        done = start + sum(line[0] != "-" for line in hunk.lines)
-    yield from fold(diff, code, done, len(diff.new_lines))
+        end = start + sum(line[0] != "-" for line in hunk.lines)
+    yield from fold(diff, code, end, len(diff.new_lines))
 
 
 def fold(diff, code, start, end):
@@ -154,7 +134,8 @@ def fold(diff, code, start, end):
     if start < end:
         text = "\n".join(diff.new_lines[start:end])
         names = re.findall(r"^ *(?:class|def) (\w+)", text, re.MULTILINE)
-        yield {"names": names, "count": end - start, "html": code.fold(start, end)}
+        html = code.block((start, start), " " * (end - start))
+        yield {"names": names, "count": end - start, "html": html}
 
 
 # ---------------------------------------------------------------- the page
@@ -165,15 +146,17 @@ def front(root):
     text = (root / "README.md").read_text(encoding="utf-8")
     title, body = next((title, body) for _, title, body in sections(text) if "```diff\n" in body)
     before, after = re.split(r"```diff\n.*?^```\n", body, flags=re.DOTALL | re.MULTILINE)
-    lines = Code(Diff(root / CONVERT / "train.py", root / CONVERT / "train_ddp.py")).brief()
-    return {"title": title, "before": before, "lines": lines, "after": after}
+    diff = Diff(root / CONVERT / "train.py", root / CONVERT / "train_ddp.py", context=1)
+    code = Code(diff)
+    lines = [code.hunk(hunk, hunk.brief) for hunk in diff.hunks]
+    return {"slug": "start", "title": title, "before": before, "lines": lines, "after": after}
 
 
 def step(diff):
     """Return what the template shows for one step."""
-    intro = diff.linked(lambda hunk: hunk.slug)
+    intro = FIGURE.sub("", diff.linked(lambda hunk: hunk.slug))
     shown = {"slug": diff.slug, "title": f"{diff.name}: {diff.title}", "diff": diff}
-    return {**shown, "intro": FIGURE.sub("", intro), "parts": list(parts(diff))}
+    return {**shown, "intro": intro, "figures": FIGURE.findall(diff.body), "parts": parts(diff)}
 
 
 def tab(root, pages, kind):
@@ -185,9 +168,9 @@ def tab(root, pages, kind):
         html = [code.hunk(hunk) for hunk in page.diff.hunks]
         fits = fits_beside(page.text_without_patch, page.diff.hunks, PATCHES_WIDTH)
         shown.append({"patch": page, "hunks": html, "beside": fits})
-    place = f"{kind}/README.md"
-    slug = Path(kind).name
-    return {"slug": slug, "place": place, "title": title, "story": story, "patches": shown}
+    names = {"slug": Path(kind).name, "place": f"{kind}/README.md", "title": title}
+    figures = ["which-one"] if kind == RECIPES else []
+    return {**names, "story": story, "figures": figures, "patches": shown}
 
 
 def figures(kind):
@@ -200,17 +183,15 @@ def render(root, diffs, pages):
     """Return the page as HTML. A link to a section that is on this page leads to that section."""
     ids = {page.path: page.slug for page in pages}  # {path, with #anchor: id on this page}
     for diff in diffs:
-        notes = {anchor(f"{diff.name}: {diff.title}"): diff.slug}
-        notes |= {note.slug: f"{diff.slug}-{note.slug}" for note in diff.notes}
-        notes |= {hunk.slug: f"{diff.slug}-{hunk.slug}" for hunk in diff.hunks}
-        ids |= {f"diffs/README.md#{slug}": name for slug, name in notes.items()}
+        ids[f"diffs/README.md#{anchor(f'{diff.name}: {diff.title}')}"] = diff.slug
+        for shown in (*diff.notes, *diff.hunks):
+            ids[f"diffs/README.md#{shown.slug}"] = f"{diff.slug}-{shown.slug}"
     lookup = {"slug": "troubleshooting", "title": "Troubleshooting: look up what you see"}
     lookup["entries"] = entries(root, ids)
-    steps = list(map(step, diffs))
-    tabs = [tab(root, pages, kind) for kind in KINDS]
+    steps, tabs = list(map(step, diffs)), [tab(root, pages, kind) for kind in KINDS]
     start = front(root)
-    for one, following in pairwise([start, *steps, *tabs, lookup]):
-        one["next"] = following
+    for section, following in pairwise([start, *steps, *tabs, lookup]):
+        section["next"] = following
     shown = {"start": start, "steps": steps, "tabs": tabs, "lookup": lookup, "figures": figures}
     html = ENV.get_template("page.html.j2").render(shown)
     html = html.replace('href="../diffs/index.html#', 'href="#')

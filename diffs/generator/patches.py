@@ -3,18 +3,18 @@
 import re
 import subprocess
 import tempfile
-from contextlib import contextmanager
 from pathlib import Path
 
-from hunks import DETAILS, Diff, Problem, take_words
+from hunks import DETAILS, Diff, Problem, split_words
 from rooms import EXERCISE, PITFALLS, RECIPES
 
 KINDS = (RECIPES, PITFALLS)
 NOT_PATCHES = ("README",)
 GPT = f"{EXERCISE}/solution.py"
 LIMITS = {RECIPES: 40, PITFALLS: 15, GPT: 95}  # number of lines that may change
+SHARED = "test_pitfall", "test_trains_like_ddp"  # tests with a page as their parameter
 WIDTH = 95  # number of characters that fit into the column in which a forge shows a page
-COMMAND = re.compile(r"```bash\n(.*?)\n```", re.DOTALL)  # the first writes and runs the script
+COMMAND = re.compile(r"```bash\n(.*?)\n```", re.DOTALL)  # a page's first one runs its script
 PATCH = re.compile(r"\n(?:What breaks it:\n\n)?```diff\n(.*?)\n```\n", re.DOTALL)
 ROW = r"\]\((\w+)\.md\)"  # a link in a table of recipes/README.md or pitfalls/README.md
 
@@ -29,22 +29,22 @@ class Patch:
         text = path.read_text(encoding="utf-8")
         title, _, below = text.partition("\n")
         self.title = title.removeprefix("# ")
-        self.words, below = take_words(below)
+        self.words, below = split_words(below)
         self.opening = below.strip().partition("\n\n")[0]  # purpose, or table of symptoms
         (patch,) = PATCH.findall(text) or [""]
         (self.command, *_) = COMMAND.findall(text) or [""]
         if not patch.startswith("--- ") or not self.command:
             raise Problem(f"{self.path}: has no command, or not exactly one patch")
-        named = "".join(DETAILS.findall(text))
-        self.tests = re.findall(r"`(test_[^`]+)`", named) or tests_of(root, self.name)
+        tests = "".join(DETAILS.findall(text))
+        self.tests = re.findall(r"`(test_[^`]+)`", tests) or tests_of(root, self.name)
         self.text_without_patch = DETAILS.sub("", PATCH.sub("", below)).strip()
         # The names after --- and +++: the script that it applies to, and the patched script.
         self.old, self.new, *_ = (line[4:] for line in patch.splitlines())
-        with original(root, self.old) as script:
-            self.result = patched(script, path)
-            self.diff = Diff(script, root / self.new, self.result, context=1)
-        for problem in self.problems():
-            raise Problem(f"{self.path}: {problem}")
+        script = source(root, self.old)
+        self.result = patched(script, path)
+        self.diff = Diff(root / self.old, root / self.new, (script, self.result), context=1)
+        for fault in self.faults():
+            raise Problem(f"{self.path}: {fault}")
         hunks = [hunk.text for hunk in self.diff.hunks]
         fresh = "\n".join([f"--- {self.old}", f"+++ {self.new}", *hunks])
         self.text = text.replace(patch, fresh)
@@ -58,7 +58,7 @@ class Patch:
         symptom, *_ = self.opening.splitlines()[2].strip("| ").split(" | ")
         return f"| {symptom.removeprefix('No error. ')} | {link} |\n"
 
-    def problems(self):
+    def faults(self):
         """Yield what the page lacks, and what is too long."""
         limit = LIMITS.get(self.old, LIMITS[self.kind])
         changed = sum(len(hunk.changed) for hunk in self.diff.hunks)
@@ -66,8 +66,6 @@ class Patch:
             yield f"changes {changed} lines, {limit} are allowed"
         if not self.tests:
             yield "has no tests"
-        if "\nRead more: [" not in self.text_without_patch:
-            yield "has no links behind 'Read more: '"
         if self.opening.startswith("|") != (self.kind == PITFALLS):
             yield "does not begin with its purpose, or a pitfall with a table of symptoms"
         if self.kind == PITFALLS and "writes the *broken* script" not in self.text_without_patch:
@@ -107,40 +105,33 @@ def collect(root, kind):
 
 
 def tests_of(root, name):
-    """Return the tests of a page: functions with its name, or else tests with it as parameter."""
+    """Return the tests of a page: the one with its name, or else those with it as a parameter."""
     files = (root / RECIPES).parent.glob("*/tests/test_*.py")
     texts = [path.read_text(encoding="utf-8") for path in files]
-    shared = "test_pitfall", "test_trains_like_ddp"
-    return [f"test_{name}" for text in texts if f"def test_{name}(" in text] or [
-        f"{test}[{name}]"
-        for test in shared
-        for text in texts
-        if f"def {test}(" in text and f'"{name}"' in text
-    ]
+    if any(f"def test_{name}(" in text for text in texts):
+        return [f"test_{name}"]
+    cases = [text for text in texts if f'"{name}"' in text]
+    return [f"{test}[{name}]" for test in SHARED if any(f"def {test}(" in text for text in cases)]
 
 
-@contextmanager
-def original(root, name):
-    """Yield the path of the script that a page patches. If need be, another recipe writes it."""
+def source(root, name):
+    """Return the text of the script that a page patches. If need be, another recipe writes it."""
     page = root / RECIPES / f"{Path(name).stem}.md"
     if (root / name).exists() or not page.exists():
-        yield root / name
-        return
+        return (root / name).read_text(encoding="utf-8")
     before = re.search(r"^--- (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)[1]
-    with tempfile.TemporaryDirectory() as folder, original(root, before) as script:
-        path = Path(folder, name)
-        path.write_text(patched(script, page), encoding="utf-8")
-        yield path
+    return patched(source(root, before), page)
 
 
 def patched(script, page):
     """Return the text of a script after applying this page as a patch."""
-    words = ["patch", "--fuzz=0", "--force", "--reject-file=-", "--output=-", script, page]
-    folder = tempfile.gettempdir()  # where patch may write a temporary file
-    result = subprocess.run(words, capture_output=True, text=True, check=False, cwd=folder)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
+        file.write(script)
+        file.flush()
+        options = ["--fuzz=0", "--force", "--reject-file=-", "--output=-"]
+        words, folder = ["patch", *options, file.name, page], Path(file.name).parent
+        result = subprocess.run(words, capture_output=True, text=True, check=False, cwd=folder)
     if result.returncode:
         error = " ".join(result.stderr.split())
-        raise Problem(
-            f"{page.parent.name}/{page.name}: no longer applies to {script.name}: {error}"
-        )
+        raise Problem(f"{page.parent.name}/{page.name}: no longer applies: {error}")
     return result.stdout

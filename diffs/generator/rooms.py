@@ -1,4 +1,4 @@
-"""Where the rooms (folders with tests of their own) are. No other module here names them."""
+"""The paths of the rooms, which are folders with their own tests. Only this module has them."""
 
 CONVERT = "convert"
 SLURM = "slurm"

@@ -117,7 +117,7 @@ function showHit({ element, heading }, number) {
   for (const part of hit.querySelectorAll(".tests, .picture, button")) part.remove();
   for (const pre of hit.querySelectorAll("pre")) addCopyButton(pre);
   if (hit.textContent.includes("†")) add(hit, "p", { class: "dagger" }, DAGGER);
-  add(add(hit, "p"), "a", { href: `#${element.id}`, "data-hit": "" }, "Where it stands on the page");
+  add(add(hit, "p"), "a", { href: `#${element.id}`, "data-hit": "" }, "Show it on the page");
 }
 
 function look() {

@@ -1,6 +1,5 @@
 """The templates, from this folder and diffs/figures/, and the conversion of Markdown to HTML."""
 
-import re
 from pathlib import Path
 from urllib.parse import urljoin
 
@@ -11,7 +10,7 @@ from markupsafe import Markup
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-FIGURES = HERE.parent / "figures"  # for each figure: HTML, a script and perhaps data
+FIGURES = HERE.parent / "figures"  # each has HTML, a script and perhaps data
 ENV = Environment(
     loader=FileSystemLoader([HERE, FIGURES]),
     autoescape=select_autoescape(("html", "html.j2")),
@@ -21,14 +20,6 @@ ENV = Environment(
     keep_trailing_newline=True,
 )
 ENV.globals["rooms"] = rooms
-ENV.globals["places"] = {  # step, tab or hunk -> the figures that it shows
-    "01-to-02": ["one-step"],
-    "01-to-02-wrap-the-model": ["where-the-time-goes"],
-    "01-to-02-give-each-rank-its-share-of-the-data": ["who-gets-which"],
-    "03-to-04": ["life-of-a-job"],
-    "04-to-05": ["who-is-counted"],
-    "recipes": ["which-one"],
-}
 PARSER = MarkdownIt("commonmark").enable("table")
 
 
@@ -37,24 +28,20 @@ def markdown(text, place="diffs/README.md"):
     return Markup(PARSER.render(text, {"place": place}))
 
 
-def inline(text, links=True):
-    """Return a line of Markdown as HTML, with or without its links."""
-    html = PARSER.renderInline(text, {"place": "diffs/README.md"})
-    return Markup(html if links else re.sub(r"</?a\b[^>]*>", "", html))
+def inline(text):
+    """Return a line of Markdown as HTML."""
+    return Markup(PARSER.renderInline(text, {"place": "diffs/README.md"}))
 
 
 def adapt(state):
-    """Change what was parsed: links start in diffs/, and blocks of code have no language."""
-    for token in state.tokens:
-        if token.type == "fence":
-            token.info = ""
-        for child in token.children or []:
-            if child.type == "link_open" and not child.attrs["href"].startswith("http"):
-                child.attrSet("href", f"../{urljoin(state.env['place'], child.attrs['href'])}")
+    """Make the links that have been parsed start in diffs/, where the page is."""
+    for child in [child for token in state.tokens for child in token.children or []]:
+        if child.type == "link_open" and not child.attrs["href"].startswith("http"):
+            child.attrSet("href", f"../{urljoin(state.env['place'], child.attrs['href'])}")
 
 
 def picture(_, tokens, index, __, env):
-    """Return a picture as HTML; only diffs/, recipes/ and pitfalls/ are shown with pictures."""
+    """Return a picture as HTML, but only on the pages of diffs/, recipes/ and pitfalls/."""
     if not env["place"].startswith(("diffs/", rooms.RECIPES, rooms.PITFALLS)):
         return ""
     path = ROOT / urljoin(env["place"], tokens[index].attrs["src"])

@@ -10,7 +10,7 @@ from support.scripts import ROOT
 BROWSER = shutil.which("chromium")
 NEEDS_BROWSER = pytest.mark.skipif(not BROWSER, reason="needs a browser: apt-get install chromium")
 PAGE = ROOT / "diffs" / "index.html"
-SIZES = {"phone": (390, 844), "tablet": (980, 800), "laptop": (1280, 800), "wide": (1600, 1000)}
+SIZES = {"phone": (390, 844), "laptop": (1280, 800), "wide": (1600, 1000)}
 
 
 @pytest.fixture(scope="module")
@@ -25,27 +25,27 @@ def browser():
 @pytest.fixture
 def visit(browser):
     """Return a function that opens the page; it must not load other files or log errors."""
-    pages, trouble, asked = [], [], set()
+    pages, errors, requested = [], [], set()
 
     def visit(anchor="", size="wide", **options):
         width, height = SIZES[size]
         viewport = {"width": width, "height": height}
         page = browser.new_page(viewport=viewport, offline=True, **options)
         pages.append(page)
-        page.on("console", lambda message: trouble.append(message.text))
-        page.on("pageerror", lambda error: trouble.append(str(error)))
-        page.on("request", lambda request: asked.add(request.url.partition("#")[0]))
+        page.on("console", lambda message: errors.append(message.text))
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("request", lambda request: requested.add(request.url.partition("#")[0]))
         page.goto(f"{PAGE.as_uri()}{anchor}")
         return page
 
     yield visit
     for page in pages:
         page.close()  # and its context
-    assert (trouble, asked) == ([], {PAGE.as_uri()})
+    assert (errors, requested) == ([], {PAGE.as_uri()})
 
 
 def check(page, part="body"):
-    """Check a part of the visible tab with axe; the others would take it most of the time."""
+    """Check a part of the visible tab with axe, without the other tabs, which would take longer."""
     hidden = ".step[hidden] :is(article, .entry)"
     page.evaluate("hidden => document.querySelectorAll(hidden).forEach(o => o.remove())", hidden)
     found = Axe().run(page, part)

@@ -53,18 +53,11 @@ def test_the_notebook_runs_on_any_machine(book, tmp_path, gpus, until):
     """Without the clone, with as many GPUs of the stand-in: always with two ranks."""
     stored = outputs(book)
     del book.cells[[cell.id for cell in book.cells].index(until) + 1 :]
-    calls = tmp_path / ".calls"
-    machine = SHIM | {"CUDA_VISIBLE_DEVICES": gpus, "GPU_SHIM_RECORD": str(calls)}
     client = NotebookClient(book, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
-    client.execute(env=environment(**machine))
+    client.execute(env=environment(**SHIM | {"CUDA_VISIBLE_DEVICES": gpus}))
     printed = outputs(book)
     where = "two GPUs" if gpus == "0,1" else "the CPU"
     assert printed["setup"].endswith(f"Two ranks will train on {where}\n")
-    for name in printed:  # the loss of one rank, or of a second run, would be another one
+    for name in printed:  # one rank, or a second run, would print a different loss
         assert losses(printed[name]) == pytest.approx(losses(stored[name]), rel=0.03), name
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in calls.glob("*")]
-    joined = [record[0][1:] for record in records if record[0][0] == "set_device"]
-    alone = [[0, "0"], [0, "1"]]  # the two agents of step 4 have one GPU each
-    wanted = (len(RUNS) - 2) * [[0, "0"], [1, "1"]] + alone if gpus == "0,1" else []
-    assert sorted(joined) == sorted(wanted)
-    assert [*tmp_path.iterdir()] == ([calls] if joined else [])
+    assert not any(tmp_path.iterdir())

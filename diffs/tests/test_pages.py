@@ -64,14 +64,6 @@ def test_the_tests_that_pages_name_exist():
     assert named <= names, named - names
 
 
-def test_what_starts_ranks_says_what_to_type_with_fewer_gpus():
-    """Or links to it. But for what `srun` starts, to which Slurm gives GPUs, and for train.py."""
-    start = re.compile(r"^(?!.*srun|.* train\.py).*torchrun .*-node=[24] .*\.py", re.MULTILINE)
-    started = [page for page, text in TEXTS.items() if start.search(text)]
-    told = re.compile(r"CUDA_VISIBLE_DEVICES=|without_slurm/one_gpu\.md")
-    assert not [page for page in started if not told.search(TEXTS[page])]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "folder"), [(0, "."), (1, "recipes/tests")])
 def test_the_tests_that_contributors_copy_pass(number, folder, tmp_path):
