@@ -194,11 +194,6 @@ PLATEAU = [
         UNEVALUATED,
     ],
 ]
-LOADED = [
-    r"\(rank or net.load_state_dict",
-    [after(WRAP, "    net.load_state_dict({k: 2 * v for k, v in net.state_dict().items()})\n")],
-]
-LOOSELY = "    net.load_state_dict(same, strict=False)\n"
 AVERAGE = [
     before(READY, "    average = torch.optim.swa_utils.AveragedModel(net)\n"),
     after(STEP, "            average.update_parameters(net)\n"),
@@ -517,17 +512,6 @@ KINDS = {
         r"18 steps on rank 0 and \d+ steps on rank 1: does each rank decide by itself",
         [UNEVALUATED],
     ),
-    # https://github.com/huggingface/transformers/issues/416
-    "unfrozen after wrapping": Kind(
-        {**GRADIENTS, **WEIGHTS},
-        [after(WRAP, "    net[2].requires_grad_(True)\n")],
-        r"first that of 2.weight, which DDP does not reduce.+\(model = DDP",
-        [before(WRAP, "    net[2].requires_grad_(False)\n")],
-    ),
-    # https://github.com/pytorch/pytorch/issues/12603
-    "a layer put in after wrapping": Kind(
-        ENDS, [after(WRAP, "    net[2] = nn.Linear(8, 4)\n")], "2.weight came into the model after"
-    ),
     # https://github.com/moojink/openvla-oft/issues/160
     "one of two models": Kind(
         {**GRADIENTS, **WEIGHTS},
@@ -568,13 +552,6 @@ KINDS = {
         [("step(total[0].item())", "step(loss.item())"), ("patience=0", "patience=9")],
         r"the scheduler gets another value on each rank.+\(schedule.step",
         PLATEAU[1],
-    ),
-    # https://github.com/hpcaitech/ColossalAI/issues/768
-    "a state that does not fit": Kind(
-        {"loaded_names_fit": WRONG},
-        [("{k: v", "{f'module.{k}': v")],
-        r"nothing is loaded: the model has no module.0.weight, nor any other \(net.load_state",
-        [before(WRAP, "    same = {k: v for k, v in net.state_dict().items()}\n" + LOOSELY)],
     ),
     # https://github.com/huggingface/datasets/issues/6437
     "more batches on one rank": Kind(
@@ -810,7 +787,7 @@ HANGS = {  # line that a rank does not leave: what the report says, and how sure
 
 @pytest.mark.parametrize("name", HANGS)
 def test_hang(tmp_path, monkeypatch, name):
-    """It does not last until the time is up. Collectives that a rank did not reach do not pass."""
+    """It does not last until the time is up."""
     monkeypatch.setattr("ddp_check.plan.LOOK_EVERY", 0.5)
     monkeypatch.setattr("ddp_check.plan.HANGS_AFTER", 4)
     change, say, status = HANGS[name]
@@ -819,7 +796,6 @@ def test_hang(tmp_path, monkeypatch, name):
     assert (run.seconds < timeout) == (status == WRONG)
     assert told(verdicts) == {"script_ends": status}
     assert re.search(say, verdicts["script_ends"].text)
-    assert re.match("the script did not end; [01] calls", verdicts["same_collectives"].text)
 
 
 # ---------------------------------------------------------------- drills
@@ -829,12 +805,6 @@ READS = BASE[BASE.index('    if os.path.exists("saved.pt")') : BASE.index("    m
 READS_ALONE = READS.replace("net.load", "rank or net.load")
 FORGETS = ('    if first:\n        optimizer.load_state_dict(saved["optimizer"])\n', "")
 BY_ARGUMENT = [("if os.path.exists", "if sys.argv[1:] and os.path.exists")]
-LOADED = before(  # data, which a save that is not observed has written
-    "    data, test =",
-    """    torch.save.__wrapped__(x, f"x{rank}.pt")
-    x = torch.load(f"x{rank}.pt", weights_only=True)
-""",
-)
 OTHER_NAMES = ('state_dict(saved["net"])', "state_dict({})")
 NOT_RESTORED = "the optimizer is restored, and the random numbers are not"
 UNSEEDED = ("    torch.manual_seed(0)\n", "    torch.seed()\n")
@@ -885,7 +855,7 @@ DRILLED = {
     "with its argument": Drilled(
         "kill", [*LONG, *DROPOUT], NOT_RESTORED, UNSURE, BY_ARGUMENT, ["again"]
     ),
-    "no resume": Drilled("kill", LONG, "it has no resume$", UNSURE, [(READS, ""), FORGETS]),
+    "no resume": Drilled("kill", LONG, "it has no resume ", UNSURE, [(READS, ""), FORGETS]),
     "no scheduler": Drilled("kill", [*SCHEDULE, *LONG], "is the scheduler restored"),
     "loaded by one rank": Drilled(
         "kill",
@@ -947,11 +917,11 @@ DRILLED = {
     "noise": Drilled(
         "world-size",
         [(TRAIN, TRAIN.replace("(inputs)", "(inputs + torch.randn(4))")), UNEVALUATED],
-        "the training loop or the model draws random numbers .torch.",
+        r"each step draws random numbers \(torch\).+ leave them out .+\(loss = cross_entropy",
         UNSEEN,
     ),
     "a constant mask": Drilled(
-        "world-size", [*CAUSAL, MASKED_MEAN], "is the loss a mean over another"
+        "world-size", [*CAUSAL, MASKED_MEAN], "mean over a number of elements that differs", UNSURE
     ),
     "a constant mask, right": Drilled("world-size", CAUSAL, "", PASS),
     "no save": Drilled("kill", [(SAVE, "            pass\n")], "no rank saves with", UNSEEN),
@@ -981,11 +951,11 @@ def test_drill(tmp_path, name):
     script = write(tmp_path / "train.py", whole.read_text(encoding="utf-8"), resuming)
     translate = "yes" if training == SYNCED else "auto"
     with planned(script, restart_args=again, translate=translate) as plan:
-        if drill != "world-size" and LOADED not in training:  # its line has the name of the script
+        if drill != "world-size":
             plan.undisturbed = observed(whole)
         verdicts = perform(drill, plan)
     found = [verdict for verdict in verdicts if verdict.status != PASS] or verdicts
     assert found[0].status == status, found
-    assert re.search(says, found[0].text)
-    conclusion = {PASS: "you may rely on it", WRONG: "do not rely on it"}.get(status, "not shown (")
+    assert re.search(says, f"{found[0].text} ({line_of(found[0])})")
+    conclusion = {PASS: "you may rely on it", WRONG: "do not rely on it"}.get(status, "not shown: ")
     assert conclude(drill, verdicts).startswith(f"{drill}: {conclusion}")

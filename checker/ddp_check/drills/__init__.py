@@ -34,5 +34,5 @@ def conclude(name, verdicts):
     if any(verdict.status == WRONG for verdict in doubts):
         holds = "do not rely on it"
     else:
-        holds = f"not shown ({doubts[0].text})" if doubts else "you may rely on it"
+        holds = "not shown" if doubts else "you may rely on it"
     return f"{name}: {holds}: {DRILLS[name].__doc__}"

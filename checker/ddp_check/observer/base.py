@@ -51,7 +51,6 @@ class State:
     gpu: int = 0  # number of the GPU that "cuda" means
     # Data (steps.py clears no_step_in_pass, and models.py clears batch_is_unevaluated):
     passes: int = 0  # number of passes over DataLoaders so far
-    pass_of_batch: int = 0  # number of the pass that gave the latest batch
     no_step_in_pass: bool = True  # no step was taken since the last pass began
     batch_is_unevaluated: bool = False  # no model was called without gradients since the last batch
     # Models:
@@ -133,15 +132,16 @@ def is_first(*key):
     return is_new
 
 
-def script_line(direct=False):
+def script_line(direct=False, frame=None):
     """Return the line of the script that is running, as "file:line", or "" if none is.
 
     The file is relative to the folder that the script runs in.
 
+    frame: the innermost frame to look at, if it is not the caller's
     direct: return only a line that itself calls the patched function, such as torch.load, and ""
         if the script calls a library that calls it, such as timm.load_checkpoint
     """
-    frame = sys._getframe(1)
+    frame = frame or sys._getframe(1)
     while frame:
         path = frame.f_code.co_filename
         # Skip a `print` or a stream's `write` that the script defines, because its caller counts.

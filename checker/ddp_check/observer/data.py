@@ -178,7 +178,6 @@ def report_batch(pass_state, batch):
     if not pass_state.in_order:  # these may be the indices of another batch
         indices, base_indices, samples = None, None, UNKNOWN_SAMPLES
     state.batch_is_unevaluated = True
-    state.pass_of_batch = pass_state.pass_number
     report(
         events.Batch,
         pass_number=pass_state.pass_number,

@@ -36,7 +36,6 @@ from ddp_check.observer.values import (
 
 SHARDED = {"FSDPModule", "FullyShardedDataParallel"}  # importing them would take seconds
 model_numbers = {}  # id of a module in a wrapped model -> the number of that model
-reduced_by_ddp = {}  # id of a parameter whose gradient a DDP model reduces -> the parameter
 
 
 class Forward(NamedTuple):
@@ -61,8 +60,6 @@ def wrap(original, self, module, *args, **kwargs):
         save_for_checker(f"start{number}", module.state_dict())
     with harmless():
         model_numbers.update((id(part), number) for part in module.modules())
-        trainable = [value for value in module.parameters() if value.requires_grad]
-        reduced_by_ddp.update((id(value), value) for value in trainable)
         state.wrapped.append(module)
         report(events.Wrap, names=[name for name, _ in module.named_parameters()])
 
@@ -171,12 +168,8 @@ def report_evaluation(module):
     state.batch_is_unevaluated = False
     if is_wrapped(module) and is_first("evaluated", id(module), state.passes):
         noisy = [type(part).__name__ for part in module.modules() if is_noisy(part)]
-        report(
-            events.Evaluated,
-            training=module.training,
-            noisy=noisy[0] if noisy and module.training else "",
-            pass_number=state.pass_of_batch,
-        )
+        noisy_layer = noisy[0] if noisy and module.training else ""
+        report(events.Evaluated, training=module.training, noisy=noisy_layer)
 
 
 def is_wrapped(module):

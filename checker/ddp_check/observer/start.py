@@ -4,11 +4,10 @@ import atexit
 import multiprocessing.util
 import os
 import signal
-import sys
 
 from ddp_check.events import Exit, SigtermHandler
 from ddp_check.observer import data, files, group, steps  # noqa: F401  # each observes a subject
-from ddp_check.observer.base import TASK, ask, harmless, is_first, report, script_line, state
+from ddp_check.observer.base import TASK, harmless, is_first, report, script_line, state
 from ddp_check.observer.models import describe_models
 from ddp_check.observer.patches import intercept
 
@@ -20,13 +19,7 @@ def end():
         return
     with harmless():
         describe_models()
-    report(Exit, modules=modules_of_script())
-
-
-def modules_of_script():
-    """Return the files of all modules in the script's folder, relative to it."""
-    paths = [ask(getattr, module, "__file__") or "" for module in [*sys.modules.values()]]
-    return [path.removeprefix(TASK.folder) for path in paths if path.startswith(TASK.folder)]
+    report(Exit)
 
 
 def end_in_fork(_):

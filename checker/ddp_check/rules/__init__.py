@@ -17,7 +17,6 @@ SUBJECTS = {  # event -> (what is counted when a rule passes, the reason if a ru
     events.Clipped: ("call", "no gradient is clipped"),
     events.Evaluated: ("evaluation", "no wrapped model was called without gradients"),
     events.Save: ("save", "nothing is saved with torch.save"),
-    events.StateLoaded: ("state", "no state is loaded"),
 }
 RULES = {  # rule -> the kinds of event that it needs
     launch.script_ends: [],
@@ -35,10 +34,8 @@ RULES = {  # rule -> the kinds of event that it needs
     data.random_numbers_differ: [events.Step],
     output.one_rank_writes: [],
     output.plain_names: [events.Save],
-    output.loaded_names_fit: [events.StateLoaded],
     evaluation.each_sample_is_evaluated_once: [events.PassBegun],
     evaluation.result_is_of_all: [events.PassBegun],
-    launch.same_collectives: [events.Collective],
 }
 assert {kind for kinds in RULES.values() for kind in kinds} <= SUBJECTS.keys()
 

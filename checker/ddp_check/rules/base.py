@@ -8,7 +8,6 @@ WRONG = "wrong"  # the result is wrong, or the run fails
 FRAGILE = "fragile"  # the script works until something else goes wrong
 SLOW = "slow"  # the result is right, but takes longer than necessary
 UNSURE = "unsure"  # something may be wrong, but the checker cannot decide
-NOTE = "note"  # something rare or harmless, which is reported at the end
 BROKEN = "error"  # the checker itself failed
 LABELS = {  # status -> its label in the report, and its level on GitHub; the worst come first
     WRONG: ("FAIL", "error"),
@@ -17,7 +16,6 @@ LABELS = {  # status -> its label in the report, and its level on GitHub; the wo
     SLOW: ("WARN", "warning"),
     UNSURE: ("unsure", "notice"),
     PASS: ("pass", ""),
-    NOTE: ("note", ""),
     UNSEEN: ("not seen", ""),
     NOT_APPLICABLE: ("n/a", ""),
 }
@@ -40,7 +38,7 @@ class Verdict:
 
 
 passed, wrong, unsure = (partial(Verdict, status) for status in (PASS, WRONG, UNSURE))
-fragile, slow, note = (partial(Verdict, status) for status in (FRAGILE, SLOW, NOTE))
+fragile, slow = partial(Verdict, FRAGILE), partial(Verdict, SLOW)
 unseen, not_applicable = partial(Verdict, UNSEEN), partial(Verdict, NOT_APPLICABLE)
 
 

@@ -1,19 +1,11 @@
 """Rules about the samples that the ranks train on."""
 
-import math
 import re
 from itertools import pairwise
 
 from ddp_check import events
 from ddp_check.ranks import counted, differ, of_lowest_rank
-from ddp_check.rules.base import (
-    not_applicable,
-    passed,
-    unseen,
-    unsure,
-    worst,
-    wrong,
-)
+from ddp_check.rules.base import not_applicable, passed, unseen, unsure, worst, wrong
 
 SEEDS_GPU_BY_RANK = r"cuda\.manual_seed(_all)?\([^)\n]*rank"
 ENOUGH_SAMPLES = 8  # number below which samples may agree by chance
@@ -97,10 +89,7 @@ def keys_of(data_pass):
 def order_changes(run):
     """the order changes from epoch to epoch"""
     loops = {}  # (line of the loop, number of the trial, fold) -> the passes of the lowest rank
-    # Each new model begins a trial, unless it may continue an earlier one from a saved state.
-    saved = min((save.time for save in run.all(events.Save)), default=math.inf)
-    goes_on = any(load.time > saved for load in run.all(events.StateLoaded))
-    wraps = [] if goes_on else run.of_lowest_rank(events.Wrap)
+    wraps = run.of_lowest_rank(events.Wrap)  # each new model begins a trial
     for data_pass in map(of_lowest_rank, run.training_passes):
         trial = sum(wrap.time < data_pass.time for wrap in wraps)
         fold = data_pass.subset_checksum

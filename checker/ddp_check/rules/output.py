@@ -83,13 +83,3 @@ def plain_names(run):
         if prefixed := [key for key in event.keys if key not in names]:
             text = f"a key is {prefixed[0]}: only a wrapped model can load it"
             return fragile(text, event.where, "module_prefix_saved")
-
-
-def loaded_names_fit(run):
-    """a model has some of the names that it loads"""
-    loads = [event for event in run.all(events.StateLoaded) if event.by_model]
-    for name in [event.unknown for event in loads if event.unknown]:
-        text = f"with strict=False, nothing is loaded: the model has no {name}, nor any other"
-        page = "module_prefix_saved" if name.startswith("module.") else ""
-        return wrong(text, loads[0].where, page)
-    return None if loads else unseen("no model loads a state")
