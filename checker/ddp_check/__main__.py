@@ -78,7 +78,7 @@ def main():
 def check(args):
     """Run the script and the drills, print the report, and exit."""
     for number in (signal.SIGINT, signal.SIGPIPE):  # `ddp-check … | head` sends SIGPIPE
-        signal.signal(number, signal.SIG_DFL)  # end at once and silently; the keeper cleans up
+        signal.signal(number, signal.SIG_DFL)  # end silently; the keeper then cleans up
     how = {name: value for name, value in vars(args).items() if name not in SHOWN}
     with planned(**how) as plan:
         print(f"ddp_check: {plan.nproc} processes, {plan.launcher}", *args.drill, file=sys.stderr)

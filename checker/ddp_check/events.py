@@ -37,7 +37,7 @@ def read(line):
 class Start(Event):
     """The process imported PyTorch."""
 
-    rank: int | str | None = None  # rank that its launcher has set
+    rank: int | str | None = None  # rank that the launcher has given to the process
 
 
 class Trouble(Event):
@@ -75,7 +75,7 @@ class Collective(Event):
     name: str
     in_model: bool  # called during a forward pass of DDP, or a backward pass
     elements: int  # number of elements in its largest tensor
-    requires_gradient: bool  # whether an input does, so that a loss may depend on the result
+    requires_gradient: bool  # whether an input requires a gradient: a loss may depend on the result
     # requires_gradient, and gradients are enabled, but backward() does not go through the call:
     cuts_gradient: bool
 
@@ -99,7 +99,7 @@ class PassBegun(Event):
     subset_checksum: int  # checksum of the indices that a Subset keeps, or 0
     distributed: bool  # the sampler is a DistributedSampler
     shuffle: bool | None  # None: the sampler does not say
-    dataset_checksum: int  # the same for equal data sets
+    dataset_checksum: int  # checksum that is the same for equal data sets
     persistent: bool  # the DataLoader keeps its workers for the next pass
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 CHECKPOINT = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".new", ".interrupted")
 CHECKPOINT += (".distcp", ".metadata")
 ENVIRONMENTS = {"pyvenv.cfg", "conda-meta"}  # the folder of a venv or of conda has one of these
-MAX_DEPTH, MAX_ENTRIES = 9, 5000  # folders that are deeper or larger are linked, not copied
+MAX_DEPTH, MAX_ENTRIES = 9, 5000  # deeper and larger folders are linked, not copied
 MAX_COPIED = 1 << 28  # total bytes of files that are copied for a run; others are linked
 
 
@@ -54,7 +54,7 @@ class Mirror:
             return False
         try:
             shutil.copy(path, new)
-        except OSError:  # it cannot be read
+        except OSError:  # the file cannot be read
             new.unlink(missing_ok=True)
             return False
         self.room -= size_of(path)

@@ -177,7 +177,7 @@ def planned(script, arguments=(), nproc=2, timeout=300, launcher=None, **options
 def launcher_of(text):
     """Return which launcher a script is written for."""
     with contextlib.suppress(SyntaxError):
-        text = ast.unparse(ast.parse(text))  # without comments
+        text = ast.unparse(ast.parse(text))  # ast.unparse leaves out the comments
     # If the script reads RANK but never sets it, a launcher has to.
     needs_torchrun = set(re.findall(ASKS, text)) - set(re.findall(SETS, text))
     needs_torchrun |= set(re.findall(MAY_BE_SET, text))

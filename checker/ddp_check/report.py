@@ -8,7 +8,7 @@ from ddp_check.drills import DRILLS, conclude
 from ddp_check.ranks import counted, short
 from ddp_check.rules import base
 
-SUMMARIES = ("nothing wrong", "wrong", "no verdict")  # indexed by exit code
+SUMMARIES = ("nothing wrong", "wrong", "no verdict")  # summary for each exit code
 ROOMS = ""  # folder of this repository in which pitfalls/, recipes/ and lookup/ are
 WIDTH, INDENT = 80, 9  # columns of the report, and of the labels at its left
 CENTRAL = {  # rules that a reader of "nothing wrong" relies on -> what they check

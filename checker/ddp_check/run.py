@@ -12,7 +12,7 @@ from ddp_check.ending import Ending
 from ddp_check.passes import passes_in
 from ddp_check.ranks import of_lowest_rank
 
-FEW = 8  # most elements of a collective that exchanges losses or counts, not weights
+FEW = 8  # a collective with more elements than this exchanges weights, not losses or counts
 
 
 def common_training(events_of_rank):
@@ -198,7 +198,7 @@ class Run:
         times = [self.begun, *sorted(event.time for event in self.all(events.Event))]
         longest = max((after - before for before, after in pairwise(times)), default=0)
         nothing_since = self.begun + self.seconds - times[-1]
-        if nothing_since <= 2 * longest:  # similar pauses came before
+        if nothing_since <= 2 * longest:  # pauses of about this length came before
             return False
         # A rank outside a process group, or waiting for the network, does not wait for other ranks:
         frames = list(chain(*self.stacks.values()))

@@ -39,7 +39,7 @@ def kill(plan):
 
 def sigterm(plan):
     """when the scheduler stops the job, no step is lost"""
-    stop_all = partial(signal_processes, method="terminate")  # as Slurm does
+    stop_all = partial(signal_processes, method="terminate")  # Slurm, too, signals all processes
     during = partial(act_when, goes_on_after_a_save, stop_all)
     stopped = plan.run("stopped", during=during, pause=pause_of(plan))
     if stopped.all(events.SigtermHandler):
@@ -85,7 +85,7 @@ def act_when(is_ready, act, process, folder, end):
 def kill_highest_rank(folder):
     """Kill the rank with the highest number, unless it has ended."""
     _, (pid, _) = max(Reader(folder).processes().items())
-    with contextlib.suppress(psutil.Error):  # it may have ended
+    with contextlib.suppress(psutil.Error):  # the rank may have ended
         if process := observed_process(pid, folder):
             process.kill()
 

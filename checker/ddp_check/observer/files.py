@@ -44,11 +44,11 @@ def audit(event, args):
 def audit_open(path, mode, flags):
     """Protect a user's file that is opened for writing, and report what the script writes."""
     if isinstance(path, int):
-        return  # a descriptor of an open file
+        return  # it is a descriptor, so the file is already open
     writes = flags & (os.O_WRONLY | os.O_RDWR)
     if writes:
         protect(path, opens=True, truncates=bool(flags & os.O_TRUNC))
-    if mode is None:  # opened with os.open(), as libraries do
+    if mode is None:  # the file is opened with os.open(), as libraries do
         return
     with harmless():
         real = os.path.realpath(os.fsdecode(path))
@@ -99,7 +99,7 @@ def replace_link(path, truncates):
             open(new, "w").close()
         else:
             shutil.copyfile(path, new)
-        os.replace(new, path)  # atomic, because other ranks may use it
+        os.replace(new, path)  # os.replace is atomic: other ranks may be using the link
     finally:
         state.changes_files = False
 

@@ -110,7 +110,7 @@ if TASK.scale:
             numpy = sys.modules.get("numpy.random")
             before = torch.get_rng_state(), random.getstate(), numpy and numpy.get_state()
             trace = sys.gettrace()
-            sys.settrace(None)  # what is drawn here is levelled
+            sys.settrace(None)  # these random numbers are levelled, so no line is reported
             seed = zlib.crc32(repr(index).encode())
             torch.default_generator.manual_seed(seed)
             random.seed(seed)
@@ -140,7 +140,7 @@ if TASK.scale:
 
         def __call__(self, frame, event, _):
             if not is_own(frame.f_code.co_filename):
-                return None  # the lines of a library count as the line that has called it
+                return None  # a library's lines count as the line of the script that called it
             states = generator_states()
             for source in states:
                 if states[source] != self.states.get(source):
@@ -156,7 +156,7 @@ if TASK.scale:
         if state.steps == 1:
             tracer, frame = Tracer(), sys._getframe(1)
             sys.settrace(tracer)
-            while frame:  # the functions that are running already
+            while frame:  # also trace the functions that are already running
                 frame.f_trace, frame = tracer, frame.f_back
         elif state.steps == STEPS:
             sys.settrace(None)

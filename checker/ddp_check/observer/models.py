@@ -121,13 +121,13 @@ def note_inputs(_, args, kwargs):
 def enter_module(module, args):
     """Observe the call of any module."""
     if is_compiling():
-        return  # the hooks would become a part of the graph
-    state.in_module += 1  # before any return below, because leave_module counts down
+        return  # torch.compile would make the hooks a part of the graph
+    state.in_module += 1  # comes before any return, because leave_module always subtracts 1
     if is_recorded():
         return
     is_outermost = state.in_module == 1
     with harmless():
-        if torch.is_grad_enabled():  # at any depth, as a model may be part of another
+        if torch.is_grad_enabled():  # at any depth, because a model may be part of another one
             note_bypass(module)
             watch_sharded_inputs(module)
         elif is_outermost or is_wrapped(module):
@@ -162,7 +162,7 @@ def watch_sharded_inputs(module):
 def report_evaluation(module):
     """Report that a batch is evaluated, and once per pass that a wrapped model evaluates it."""
     if isinstance(module, DistributedDataParallel):
-        return  # it will call the model inside it
+        return  # DDP will call the model inside it, which is then reported
     if state.batch_is_unevaluated:
         report(events.BatchEvaluated)
     state.batch_is_unevaluated = False

@@ -12,7 +12,7 @@ from ddp_check.observer.models import describe_models
 from ddp_check.observer.patches import intercept
 
 
-@atexit.register  # registered before the script's functions, so it is called last
+@atexit.register  # atexit calls it last, because it is registered before the script's functions
 def end():
     """Report the final weights, and that the process ends."""
     if state.pid != os.getpid() or not is_first("end"):
@@ -28,7 +28,7 @@ def end_in_fork(_):
     Such a process ends with os._exit, which skips atexit's functions, but it calls those of
     multiprocessing.util.Finalize. A fork clears these before it calls this function.
     """
-    if state.pid != os.getpid():  # the parent's state; a spawned process has its own
+    if state.pid != os.getpid():  # `state` is the parent's, so this is a fork
         multiprocessing.util.Finalize(None, end, exitpriority=-1000)  # called last
 
 

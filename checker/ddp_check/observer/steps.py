@@ -42,13 +42,13 @@ SCHEDULERS = [  # schedulers that define a step() of their own
 def enter_step(optimizer, args, kwargs):
     """Report a step before it is taken, while the gradients are still there."""
     if depth_of_steps() > 1:
-        return  # another optimizer, whose step is running, calls this one
+        return  # the step of another optimizer calls this one
     if "_init_optim_state" in {code.co_name for code in callers()}:
         return  # the step only creates the state into which a sharded checkpoint is loaded
     if ask(float, getattr(optimizer, "found_inf", None), default=0):
-        return  # a GradScaler makes a fused optimizer skip this step
+        return  # a fused optimizer skips this step itself, as a GradScaler has told it
     state.steps += 1
-    if TASK.pause:  # because even time.sleep(0) takes 0.05 ms
+    if TASK.pause:  # the condition saves time: even time.sleep(0) takes 0.05 ms
         time.sleep(TASK.pause)
     with harmless():
         if TASK.scale and state.steps <= STEPS and state.wrapped:
@@ -214,7 +214,7 @@ def step_scaled(original, self, *args, **kwargs):
     """Attribute what follows to the next step, even if the GradScaler skips this one."""
     state.gradients_scaled = False
     result = original(self, *args, **kwargs)
-    state.since_step = SinceStep()  # a skipped step does not reset it
+    state.since_step = SinceStep()  # if the step was skipped, nothing else has reset it
     return result
 
 

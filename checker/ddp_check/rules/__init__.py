@@ -8,7 +8,7 @@ from ddp_check.ranks import counted
 from ddp_check.rules import data, evaluation, gradients, launch, output, weights
 from ddp_check.rules.base import BROKEN, Verdict, passed, unseen
 
-SUBJECTS = {  # event -> (what is counted when a rule passes, the reason if a run has none)
+SUBJECTS = {  # event -> (noun to count it with, reason for `not seen` if a run has none)
     events.Step: ("step", "no optimizer took a step"),
     events.Wrap: ("model", "no model is wrapped in DistributedDataParallel"),
     events.Join: ("process group", "no process joined a process group"),
@@ -18,7 +18,7 @@ SUBJECTS = {  # event -> (what is counted when a rule passes, the reason if a ru
     events.Evaluated: ("evaluation", "no wrapped model was called without gradients"),
     events.Save: ("save", "nothing is saved with torch.save"),
 }
-RULES = {  # rule -> the kinds of event that it needs
+RULES = {  # rule -> kinds of event without which the rule is `not seen`
     launch.script_ends: [],
     launch.one_group: [],
     gradients.values_are_finite: [events.Step],

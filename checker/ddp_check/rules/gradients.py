@@ -29,7 +29,7 @@ def gradients_are_averaged(run):
         return not_applicable("the ranks exchange something else than gradients")
     if any(step.closure for step in run.all(events.Step)):
         return unseen("a closure computes the gradients")
-    # These can be seen even if some numbers are infinite:
+    # These faults can be seen even if some gradients are infinite:
     if verdict := all_zero(run) or unequal_step_counts(run) or gradients_differ(run):
         return verdict
     if verdict := never_zeroed(run) or other_parameters(run):
@@ -44,7 +44,7 @@ def all_zero(run):
 
     In some steps, this is no fault: a hinge loss has no gradient if all samples are right.
     """
-    rows_by_optimizer = {}  # names of an optimizer's parameters -> its steps
+    rows_by_optimizer = {}  # names of an optimizer's parameters -> rows of this optimizer's steps
     for row in run.step_rows:
         rows_by_optimizer.setdefault(tuple(row[0].gradients), []).append(row)
     for rows in rows_by_optimizer.values():
@@ -100,7 +100,7 @@ def gradients_differ(run):
     if step.bypassed:
         text += f"; the model is called without its wrapper at {short(step.bypassed[0])}"
         return wrong(text, step.bypassed[0], "forward_through_module")
-    if not step.synced:  # on the lowest rank
+    if not step.synced:  # `step` is that of the lowest rank
         text += "; the last backward() was under no_sync"
         return wrong(text, step.where, "accumulation_without_no_sync")
     # Other rules report that nothing is wrapped, or that the optimizer has other parameters.

@@ -58,8 +58,8 @@ def hang(run):
 def with_cause(run, text, where, page="", details=()):
     """Return the verdict on a run that fails or hangs, with its cause if that was seen.
 
-    An error that is not about other ranks itself says what is wrong. Then `uneven_passes` would
-    only find what follows from it.
+    If the error does not mention other ranks, it is the cause. Ranks with different numbers of
+    batches then only follow from it.
     """
     tells_its_cause = run.returncode and run.end.errors and not re.search(OF_OTHERS, run.end.text)
     cause = (not tells_its_cause and uneven_passes(run)) or late_cause(run, details)
@@ -70,7 +70,7 @@ def with_cause(run, text, where, page="", details=()):
 
 
 def late_cause(run, details):
-    """Return a verdict if a rank waits for others' buffers, or in a different call, or None."""
+    """Return a verdict if a rank waits for other ranks' buffers, or in another collective."""
     stacks = [function for stack in run.stacks.values() for _, _, function in stack]
     if "_sync_buffers" in stacks or "_sync_buffers" in str(details):
         return wrong(BUFFERS, "", "rank_0_evaluates_the_wrapper")
@@ -145,7 +145,7 @@ def one_group(run):
 
 def differing_calls(run):
     """Return a verdict if two ranks called different collectives one after another, or None."""
-    calls = {  # without those of DDP and of its hooks, whose order may differ from rank to rank
+    calls = {  # leaves out calls by DDP and its hooks, whose order may differ from rank to rank
         rank: [call for call in of_rank if not call.in_model]
         for rank, of_rank in run.by_rank(events.Collective).items()
     }

@@ -33,7 +33,7 @@ def nothing_is_wrapped(run):
     if run.all(events.Wrap) or (run.returncode != 0 and not rows):  # the first step failed
         return None
     if len(calls) >= len(rows) > 0 and not run.first_difference("gradients"):
-        return None  # they may average their gradients by hand
+        return None  # the script may average its gradients by hand
     text = "no model is wrapped in DistributedDataParallel: each rank trains its own"
     return wrong(text, run.all(events.Step)[0].where)
 
@@ -79,7 +79,7 @@ def with_earlier_cause(run, number, say, text, where=""):
 
 def training_mode(run):
     """the model is in training mode in each step"""
-    steps = run.of_lowest_rank(events.Step) or run.all(events.Step)  # rank 0 may take none
+    steps = run.of_lowest_rank(events.Step) or run.all(events.Step)  # rank 0 may take no step
     numbers = [number for number, step in enumerate(steps, 1) if not step.training]
     if len(numbers) == len(steps):
         return unsure("all steps are taken in evaluation mode", steps[0].where)

@@ -11,7 +11,7 @@ ROOT = os.path.dirname(os.path.dirname(HERE))
 
 def load(name):
     """Import a module of the checker."""
-    sys.path.insert(0, ROOT)  # only for this import, because the script must find its own modules
+    sys.path.insert(0, ROOT)  # removed again, because the script must find its own modules
     try:
         return importlib.import_module(name)
     finally:
