@@ -20,11 +20,11 @@ def perform(name, plan):
     """Return the verdicts of a drill. If it cannot decide, the script is not run again."""
     try:
         if reason := CANNOT_DECIDE[name](plan.undisturbed):
-            verdicts = [("the drill", unseen(reason))]
+            verdicts = [("it cannot decide", unseen(reason))]
         else:
             verdicts = list(DRILLS[name](plan))
     except Exception as error:  # an error in a drill must not prevent the report
-        verdicts = [("the drill", Verdict(BROKEN, repr(error)))]
+        verdicts = [("it has failed", Verdict(BROKEN, repr(error)))]
     return [replace(verdict, rule=name, title=f"{name}: {title}") for title, verdict in verdicts]
 
 

@@ -153,14 +153,15 @@ def differing_calls(run):
         call_by_rank = dict(zip(calls, row))
         pair = differing_ranks({rank: signature(call) for rank, call in call_by_rank.items()})
         if pair:
-            texts = [
-                f"rank {rank} calls {call.name} of {counted(call.elements, 'element')} at "
-                f"{short(call.where)}"
-                for rank, call in call_by_rank.items()
-                if rank in pair
-            ]
-            where = call_by_rank[pair[0]].where
-            return wrong(", but ".join(texts), where, "collective_on_one_rank")
+            first, second = (call_by_rank[rank] for rank in pair)
+            text = f"rank {pair[0]} calls {described(first)}, but rank {pair[1]} "
+            return wrong(text + described(second), first.where, "collective_on_one_rank")
+
+
+def described(call):
+    """Return a collective in words."""
+    size = f" of {counted(call.elements, 'element')}" if call.elements else ""
+    return f"{call.name}{size} at {short(call.where)}"
 
 
 def signature(call):
