@@ -916,7 +916,7 @@ DRILLED = {
     "divided again, beside constant buffers": Drilled(
         "world-size",
         [*MASKED, ("loss.backward()", "(loss / size).backward()")],
-        "step 1: the gradients are 1/2 of the mean: is the loss divided",
+        "step 1: the gradients are 1/2 of the mean: is the loss a sum over",
     ),
     "gathered without a gradient": Drilled(
         "world-size", [*TOWERS, *LOST], "a collective returns no gradient to the loss", UNSEEN

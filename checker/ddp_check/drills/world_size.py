@@ -24,9 +24,9 @@ REMEDY = "draw them in __getitem__ from a global generator, or leave them out fo
 COUNT_TOLERANCE = 0.3  # allowed relative difference of sample counts, because loaders fetch ahead
 NO_MULTIPLE = (
     "the gradients are no multiple of those of one process. This is right if the loss or the model "
-    "compares the samples of a rank with each other, as a contrastive loss with local negatives "
-    "does. Otherwise, look for a mean over a number of elements that differs from rank to rank (a "
-    "mask, padding), or for gathered values in another order"
+    "combines the samples of a rank, as a contrastive loss with local negatives or a normalization "
+    "over the batch does. Otherwise, look for a mean over a number of elements that differs from "
+    "rank to rank (a mask, padding), or for gathered values in another order"
 )
 
 
@@ -225,8 +225,8 @@ def appearance(many, number, pairs):
         text = f"the gradients are the sum over the ranks, {size} times the mean: is a loss or a "
         return wrong, f"{text}gradient added up over the ranks?", "", PAGE
     if is_multiple and close(factor, 1 / size, 1e-3):
-        text = f"the gradients are 1/{size} of the mean: is the loss divided by the number of "
-        return wrong, f"{text}ranks, although DDP divides already?", "", PAGE
+        text = f"the gradients are 1/{size} of the mean: is the loss a sum over the batch, or divided "
+        return wrong, f"{text}by the number of ranks, although DDP divides already?", "", PAGE
     if is_multiple:
         text = f"the gradients are {factor:.3g} times those of one process: does the loss count "
         return wrong, f"{text}samples or micro-batches?", "", PAGE
