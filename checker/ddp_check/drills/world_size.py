@@ -225,8 +225,8 @@ def appearance(many, number, pairs):
         text = f"the gradients are the sum over the ranks, {size} times the mean: is a loss or a "
         return wrong, f"{text}gradient added up over the ranks?", "", PAGE
     if is_multiple and close(factor, 1 / size, 1e-3):
-        text = f"the gradients are 1/{size} of the mean: is the loss a sum over the batch, or is it "
-        text += "divided by the number of ranks, although DDP divides already?"
+        text = f"the gradients are 1/{size} of the mean: is the loss a sum over the batch, or is "
+        text += "it divided by the number of ranks, although DDP divides already?"
         return wrong, text, "", PAGE
     if is_multiple:
         text = f"the gradients are {factor:.3g} times those of one process: does the loss count "
