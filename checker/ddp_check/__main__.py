@@ -24,7 +24,7 @@ except ModuleNotFoundError as error:
     sys.exit(2)
 USAGE = """ddp-check [options] script [arguments]    (--help shows the options)
        ddp-check --drill kill train.py --epochs 2"""
-SHOWN = ("drill", "all", "output")  # options that do not change how the script is run
+SHOWN = ("drill", "all")  # options that do not change how the script is run
 
 
 def option_parser():
@@ -42,11 +42,8 @@ def option_parser():
     add("--translate", choices=["auto", "yes", "no"], default="auto", help="GPU calls (auto)")
     add("--env", metavar="NAME=VALUE", action="append", default=[], help="for the script")
     add("--drill", action="append", choices=DRILLS, default=[], help="also run this (repeatable)")
-    add("--restart-args", metavar="'…'", type=shlex.split, help="follow the others on a restart")
+    add("--restart-args", metavar="'…'", type=shlex.split, help="write =: they may begin with -")
     add("--all", action="store_true", help="also say why something was not seen")
-    add("--output", action="store_true", help="then show all that the script printed")
-    lists = {"action": "version", "version": report.list_of_rules()}
-    add("--rules", help="print what is looked at, a line each, and exit", **lists)
     add("--version", action="version", version=f"ddp-check {__version__}")
     add("-m", dest="module", action="store_true", help="the script is a module, as for python -m")
     add("script")
@@ -56,11 +53,8 @@ def option_parser():
 
 def parse_args():
     """Return the options, with the variables of --env as a dictionary."""
-    parser, words = option_parser(), sys.argv[1:]
-    if "--restart-args" in words[:-1]:  # argparse needs "=" before a value that begins with "-"
-        at = words.index("--restart-args")
-        words[at : at + 2] = ["=".join(words[at : at + 2])]
-    args = parser.parse_args(words)
+    parser = option_parser()
+    args = parser.parse_args()
     path = module_path(args.script) if args.module else Path(args.script)
     for pair in args.env:
         if "=" not in pair:
@@ -84,22 +78,15 @@ def main():
 def check(args):
     """Run the script and the drills, print the report, and exit."""
     for number in (signal.SIGINT, signal.SIGPIPE):  # `ddp-check … | head` sends SIGPIPE
-        signal.signal(number, signal.SIG_DFL)  # end at once and silently; the keeper cleans up
+        signal.signal(number, signal.SIG_DFL)  # end silently; the keeper then cleans up
     how = {name: value for name, value in vars(args).items() if name not in SHOWN}
     with planned(**how) as plan:
         print(f"ddp_check: {plan.nproc} processes, {plan.launcher}", *args.drill, file=sys.stderr)
         verdicts = judge(plan.undisturbed)
         for name in args.drill:
             verdicts += perform(name, plan)
-        show(plan, verdicts, args)
+        print(report.text_of(plan, verdicts, args.drill, args.all))
     sys.exit(report.exit_code(plan, verdicts))
-
-
-def show(plan, verdicts, args):
-    """Print the report and, with --output, also what the script printed."""
-    print(report.text_of(plan, verdicts, args.drill, args.all))
-    if args.output:
-        print(f"\nThe script printed:\n{plan.undisturbed.output}")
 
 
 if __name__ == "__main__":

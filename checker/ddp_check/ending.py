@@ -86,7 +86,7 @@ class Ending:
         if first := self.error:
             text = first[1]
             next_line = re.match(rf"\s*{PREFIX}\s*(\S.*)", first.string[first.end() :])
-            if next_line and text.endswith((":", " ")):  # the message continues there
+            if next_line and text.endswith((":", " ")):  # the message continues on the next line
                 text = f"{text.rstrip()} {next_line[1]}"
             usage = re.findall(r"^usage: .+", self.printed, re.M)
             return textwrap.shorten("; ".join([text, *usage[:1]]), 500, placeholder=" …")
@@ -106,7 +106,7 @@ class Ending:
     @property
     def lacks_gpus(self):
         """Whether the script failed because there are no GPUs."""
-        if not self.returncode:  # it has not failed
+        if not self.returncode:  # the script has not failed
             return False
         # An AssertionError without a message names GPUs only in the line of code above it, such as
         # "assert torch.cuda.is_available()".
@@ -128,8 +128,8 @@ def ends_rank(error):
         if not re.match(r"\s|╰", line):
             break
         frames.append(line)
-    above = next(lines, "")  # the line that ended the loop
-    if above.startswith("Exception ignored in"):  # such an error ends no rank
+    above = next(lines, "")  # the line at which the loop stopped
+    if above.startswith("Exception ignored in"):  # Python only reports such an error
         return False
     if re.match(r"[\w.]*(Error|Exception)\b", error[1]):
         return bool(frames)  # or lines of a box that "rich" has drawn

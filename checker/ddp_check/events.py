@@ -37,7 +37,7 @@ def read(line):
 class Start(Event):
     """The process imported PyTorch."""
 
-    rank: int | str | None = None  # rank that its launcher has set
+    rank: int | str | None = None  # rank that the launcher has given to the process
 
 
 class Trouble(Event):
@@ -54,8 +54,6 @@ class Join(Event):
 
 class Exit(Event):
     """The process ends, and Python's atexit functions run."""
-
-    modules: list[str]  # files that it has imported from the script's folder
 
 
 class OtherMachine(Event):
@@ -77,7 +75,7 @@ class Collective(Event):
     name: str
     in_model: bool  # called during a forward pass of DDP, or a backward pass
     elements: int  # number of elements in its largest tensor
-    requires_gradient: bool  # whether an input does, so that a loss may depend on the result
+    requires_gradient: bool  # whether an input requires a gradient: a loss may depend on the result
     # requires_gradient, and gradients are enabled, but backward() does not go through the call:
     cuts_gradient: bool
 
@@ -101,7 +99,7 @@ class PassBegun(Event):
     subset_checksum: int  # checksum of the indices that a Subset keeps, or 0
     distributed: bool  # the sampler is a DistributedSampler
     shuffle: bool | None  # None: the sampler does not say
-    dataset_checksum: int  # the same for equal data sets
+    dataset_checksum: int  # checksum that is the same for equal data sets
     persistent: bool  # the DataLoader keeps its workers for the next pass
 
 
@@ -140,6 +138,12 @@ class Drawn(Event):
     worker: int | None  # number of the DataLoader's worker, or None in the training process
 
 
+class LineDrew(Event):
+    """In the drill world-size, a line that trains has used a random number generator."""
+
+    source: str  # "torch", "random" or "numpy"
+
+
 # ---------------------------------------------------------------- models and optimizers
 
 
@@ -162,7 +166,6 @@ class Step(Event):
     """
 
     losses: list[float]  # losses of the backward passes since the previous step
-    backwards: int  # number of backward passes since then
     sample_count: int  # number of samples that DataLoaders returned since then
     inputs: list[int]  # checksums of the batches that models were called with since then
 
@@ -174,8 +177,6 @@ class Step(Event):
     # "gradient of NAME" if that is not finite, "loss" if a loss is not finite either, or "":
     infinite: str
     zero: bool  # all gradients are zero
-    # Parameters that were added to a model, or unfrozen, after DDP had wrapped the model:
-    unreduced: list[str]
     # Lines that call a model that has gradients, although its DDP wrapper was not called:
     bypassed: list[str]
     mesh_dimensions: int  # number of dimensions that the parameters are sharded over, or 0
@@ -203,9 +204,7 @@ class Scheduled(Event):
 class StateLoaded(Event):
     """A model or an optimizer has loaded a state."""
 
-    by_model: bool  # a model has loaded it, not an optimizer
     wraps: int  # number of models that had been wrapped before
-    unknown: str  # the first name in the state, if the model has none of its names; or ""
 
 
 class Evaluated(Event):
@@ -213,7 +212,6 @@ class Evaluated(Event):
 
     training: bool  # the model is in training mode
     noisy: str  # a layer in training mode that would return something else outside of it, or ""
-    pass_number: int  # number of the pass that gave the latest batch, or 0 if there was none
 
 
 class Final(Event):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 CHECKPOINT = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".new", ".interrupted")
 CHECKPOINT += (".distcp", ".metadata")
 ENVIRONMENTS = {"pyvenv.cfg", "conda-meta"}  # the folder of a venv or of conda has one of these
-MAX_DEPTH, MAX_ENTRIES = 9, 1000  # folders that are deeper or larger are linked, not copied
+MAX_DEPTH, MAX_ENTRIES = 9, 5000  # deeper and larger folders are linked, not copied
 MAX_COPIED = 1 << 28  # total bytes of files that are copied for a run; others are linked
 
 
@@ -19,6 +19,7 @@ class Mirror:
 
     If a file is copied, nothing that the script does can change the user's own file. If it is
     linked, the observer makes a copy before Python writes to it, but cannot see C libraries write.
+    In a linked folder, the observer refuses every change.
     """
 
     with_checkpoints: bool
@@ -29,10 +30,9 @@ class Mirror:
         """Make a new folder with the files of another.
 
         __pycache__     is left out, and so are checkpoints, unless they are wanted or `in_data`
-        folders         are made in the same way, or linked if hidden, `is_large`, or very deep
+        folders         are made in the same way, or linked if `is_large` or very deep
         code            is copied, because from a linked file Python would import its neighbours
         other files     are copied while there is room, smallest first, or linked if `in_data`
-        hidden files    are linked
         """
         target.mkdir()
         for path in sorted(source.iterdir(), key=size_of):
@@ -42,9 +42,9 @@ class Mirror:
                 continue
             if path.name.endswith(CHECKPOINT) and not (self.with_checkpoints or in_data):
                 self.left_out = True
-            elif is_folder and depth and not (path.name.startswith(".") or is_large(path)):
+            elif is_folder and depth and not is_large(path):
                 self.make(new, path, depth - 1, in_data or "data" in path.name)
-            elif path.name.startswith(".") or not self.try_to_copy(path, new, in_data):
+            elif not self.try_to_copy(path, new, in_data):
                 new.symlink_to(path)
 
     def try_to_copy(self, path, new, in_data):
@@ -54,7 +54,7 @@ class Mirror:
             return False
         try:
             shutil.copy(path, new)
-        except OSError:  # it cannot be read
+        except OSError:  # the file cannot be read
             new.unlink(missing_ok=True)
             return False
         self.room -= size_of(path)
@@ -67,8 +67,8 @@ def size_of(path):
 
 
 def is_large(folder):
-    """Return whether a folder holds very many files, or a Python environment."""
-    if not ENVIRONMENTS.isdisjoint(os.listdir(folder)):
+    """Return whether a folder holds very many files, a Python environment, or a Git repository."""
+    if folder.name == ".git" or not ENVIRONMENTS.isdisjoint(os.listdir(folder)):
         return True
     entries = (entry for _, folders, files in os.walk(folder) for entry in folders + files)
     others = (entry for entry in entries if not entry.endswith(".py"))

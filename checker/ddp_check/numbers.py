@@ -7,11 +7,11 @@ import torch
 SMALLEST = 1e-300  # replaces a zero in a denominator
 
 
-def close(value, expected, relative=1e-6, absolute=0.0):
+def close(value, expected, relative=1e-6):
     """Return whether two numbers agree; False if one of them is not finite."""
     if not (math.isfinite(value) and math.isfinite(expected)):
         return False
-    return abs(value - expected) <= absolute + relative * abs(expected)
+    return abs(value - expected) <= relative * abs(expected)
 
 
 def ratio(value, expected):

@@ -68,8 +68,6 @@ def passes_in(events_of_rank):
             case _ if latest:
                 latest.evaluates |= isinstance(event, events.BatchEvaluated)
                 latest.events_after.append(event)
-    for data_pass in passes.values():
-        drop_unused_batches(data_pass)
     return list(passes.values())
 
 
@@ -82,13 +80,3 @@ def passes_of_step(recent, passes):
     training = [each for each in recent if not each.ended and (each.steps or not each.evaluates)]
     trained = [each for each in passes if each.steps]
     return training or recent[-1:] or trained[-1:] or passes[-1:]
-
-
-def drop_unused_batches(data_pass):
-    """Drop those batches of an evaluation that were never passed to a model.
-
-    A loop that ends with a break may have received one batch more than it used.
-    """
-    evaluated = len(data_pass.events_of(events.BatchEvaluated))
-    if evaluated and not (data_pass.ended or data_pass.is_training):
-        del data_pass.batches[evaluated:]

@@ -30,23 +30,19 @@ MAY_BE_SET = r"""["']RANK["'] (?:not )?in os.environ"""  # matches a check for t
 SET_BY_TORCHRUN = r"\b(MASTER_ADDR|(LOCAL_)?RANK|WORLD_SIZE)\b"
 USES_GPUS = r"nccl|cuda|device_ids|torch\.accelerator|\.to\(\w*rank\)"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=NPROC"]
-# Commands that bash runs in each process before it starts the script:
-AS_TASK = """export MASTER_ADDR=localhost SLURM_PROCID=$RANK SLURM_LOCALID=$LOCAL_RANK
-unset RANK LOCAL_RANK ${!TORCHELASTIC_*}"""
 LAUNCHERS = {  # name -> what precedes the script on the command line
     "python": [sys.executable],  # the script starts its own processes
-    "srun": TORCHRUN,
+    "srun": TORCHRUN,  # in each rank, startup/sitecustomize.py then sets what srun sets
     "torchrun": TORCHRUN,
 }
 SLURM = {  # value -> variables that srun sets to it on one node, without SLURM_ in front
-    "NPROC": """NTASKS NPROCS NTASKS_PER_NODE TASKS_PER_NODE STEP_NUM_TASKS STEP_TASKS_PER_NODE
-        CPUS_ON_NODE JOB_CPUS_PER_NODE GPUS GPUS_ON_NODE GPUS_PER_NODE""",
-    "RANKS": "GTIDS JOB_GPUS STEP_GPUS",
-    "1": "NNODES JOB_NUM_NODES STEP_NUM_NODES JOB_ID JOBID CPUS_PER_TASK",
-    "0": "NODEID STEP_ID STEPID",
-    "localhost": "JOB_NODELIST NODELIST STEP_NODELIST SUBMIT_HOST TOPOLOGY_ADDR",
+    "NPROC": "NTASKS NPROCS NTASKS_PER_NODE TASKS_PER_NODE CPUS_ON_NODE GPUS_ON_NODE",
+    "RANKS": "JOB_GPUS STEP_GPUS",
+    "1": "NNODES JOB_NUM_NODES JOB_ID JOBID CPUS_PER_TASK",
+    "0": "NODEID",
+    "localhost": "JOB_NODELIST NODELIST STEP_NODELIST",
     "127.0.0.1": "LAUNCH_NODE_IPADDR",
-    "ddp_check": "JOB_NAME CLUSTER_NAME JOB_PARTITION",
+    "ddp_check": "JOB_NAME JOB_PARTITION",
 }
 
 
@@ -134,7 +130,7 @@ class Plan:
         for_events.mkdir()
         task = Task(str(for_events), f"{cwd}{os.sep}", nproc, translate=self.translated, **options)
         command = self.command(nproc, cwd)
-        run = Run(nproc, for_events, cwd, str(self.path), self.text, self.translated)
+        run = Run(nproc, for_events, cwd, self.text, self.translated)
         run.begun = time.monotonic()
         with open(for_events / "output", "wb") as output:
             process = subprocess.Popen(
@@ -161,7 +157,6 @@ class Plan:
 
         torchrun … -- train.py
         python train.py
-        torchrun … --no-python -- bash -c 'export …; exec "$@"' bash python train.py  # as srun
         """
         words = [word.replace("NPROC", str(nproc)) for word in LAUNCHERS[self.launcher]]
         # Without "--", torchrun refuses the script's options that begin like several of its own.
@@ -169,11 +164,7 @@ class Plan:
         path, here = self.path.resolve(), Path.cwd()
         path = cwd / path.relative_to(here) if path.is_relative_to(here) else path
         option, name = (["-m"], self.script) if self.module else ([], str(path))
-        if self.launcher != "srun":
-            return [*words, *option, *end_of_options, name]
-        # "$@" expands to Python, the script and its arguments.
-        bash = ["bash", "-c", f'{AS_TASK}\nexec "$@"', "bash", sys.executable]
-        return [*words, "--no-python", *end_of_options, *bash, *option, name]
+        return [*words, *option, *end_of_options, name]
 
 
 @contextlib.contextmanager
@@ -186,7 +177,7 @@ def planned(script, arguments=(), nproc=2, timeout=300, launcher=None, **options
 def launcher_of(text):
     """Return which launcher a script is written for."""
     with contextlib.suppress(SyntaxError):
-        text = ast.unparse(ast.parse(text))  # without comments
+        text = ast.unparse(ast.parse(text))  # ast.unparse leaves out the comments
     # If the script reads RANK but never sets it, a launcher has to.
     needs_torchrun = set(re.findall(ASKS, text)) - set(re.findall(SETS, text))
     needs_torchrun |= set(re.findall(MAY_BE_SET, text))
@@ -217,7 +208,8 @@ def environment(task, variables, launcher):
         for value, names in SLURM.items():
             env |= {f"SLURM_{name}": stand_for.get(value, value) for name in names.split()}
         # Let each process join the group as if torchrun had not started it:
-        env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "SLURM_SUBMIT_DIR": os.getcwd()}
+        env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "DDP_CHECK_AS_SRUN": "1"}
+        env["SLURM_SUBMIT_DIR"] = os.getcwd()
     # Runs in one folder share it, so that a script can resume from what it has saved in $TMPDIR.
     temporary = Path(f"{task.folder.rstrip(os.sep)}.tmp")
     temporary.mkdir(exist_ok=True)

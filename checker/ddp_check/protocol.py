@@ -12,6 +12,7 @@ LIBRARY = re.compile(rf"/lib(64)?/python3|/site-packages/|^<|^{re.escape(str(HER
 FRAME = re.compile(r' *File "(.+)", line (\d+)')  # matches a frame of a traceback
 STACKS = signal.SIGRTMIN + 5  # signal that makes a process write its stack
 STEPS = 3  # number of steps that are compared between world sizes
+PROTECTED = "ddp-check does not let the script change"  # first words of an error
 VARIABLE = "DDP_CHECK"  # environment variable that holds the task
 
 

@@ -8,7 +8,7 @@ class Reader:
 
     def __init__(self, folder):
         self.folder = folder
-        self.read = {}  # path -> (number of bytes that were read, their events)
+        self.read = {}  # path -> (number of bytes that were read, events in these bytes)
 
     def processes(self):
         """Return the process ID and the events of each rank: {rank: (pid, events)}."""

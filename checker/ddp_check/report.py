@@ -6,9 +6,10 @@ from collections import Counter
 from ddp_check import events
 from ddp_check.drills import DRILLS, conclude
 from ddp_check.ranks import counted, short
-from ddp_check.rules import RULES, base
+from ddp_check.rules import base
 
-SUMMARIES = ("nothing wrong", "wrong", "no verdict")  # indexed by exit code
+SUMMARIES = ("nothing wrong", "wrong", "no verdict")  # summary for each exit code
+ROOMS = ""  # folder of this repository in which pitfalls/, recipes/ and lookup/ are
 WIDTH, INDENT = 80, 9  # columns of the report, and of the labels at its left
 CENTRAL = {  # rules that a reader of "nothing wrong" relies on -> what they check
     "weights_agree": "all ranks have the same weights",
@@ -33,18 +34,19 @@ def summary(plan, verdicts):
     code, run = exit_code(plan, verdicts), plan.undisturbed
     if broken := [verdict.rule for verdict in verdicts if verdict.status == base.BROKEN]:
         return f"{SUMMARIES[code]}, and the checker itself failed in {', '.join(broken)}"
-    if code == 0 and unseen_of_the_central(verdicts):
+    if code == 0 and any(verdict.status == base.UNSURE for verdict in verdicts):
+        return "nothing is proven wrong"
+    if code == 0 and central_and_unseen(verdicts):
         return "nothing wrong in what was seen"
     return "no training was seen" if code == 2 and run.returncode == 0 else SUMMARIES[code]
 
 
-def unseen_of_the_central(verdicts):
-    """Return which of the central rules had nothing to check, and why, in words."""
-    return [
-        f"{CENTRAL[each.rule]} ({each.text})"
-        for each in verdicts
-        if each.rule in CENTRAL and each.status == base.UNSEEN
-    ]
+def central_and_unseen(verdicts):
+    """Return in words which central rules and drills have seen nothing, and why."""
+    unseen = [verdict for verdict in verdicts if verdict.status == base.UNSEEN]
+    drills = [DRILLS[verdict.rule].__doc__ for verdict in unseen if verdict.rule in DRILLS]
+    central = [verdict for verdict in unseen if verdict.rule in CENTRAL]
+    return drills + [f"{CENTRAL[verdict.rule]} ({verdict.text})" for verdict in central]
 
 
 def message(verdict):
@@ -59,7 +61,7 @@ def page_of(verdict):
     """Return the path in this repository of the page that explains a verdict, or ""."""
     if not verdict.page:
         return ""
-    return f"{verdict.page}.md" if "/" in verdict.page else f"pitfalls/{verdict.page}.md"
+    return f"{ROOMS}{verdict.page if '/' in verdict.page else f'pitfalls/{verdict.page}'}.md"
 
 
 def wrapped(text, label=""):
@@ -77,7 +79,7 @@ def wrapped(text, label=""):
 def lines_of(verdict):
     """Return the lines of the report about one verdict."""
     lines = [wrapped(message(verdict), base.LABELS[verdict.status][0])]
-    if verdict.status in base.LEVELS or verdict.status == base.NOTE:
+    if verdict.status in base.LEVELS:
         page = page_of(verdict)
         lines += [f"{'':{INDENT}}see {page}"] if page else []
         lines += [f"{'':{INDENT}}| {detail}" for detail in verdict.details[-8:]]
@@ -87,15 +89,15 @@ def lines_of(verdict):
 def ranked(verdicts):
     """Return the verdicts in the order of the report.
 
-    Faults come first, then warnings that only follow from a fault, then the rest. Within each
-    group, the worst come first; of equally bad ones, causes come first.
+    Faults and the results of drills come first, then warnings that only follow from a fault, then
+    the rest. Within each group, the worst come first; of equally bad ones, causes come first.
     """
     order = [*base.LABELS]
 
     def position(verdict):
-        passes = verdict.status not in base.LEVELS
+        is_quiet = verdict.status not in base.LEVELS and verdict.rule not in DRILLS
         is_late_warning = verdict.follows and verdict.status != base.WRONG
-        return passes, is_late_warning, order.index(verdict.status), verdict.follows
+        return is_quiet, is_late_warning, order.index(verdict.status), verdict.follows
 
     return sorted(verdicts, key=position)
 
@@ -106,7 +108,8 @@ def text_of(plan, verdicts, drills=(), everything=False):
     counts = Counter(verdict.status for verdict in verdicts)
     numbers = ", ".join(f"{counts[status]} {status}" for status in base.LABELS if counts[status])
     where = "its GPU calls translated for the CPU" if run.translate else "on the CPU"
-    folded = [] if everything else [each for each in verdicts if each.status in base.FOLDED]
+    quiet = [each for each in verdicts if each.status in base.FOLDED and each.rule not in DRILLS]
+    folded = [] if everything else quiet
     lines = [
         wrapped(f"{plan.script}: {summary(plan, verdicts)}: {numbers}"),
         *map(wrapped, reasons(plan, verdicts)),
@@ -127,16 +130,11 @@ def reasons(plan, verdicts):
     """Return the lines that say what was not seen, or why there is no verdict."""
     code, has_faults = exit_code(plan, verdicts), verdicts[0].status in base.LEVELS
     if code == 2 and not has_faults:
-        return [why_no_verdict(plan.undisturbed)]
-    if code == 0 and (not_seen := unseen_of_the_central(verdicts)):
+        text = "no optimizer of torch.optim took a step, so it says little that rules pass: "
+        return [f"{text}does the script change its weights by hand?"]
+    if code == 0 and (not_seen := central_and_unseen(verdicts)):
         return [f"not seen: {'; '.join(not_seen)}"]
     return []
-
-
-def why_no_verdict(run):
-    """Return why a run without a fault does not prove much."""
-    text = "no optimizer of torch.optim took a step, so it says little that rules pass: "
-    return f"{text}does the script change its weights by hand?"
 
 
 def changes(plan):
@@ -149,10 +147,3 @@ def changes(plan):
     for event in run.all(events.Trouble):
         texts.append(f"A fault of the checker, which the script has not noticed: {event.error}")
     return list(dict.fromkeys(texts))
-
-
-def list_of_rules():
-    """Return what the checker looks at, one line for each rule and drill."""
-    lines = [rule.__doc__ for rule in RULES]
-    lines += [f"--drill {name}: {drill.__doc__}" for name, drill in DRILLS.items()]
-    return "\n".join(lines)

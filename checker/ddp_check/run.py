@@ -4,7 +4,7 @@ import os
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, dropwhile, pairwise, takewhile
+from itertools import chain, pairwise, takewhile
 from pathlib import Path
 
 from ddp_check import events
@@ -12,7 +12,7 @@ from ddp_check.ending import Ending
 from ddp_check.passes import passes_in
 from ddp_check.ranks import of_lowest_rank
 
-FEW = 8  # most elements of a collective that exchanges losses or counts, not weights
+FEW = 8  # a collective with more elements than this exchanges weights, not losses or counts
 
 
 def common_training(events_of_rank):
@@ -45,7 +45,6 @@ class Run:
     nproc: int  # number of processes
     folder: Path  # folder of the events
     cwd: Path = Path()  # folder that the script ran in
-    script: str = ""  # path of the script
     text: str = ""  # text of the script
     translate: bool = False  # its calls for GPUs were translated for the CPU
     returncode: int | None = None  # None: it was killed after the timeout
@@ -85,12 +84,6 @@ class Run:
     def rows(self, kind):
         """Return the events of a kind in rows: the first ones of all ranks, their second ones, …"""
         return list(zip(*self.by_rank(kind).values()))
-
-    def following(self, event, kinds, until):
-        """Return the lowest rank's events of these kinds after `event`, up to a kind in `until`."""
-        after = dropwhile(lambda other: other is not event, of_lowest_rank(self.events_by_rank))
-        before_next = takewhile(lambda other: not isinstance(other, until), [*after][1:])
-        return [other for other in before_next if isinstance(other, kinds)]
 
     @cached_property
     def passes_by_rank(self):
@@ -205,7 +198,7 @@ class Run:
         times = [self.begun, *sorted(event.time for event in self.all(events.Event))]
         longest = max((after - before for before, after in pairwise(times)), default=0)
         nothing_since = self.begun + self.seconds - times[-1]
-        if nothing_since <= 2 * longest:  # similar pauses came before
+        if nothing_since <= 2 * longest:  # pauses of about this length came before
             return False
         # A rank outside a process group, or waiting for the network, does not wait for other ranks:
         frames = list(chain(*self.stacks.values()))
@@ -215,16 +208,9 @@ class Run:
         return bool(self.joins or joining) and not for_network
 
     @cached_property
-    def files(self):
-        """The texts of the script's files that have run: {path: text}, the script itself first."""
-        paths = {event.where.rpartition(":")[0] for event in self.all(events.Event)}
-        paths |= {path for event in self.all(events.Exit) for path in event.modules}
-        inside = [path for path in sorted(paths) if not os.path.isabs(path)]
-        own = [path for path in inside if (self.cwd / path).is_file()]
-        texts = {path: (self.cwd / path).read_text("utf-8", "replace") for path in own}
-        return {self.script: self.text, **texts}
-
-    @property
     def source(self):
-        """The texts of all these files, joined."""
-        return "\n".join(self.files.values())
+        """The texts of the script, and of those of its other files that have caused an event."""
+        paths = {event.where.rpartition(":")[0] for event in self.all(events.Event)}
+        own = [self.cwd / path for path in sorted(paths) if path and not os.path.isabs(path)]
+        texts = [path.read_text("utf-8", "replace") for path in own if path.is_file()]
+        return "\n".join([self.text, *texts])

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from ddp_check.plan import LAUNCHERS, Plan, planned
+from ddp_check.report import page_of
 from ddp_check.rules import judge
 from ddp_check.rules.base import BROKEN, NOT_APPLICABLE, PASS, UNSEEN
 from support import server
@@ -70,8 +71,7 @@ def named(verdicts):
     """Return the verdicts of all rules by the names of the rules."""
     found = {verdict.rule: verdict for verdict in verdicts}
     assert [verdict for verdict in found.values() if verdict.status == BROKEN] == []
-    pages = [one.page if "/" in one.page else f"pitfalls/{one.page}" for one in verdicts]
-    assert all((ROOT / f"{page}.md").exists() for page in pages if page != "pitfalls/")
+    assert all((ROOT / page_of(verdict)).exists() for verdict in verdicts)
     return found
 
 

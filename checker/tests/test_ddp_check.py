@@ -15,7 +15,7 @@ from support.scripts import LONG, write
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 UNSHOWN = {"clipping_comes_last", "random_numbers_differ"}
-UNSHOWN |= {"gradients_pass_collectives", "loaded_names_fit"}
+UNSHOWN |= {"gradients_pass_collectives"}
 # Where rank 0 evaluates.
 OF_ONE_RANK = {"each_sample_is_evaluated_once", "result_is_of_all"}
 HANDLES = before(

@@ -13,7 +13,7 @@ import pytest
 from checking import BASE, SPAWNED, after, before, judged, line_of, named, observed, told
 from ddp_check.drills import conclude, perform
 from ddp_check.plan import planned
-from ddp_check.report import changes, exit_code, ranked
+from ddp_check.report import changes, exit_code, ranked, summary
 from ddp_check.rules import judge
 from ddp_check.rules.base import FRAGILE, NOT_APPLICABLE, PASS, SLOW, UNSEEN, UNSURE, WRONG
 from support.scripts import write
@@ -194,11 +194,6 @@ PLATEAU = [
         UNEVALUATED,
     ],
 ]
-LOADED = [
-    r"\(rank or net.load_state_dict",
-    [after(WRAP, "    net.load_state_dict({k: 2 * v for k, v in net.state_dict().items()})\n")],
-]
-LOOSELY = "    net.load_state_dict(same, strict=False)\n"
 AVERAGE = [
     before(READY, "    average = torch.optim.swa_utils.AveragedModel(net)\n"),
     after(STEP, "            average.update_parameters(net)\n"),
@@ -314,20 +309,6 @@ GPUS = [
 """,
     ),
 ]
-HOOKED = [  # gradients are reduced as soon as each is there
-    (
-        WRAP,
-        """    model = net
-
-    def reduce(value):
-        value.grad /= size
-        dist.all_reduce(value.grad)
-
-    for value in model.parameters():
-        value.register_post_accumulate_grad_hook(reduce)
-""",
-    ),
-]
 BUCKETS = [
     (WRAP, "    model = net\n"),
     after(
@@ -390,8 +371,6 @@ FOLD = """        part = Subset(data, range(fold, 64 + fold))
         sampler = DistributedSampler(part)
         loader = DataLoader(part, 8, sampler=sampler)
 """
-CROSS = "nn.functional.binary_cross_entropy(model(inputs).sigmoid(), inputs.sigmoid())"
-AUTOENCODER = [("cross_entropy(model(inputs), targets)", CROSS)]
 
 # ---------------------------------------------------------------- kinds
 
@@ -517,17 +496,6 @@ KINDS = {
         r"18 steps on rank 0 and \d+ steps on rank 1: does each rank decide by itself",
         [UNEVALUATED],
     ),
-    # https://github.com/huggingface/transformers/issues/416
-    "unfrozen after wrapping": Kind(
-        {**GRADIENTS, **WEIGHTS},
-        [after(WRAP, "    net[2].requires_grad_(True)\n")],
-        r"first that of 2.weight, which DDP does not reduce.+\(model = DDP",
-        [before(WRAP, "    net[2].requires_grad_(False)\n")],
-    ),
-    # https://github.com/pytorch/pytorch/issues/12603
-    "a layer put in after wrapping": Kind(
-        ENDS, [after(WRAP, "    net[2] = nn.Linear(8, 4)\n")], "2.weight came into the model after"
-    ),
     # https://github.com/moojink/openvla-oft/issues/160
     "one of two models": Kind(
         {**GRADIENTS, **WEIGHTS},
@@ -568,13 +536,6 @@ KINDS = {
         [("step(total[0].item())", "step(loss.item())"), ("patience=0", "patience=9")],
         r"the scheduler gets another value on each rank.+\(schedule.step",
         PLATEAU[1],
-    ),
-    # https://github.com/hpcaitech/ColossalAI/issues/768
-    "a state that does not fit": Kind(
-        {"loaded_names_fit": WRONG},
-        [("{k: v", "{f'module.{k}': v")],
-        r"nothing is loaded: the model has no module.0.weight, nor any other \(net.load_state",
-        [before(WRAP, "    same = {k: v for k, v in net.state_dict().items()}\n" + LOOSELY)],
     ),
     # https://github.com/huggingface/datasets/issues/6437
     "more batches on one rank": Kind(
@@ -700,7 +661,6 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
         {"one_rank_writes": UNSEEN},
     ),
     "in buckets": (BUCKETS, {"gradients_are_averaged": PASS}),
-    "hooked": (HOOKED, {"gradients_are_averaged": PASS, "weights_agree": PASS}),
     "a fused optimizer, which skips steps itself": (
         [*SCALER, ("lr=0.01", "lr=0.01, fused=True")],
         {"values_are_finite": PASS},
@@ -810,7 +770,7 @@ HANGS = {  # line that a rank does not leave: what the report says, and how sure
 
 @pytest.mark.parametrize("name", HANGS)
 def test_hang(tmp_path, monkeypatch, name):
-    """It does not last until the time is up. Collectives that a rank did not reach do not pass."""
+    """It does not last until the time is up."""
     monkeypatch.setattr("ddp_check.plan.LOOK_EVERY", 0.5)
     monkeypatch.setattr("ddp_check.plan.HANGS_AFTER", 4)
     change, say, status = HANGS[name]
@@ -819,7 +779,6 @@ def test_hang(tmp_path, monkeypatch, name):
     assert (run.seconds < timeout) == (status == WRONG)
     assert told(verdicts) == {"script_ends": status}
     assert re.search(say, verdicts["script_ends"].text)
-    assert re.match("the script did not end; [01] calls", verdicts["same_collectives"].text)
 
 
 # ---------------------------------------------------------------- drills
@@ -829,12 +788,6 @@ READS = BASE[BASE.index('    if os.path.exists("saved.pt")') : BASE.index("    m
 READS_ALONE = READS.replace("net.load", "rank or net.load")
 FORGETS = ('    if first:\n        optimizer.load_state_dict(saved["optimizer"])\n', "")
 BY_ARGUMENT = [("if os.path.exists", "if sys.argv[1:] and os.path.exists")]
-LOADED = before(  # data, which a save that is not observed has written
-    "    data, test =",
-    """    torch.save.__wrapped__(x, f"x{rank}.pt")
-    x = torch.load(f"x{rank}.pt", weights_only=True)
-""",
-)
 OTHER_NAMES = ('state_dict(saved["net"])', "state_dict({})")
 NOT_RESTORED = "the optimizer is restored, and the random numbers are not"
 UNSEEDED = ("    torch.manual_seed(0)\n", "    torch.seed()\n")
@@ -885,7 +838,7 @@ DRILLED = {
     "with its argument": Drilled(
         "kill", [*LONG, *DROPOUT], NOT_RESTORED, UNSURE, BY_ARGUMENT, ["again"]
     ),
-    "no resume": Drilled("kill", LONG, "it has no resume$", UNSURE, [(READS, ""), FORGETS]),
+    "no resume": Drilled("kill", LONG, "it has no resume ", UNSURE, [(READS, ""), FORGETS]),
     "no scheduler": Drilled("kill", [*SCHEDULE, *LONG], "is the scheduler restored"),
     "loaded by one rank": Drilled(
         "kill",
@@ -937,7 +890,6 @@ DRILLED = {
         UNSEEN,
     ),
     "SyncBatchNorm": Drilled("world-size", SYNCED, "", PASS),
-    "inputs as targets": Drilled("world-size", AUTOENCODER, "", PASS),
     "BatchNorm, dropout and augmentation": Drilled(
         "world-size",
         [NORMALIZED, *AUGMENTED, (STEP, f"            nn.Dropout(0.5)(x)\n{STEP}")],
@@ -947,11 +899,11 @@ DRILLED = {
     "noise": Drilled(
         "world-size",
         [(TRAIN, TRAIN.replace("(inputs)", "(inputs + torch.randn(4))")), UNEVALUATED],
-        "the training loop or the model draws random numbers .torch.",
+        r"each step draws random numbers \(torch\).+ leave them out .+\(loss = cross_entropy",
         UNSEEN,
     ),
     "a constant mask": Drilled(
-        "world-size", [*CAUSAL, MASKED_MEAN], "is the loss a mean over another"
+        "world-size", [*CAUSAL, MASKED_MEAN], "mean over a number of elements that differs", UNSURE
     ),
     "a constant mask, right": Drilled("world-size", CAUSAL, "", PASS),
     "no save": Drilled("kill", [(SAVE, "            pass\n")], "no rank saves with", UNSEEN),
@@ -964,13 +916,21 @@ DRILLED = {
     "divided again, beside constant buffers": Drilled(
         "world-size",
         [*MASKED, ("loss.backward()", "(loss / size).backward()")],
-        "step 1: the gradients are 1/2 of the mean: is the loss divided",
+        "step 1: the gradients are 1/2 of the mean: is the loss a sum over",
     ),
     "gathered without a gradient": Drilled(
         "world-size", [*TOWERS, *LOST], "a collective returns no gradient to the loss", UNSEEN
     ),
     "unseeded data": Drilled("world-size", [UNSEEDED], "the data differs from run to run", UNSEEN),
     "infinite": Drilled("world-size", NOT_FINITE, "is not finite"),
+}
+
+
+HEADLINES = {  # status of a drill: what the report says first
+    **dict.fromkeys((PASS, NOT_APPLICABLE), "nothing wrong"),
+    UNSEEN: "nothing wrong in what was seen",
+    UNSURE: "nothing is proven wrong",
+    WRONG: "wrong",
 }
 
 
@@ -981,11 +941,12 @@ def test_drill(tmp_path, name):
     script = write(tmp_path / "train.py", whole.read_text(encoding="utf-8"), resuming)
     translate = "yes" if training == SYNCED else "auto"
     with planned(script, restart_args=again, translate=translate) as plan:
-        if drill != "world-size" and LOADED not in training:  # its line has the name of the script
+        if drill != "world-size":
             plan.undisturbed = observed(whole)
         verdicts = perform(drill, plan)
     found = [verdict for verdict in verdicts if verdict.status != PASS] or verdicts
     assert found[0].status == status, found
-    assert re.search(says, found[0].text)
-    conclusion = {PASS: "you may rely on it", WRONG: "do not rely on it"}.get(status, "not shown (")
+    assert re.search(says, f"{found[0].text} ({line_of(found[0])})")
+    assert summary(plan, verdicts) == HEADLINES[status]
+    conclusion = {PASS: "you may rely on it", WRONG: "do not rely on it"}.get(status, "not shown: ")
     assert conclude(drill, verdicts).startswith(f"{drill}: {conclusion}")

@@ -60,8 +60,6 @@ def test_a_lookup_is_no_import(tmp_path, monkeypatch):
 
 
 HOSTILE = '''
-import io
-import logging
 import pickle
 import signal
 import tempfile
@@ -89,14 +87,6 @@ class Hostile:
 
     def __repr__(self):
         raise RuntimeError("do not print")
-
-
-class Changing(logging.Formatter):
-    """Changes what it formats, as for colours."""
-
-    def format(self, record):
-        record.msg = f"<{record.msg}>"
-        return super().format(record)
 
 
 class Pathless:
@@ -204,16 +194,9 @@ class Calm(nn.Sequential):
     with torch.no_grad():
         net(loud)
     assert Loud.calls == ["linear", "relu", "linear"], Loud.calls
-    with sys.stdout as stdout:
-        assert isinstance(stdout, io.TextIOBase)
     pickle.dumps([torch.load, torch.save])
     signal.signal(signalnum=signal.SIGTERM, handler=signal.SIG_DFL)
     torch.optim.lr_scheduler.StepLR(optimizer, 9)
-    handler = logging.StreamHandler(io.StringIO())
-    handler.setFormatter(Changing())
-    logging.getLogger("red").addHandler(handler)
-    rank or logging.getLogger("red").error("plum")
-    assert handler.stream.getvalue().strip() == ("" if rank else "<plum>")
     dist.destroy_process_group(dist.new_group())
     os.chdir(made := tempfile.mkdtemp())
     os.rmdir(made)
@@ -234,25 +217,6 @@ def test_nothing_that_a_script_holds_can_break_it(tmp_path, fork_ranks):
     assert passed(verdicts) >= {"ranks_share_data", "order_changes", "gradients_are_averaged"}
 
 
-IMAGES = [
-    before("\nclass Points", "\nfrom PIL import Image\n"),
-    (
-        "        self.x, self.y = x, x.argmax(dim=1)\n",
-        """        self.x, self.y = x, x.argmax(dim=1)
-        self.images = [Image.new("L", (2, 2), int(index)) for index in self.y]
-""",
-    ),
-    ("return self.x[index],", "return self.x[index] + self.images[index].getpixel((0, 0)),"),
-]
-
-
-@pytest.mark.slow
-def test_images_in_memory(tmp_path, fork_ranks):
-    pytest.importorskip("PIL", reason="Pillow is not installed")
-    _, verdicts = judged(write(tmp_path / "train.py", BASE, IMAGES))
-    assert told(verdicts) == {}
-
-
 STEP = "            optimizer.step()\n"
 FAILS_FIRST = """\
             try:
@@ -271,13 +235,3 @@ def test_steps_that_fail_hide_no_others_and_what_is_sent_is_no_save(tmp_path, fo
     steps = len(run.of_lowest_rank(events.Step))
     assert steps == 2 * 18  # three epochs of six
     assert len(run.all(events.Save)) == 3
-
-
-@pytest.mark.slow
-def test_a_script_that_looks_for_pytorch_before_it_imports_it(tmp_path):
-    look = 'import importlib.util\n\nassert importlib.util.find_spec("torch")\n'
-    _, verdicts = judged(
-        write(tmp_path / "train.py", BASE, [before("import torch\nimport torch.d", look)])
-    )
-    assert told(verdicts) == {}
-    assert "gradients_are_averaged" in passed(verdicts)

@@ -1,11 +1,10 @@
 """How scripts are started, frameworks, and runs that end or write in other ways."""
 
-import sqlite3
 import textwrap
 
 import pytest
 from checking import BASE, before, judged, passed, told
-from ddp_check.rules.base import FRAGILE, UNSURE, WRONG
+from ddp_check.rules.base import FRAGILE, WRONG
 from support.scripts import write
 
 pytestmark = [pytest.mark.usefixtures("own_folder"), pytest.mark.slow]
@@ -95,42 +94,3 @@ def test_frameworks(tmp_path, fork_ranks, package):
     assert told(verdicts) == {}, run.output
     last = set() if run.returncode else {"weights_agree"}  # not told if a rank aborts at its exit
     assert passed(verdicts) >= {"script_ends", "gradients_are_averaged", "ranks_share_data", *last}
-
-
-def test_slow_is_no_hang(tmp_path):
-    """Whether it has begun to train or still imports PyTorch."""
-    changes = [before("            optimizer.zero", "            time.sleep(2)\n")]
-    _, verdicts = judged(write(tmp_path / "train.py", BASE, changes), timeout=8)
-    assert told(verdicts) == {"script_ends": UNSURE}
-
-
-LARGE = 1 << 20  # bytes
-WRITES = """import os
-import sqlite3
-import torch
-assert not os.path.exists("runs/model.pt")
-torch.save({}, "runs/model.pt")
-print(open("log.txt").read(), file=open("runs/notes.txt", "w"))
-print("new", file=open("log.txt", "a"))
-os.write(os.open("large.txt", os.O_WRONLY | os.O_APPEND), b"new")
-sqlite3.connect("large.db").execute("CREATE TABLE runs (loss)")
-torch.save({}, "log.txt")
-"""
-
-
-def test_what_a_script_writes_stays_out_of_its_folder(tmp_path, fork_ranks, monkeypatch):
-    """Its files are there, its checkpoints are not, and writing to a file changes only a copy."""
-    monkeypatch.setattr("ddp_check.plan.MAX_COPIED", LARGE - 1)  # larger files are linked
-    (tmp_path / "runs").mkdir()
-    database = sqlite3.connect(tmp_path / "large.db")
-    database.execute(f"CREATE TABLE old AS SELECT zeroblob({LARGE}) AS row")
-    database.commit()
-    (tmp_path / "large.txt").write_text("old" * LARGE, encoding="utf-8")
-    names = ("log.txt", "runs/notes.txt", "runs/model.pt", "large.txt", "large.db")
-    files = [tmp_path / name for name in names]
-    for file in files[:3]:
-        file.write_text("old", encoding="utf-8")
-    contents = [file.read_bytes() for file in files]
-    run, _ = judged(write(tmp_path / "train.py", WRITES), nproc=1)
-    assert run.returncode == 0, run.output
-    assert [file.read_bytes() for file in files] == contents

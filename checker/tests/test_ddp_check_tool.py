@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import sysconfig
@@ -17,11 +18,7 @@ from ddp_check import __version__, events
 from ddp_check.__main__ import parse_args
 from ddp_check.drills import perform
 from ddp_check.plan import launcher_of, planned
-from ddp_check.report import (
-    changes,
-    exit_code,
-    text_of,
-)
+from ddp_check.report import changes, exit_code, text_of
 from ddp_check.rules import RULES, judge
 from ddp_check.rules.base import UNSURE, WRONG
 from ddp_check.run import Run
@@ -67,12 +64,11 @@ def test_variables_and_modules(script):
         assert run.output == "None __main__ ['1']\nplum\n"
 
 
-@pytest.mark.parametrize("value", ["--resume", "--resume b"])
-def test_the_arguments_of_a_restart_begin_with_a_hyphen(script, monkeypatch, value):
-    words = ["--restart-args", value, "--env", "A=b=c", script("pass"), "--epochs"]
+def test_options_of_the_checker_and_of_the_script(script, monkeypatch):
+    words = ["--restart-args=--resume b", "--env", "A=b=c", script("pass"), "--epochs"]
     monkeypatch.setattr(sys, "argv", ["ddp-check", *words])
     args = parse_args()
-    assert (args.restart_args, args.env) == (value.split(), {"A": "b=c"})
+    assert (args.restart_args, args.env) == (["--resume", "b"], {"A": "b=c"})
     assert (args.script, args.arguments) == ("train.py", ["--epochs"])
 
 
@@ -107,35 +103,62 @@ def test_a_script_for_two_launchers(script, fork_ranks):
 
 
 def test_files_of_the_user_stay_as_they_are(tmp_path, script, fork_ranks, monkeypatch):
-    monkeypatch.setattr("ddp_check.mirror.MAX_ENTRIES", 3)  # folders of more are linked
+    """Files are copied, or linked and copied before they change; large folders must not change."""
+    monkeypatch.setattr("ddp_check.mirror.MAX_ENTRIES", 9)  # folders of more are linked
     (tmp_path / "unreadable").symlink_to("/proc/self/mem")
-    for name in ("a/b/c/d/e/f", "data", "many/1/2", "many/3/5", "many/4", "many/5"):
+    for name in ("a/b/c/d/e/f", "data", "many/1/2", "many/3"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "log.txt").write_text("mine", encoding="utf-8")
+    for number in range(9):
+        (tmp_path / "many" / str(number)).mkdir(exist_ok=True)
     (tmp_path / "results.h5").write_bytes(bytes(1 << 22))
+    (tmp_path / "data" / "model.txt").write_text("mine", encoding="utf-8")
+    database = sqlite3.connect(tmp_path / "data" / "old.db")  # linked, as all files of data
+    database.execute("CREATE TABLE old (loss)")
+    database.commit()
+    content = (tmp_path / "data" / "old.db").read_bytes()
     before = sorted(tmp_path.rglob("*"))
-    lines = """import ctypes, os, shutil, tempfile, torch
+    lines = """import ctypes, os, shutil, sqlite3, tempfile, torch
+from pathlib import Path
 ctypes.CDLL(None).fopen(b"results.h5", b"w")  # as a library in C does
 assert os.path.getsize("results.h5") == 0
-for name in ("a/b/c/d/e/f", "data", "many/1/2"):
+for name in ("a/b/c/d/e/f", "data"):
     assert "mine" in open(f"{name}/log.txt").read()
     open(f"{name}/log.txt", "a").write("of the script")
     torch.save(1, f"{name}/saved.pt")
-tempfile.TemporaryFile(dir="many").close()
+os.write(os.open("data/log.txt", os.O_WRONLY | os.O_APPEND), b"by a library")
+torch.save(1, "data/model.txt")
+sqlite3.connect("data/old.db").execute(f"CREATE TABLE runs{os.getpid()} (loss)")
 if os.environ["RANK"] == "0":
-    shutil.rmtree("many/3/5")
-    os.remove("many/4/log.txt")
-    os.rename("many/5", "many/6")
-    os.makedirs("many/new/folder")
-    assert not os.path.exists("many/3/5") and os.path.exists("many/6/log.txt")
     os.symlink("log.txt", "data/latest")
     open("data/latest", "a").write("by a link")
     assert os.path.islink("data/latest")
+assert open("many/1/2/log.txt").read() == "mine"
+os.makedirs("many/1", exist_ok=True)
+for change in (
+    lambda: open("many/1/2/log.txt", "a"),
+    lambda: torch.save(1, "many/saved.pt"),
+    lambda: tempfile.TemporaryFile(dir="many"),
+    lambda: shutil.rmtree("many/3"),
+    lambda: os.remove("many/3/log.txt"),
+    lambda: os.rename("many/1", "many/6"),
+    lambda: Path("many/new").mkdir(),
+):
+    try:
+        change()
+    except PermissionError as error:
+        print(error)
+    else:
+        raise AssertionError("it may change the folder")
+open("many/new.txt", "w")
 """
-    run = ran(script(lines), launcher="torchrun")
-    assert run.returncode == 0, run.output
+    run, verdicts = judged(script(lines), launcher="torchrun")
+    assert run.output.count("does not let the script change") > 14, run.output
+    assert verdicts["script_ends"].status == UNSURE
+    assert "folder with fewer files" in verdicts["script_ends"].text
     assert sorted(path for path in tmp_path.rglob("*") if path.suffix != ".py") == before
-    assert {path.read_text() for path in tmp_path.rglob("log.txt")} == {"mine"}
+    assert {path.read_text() for path in tmp_path.rglob("*.txt")} == {"mine"}
+    assert (tmp_path / "data" / "old.db").read_bytes() == content
     assert (tmp_path / "results.h5").stat().st_size == 1 << 22
 
 
@@ -143,7 +166,8 @@ def test_weights_that_a_script_needs_are_not_left_out(tmp_path, script, fork_ran
     for name in ("model/weights.safetensors", "data/train.bin", ".env"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    with planned(script("open('data/train.bin')\nopen('.env')"), launcher="python") as plan:
+    lines = "import os\nopen('data/train.bin')\nopen('.env')\nassert not os.listdir('model')"
+    with planned(script(lines), launcher="python") as plan:
         assert (plan.undisturbed.returncode, changes(plan)) == (0, [])
     with planned(script("open('model/weights.safetensors')"), launcher="python") as plan:
         assert plan.undisturbed.returncode == 0
@@ -289,7 +313,6 @@ CHECK = "python -m ddp_check --launcher python"
 JOINS = "import torch.distributed as d; d.init_process_group("
 JOINS += 'backend="gloo", store=d.HashStore(), rank=0, world_size=1)'
 COMMANDS = {  # a line of the shell: its exit code, and what it prints
-    f"{CHECK} --output train.py": (1, "\nThe script printed:\nbefore\nTraceback "),
     f"{CHECK} --all train.py | head -n 1": (0, "train.py: wrong: "),
     f"touch empty.py; {CHECK} empty.py": (2, "empty.py: no training was seen: "),
     f"echo '{JOINS}' > joins.py; {CHECK} joins.py": (2, "joins.py: no training was seen: "),
@@ -297,7 +320,6 @@ COMMANDS = {  # a line of the shell: its exit code, and what it prints
     """python -c "import sys, ddp_check.__main__ as command
 sys.argv[1:], command.check = ['train.py'], lambda args: 1 / 0
 command.main()" """: (2, "ddp-check itself failed, which says nothing about the script"),
-    f"{CHECK} --rules": (0, "the script ends\n"),
     f"{CHECK} --version": (0, f"ddp-check {__version__}\n"),
     f"{CHECK} -m nowhere.train": (2, "ddp-check: error: there is no nowhere/train.py\n"),
     "python -m ddp_check": (2, "ddp-check --drill kill train.py"),  # an example

@@ -20,11 +20,11 @@ def perform(name, plan):
     """Return the verdicts of a drill. If it cannot decide, the script is not run again."""
     try:
         if reason := CANNOT_DECIDE[name](plan.undisturbed):
-            verdicts = [("the drill", unseen(reason))]
+            verdicts = [("it cannot decide", unseen(reason))]
         else:
             verdicts = list(DRILLS[name](plan))
     except Exception as error:  # an error in a drill must not prevent the report
-        verdicts = [("the drill", Verdict(BROKEN, repr(error)))]
+        verdicts = [("it has failed", Verdict(BROKEN, repr(error)))]
     return [replace(verdict, rule=name, title=f"{name}: {title}") for title, verdict in verdicts]
 
 
@@ -34,5 +34,5 @@ def conclude(name, verdicts):
     if any(verdict.status == WRONG for verdict in doubts):
         holds = "do not rely on it"
     else:
-        holds = f"not shown ({doubts[0].text})" if doubts else "you may rely on it"
+        holds = "not shown" if doubts else "you may rely on it"
     return f"{name}: {holds}: {DRILLS[name].__doc__}"

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import random
 import re
 import time
 from dataclasses import replace
@@ -15,7 +14,7 @@ import torch
 from ddp_check import events
 from ddp_check.keeper import observed_process, signal_processes
 from ddp_check.numbers import distance
-from ddp_check.ranks import counted, of_lowest_rank
+from ddp_check.ranks import counted
 from ddp_check.reading import Reader
 from ddp_check.rules import base, judge, launch
 from ddp_check.rules.base import not_applicable, passed, unseen, unsure, wrong
@@ -29,16 +28,18 @@ GOES_ON = (events.Step, events.Batch, events.PassBegun, events.Collective, event
 
 def kill(plan):
     """a killed rank costs no saved step"""
-    killer = Killer(plan.undisturbed)
-    during = partial(act_when, killer.is_late_enough, killer.kill)
+    is_late_enough = partial(goes_on_after_a_save, least=len(plan.undisturbed.steps) // 3)
+    during = partial(act_when, is_late_enough, kill_highest_rank)
     killed = plan.run("interrupted", during=during, pause=pause_of(plan))
-    promise = f"no saved step is repeated ({killer.killed or 'no rank was killed'})"
+    rank, events_of_rank = max(killed.events_by_rank.items())
+    taken = counted(count_steps(events_of_rank), "step")
+    promise = f"no saved step is repeated (rank {rank} was killed after {taken})"
     yield from resumes(plan, killed, promise, may_lose_steps=True)
 
 
 def sigterm(plan):
     """when the scheduler stops the job, no step is lost"""
-    stop_all = partial(signal_processes, method="terminate")  # as Slurm does
+    stop_all = partial(signal_processes, method="terminate")  # Slurm, too, signals all processes
     during = partial(act_when, goes_on_after_a_save, stop_all)
     stopped = plan.run("stopped", during=during, pause=pause_of(plan))
     if stopped.all(events.SigtermHandler):
@@ -81,32 +82,12 @@ def act_when(is_ready, act, process, folder, end):
         time.sleep(0.05)
 
 
-class Killer:
-    """Kills a random rank some time after a save: after a random step and a random wait.
-
-    The seed is the number of steps, so that checking a script again gives the same report.
-    """
-
-    def __init__(self, run):
-        chance = random.Random(len(run.steps))
-        self.rank = chance.randrange(run.world_size)
-        self.step = chance.randrange(1 + len(run.steps) // 2)
-        self.wait = chance.uniform(0, 0.2)  # seconds, so that it dies anywhere in a step or a save
-        self.killed = ""  # which rank was killed, and when, in words
-
-    def is_late_enough(self, events_of_rank):
-        """Return whether a rank has gone on after a save, and has taken enough steps."""
-        return goes_on_after_a_save(events_of_rank) and count_steps(events_of_rank) >= self.step
-
-    def kill(self, folder):
-        """Kill the rank, unless it has ended."""
-        time.sleep(self.wait)
-        pid, events_of_rank = Reader(folder).processes()[self.rank]
-        with contextlib.suppress(psutil.Error):  # it may have ended
-            if process := observed_process(pid, folder):
-                process.kill()
-                taken = counted(count_steps(events_of_rank), "step")
-                self.killed = f"rank {self.rank} was killed after {taken}"
+def kill_highest_rank(folder):
+    """Kill the rank with the highest number, unless it has ended."""
+    _, (pid, _) = max(Reader(folder).processes().items())
+    with contextlib.suppress(psutil.Error):  # the rank may have ended
+        if process := observed_process(pid, folder):
+            process.kill()
 
 
 def count_steps(events_of_rank):
@@ -121,9 +102,10 @@ def complete_saves(events_of_rank):
     return [event.steps for event in before if isinstance(event, events.Save)]
 
 
-def goes_on_after_a_save(events_of_rank):
-    """Return whether steps have followed a complete save."""
-    return count_steps(events_of_rank) > min(complete_saves(events_of_rank), default=math.inf)
+def goes_on_after_a_save(events_of_rank, least=0):
+    """Return whether steps have followed a complete save, and a rank has taken this many."""
+    saved = min(complete_saves(events_of_rank), default=math.inf)
+    return count_steps(events_of_rank) > max(saved, least)
 
 
 def saved_steps(run):
@@ -180,7 +162,7 @@ def begins_again(plan, interrupted, resumed, where):
             return wrong(text, where)
         if not re.search(HAS_RESUME, resumed.source):
             return unsure(f"{text}: it has no resume")
-        return unsure(f"{text}. If it needs more arguments to resume, add --restart-args '…'")
+        return unsure(f"{text}. If it needs more arguments to resume, add --restart-args='…'")
     text = f"{before} steps, then {after}; uninterrupted, {total}"
     if before + after < total:
         return wrong(f"{total - before - after} steps are skipped: {text}", where)
@@ -271,7 +253,7 @@ def not_restored(plan, resumed, text):
         if changed := [pair for pair in zip(now.rates, old.rates) if pair[0] != pair[1]]:
             text += "; the learning rate is {:.3g} instead of {:.3g}".format(*changed[0])
             return wrong(f"{text}: is the scheduler restored?", where, INCOMPLETE)
-    if draws(plan.undisturbed) or any(old.rng != now.rng for old, now in pairs):
+    if any(old.rng != now.rng for old, now in pairs):
         text += "; the optimizer is restored, and the random numbers are not, which dropout, "
         return unsure(f"{text}augmentation or a shuffle take", where, "recipes/bitwise_resume")
     if names_that_differ(final_weights(plan.undisturbed), final_weights(plan.run("again"))):
@@ -279,10 +261,3 @@ def not_restored(plan, resumed, text):
     if any(old.inputs != now.inputs for old, now in pairs):
         return wrong(f"{text}; it goes on with other batches", where, "epoch_starts_again")
     return wrong(text, where)
-
-
-def draws(run):
-    """Return whether a run draws random numbers while it trains."""
-    loaders = [of_lowest_rank(epoch) for epoch in run.training_passes]
-    shuffles = any(loader.shuffle and not loader.distributed for loader in loaders)
-    return bool(shuffles or run.sources_drawn or run.all(events.Drawn))

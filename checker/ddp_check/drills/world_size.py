@@ -20,7 +20,14 @@ from ddp_check.rules.base import passed, unseen, unsure, wrong
 from ddp_check.rules.gradients import PAGE
 
 TOLERANCE = 1e-5  # allowed error of a float64 gradient, relative to its largest value
+REMEDY = "draw them in __getitem__ from a global generator, or leave them out for this check"
 COUNT_TOLERANCE = 0.3  # allowed relative difference of sample counts, because loaders fetch ahead
+NO_MULTIPLE = (
+    "the gradients are no multiple of those of one process. This is right if the loss or the model "
+    "combines the samples of a rank, as a contrastive loss with local negatives or a normalization "
+    "over the batch does. Otherwise, look for a mean over a number of elements that differs from "
+    "rank to rank (a mask, padding), or for gathered values in another order"
+)
 
 
 def world_size(plan):
@@ -53,7 +60,9 @@ def steps_agree(plan):
         return unseen(reason)
     if (one.world_size, many.world_size) != (1, plan.nproc):  # the script starts its ranks itself
         return unseen(f"{one.world_size} and {many.world_size} ranks, not 1 and {plan.nproc}")
-    if reason := chance_in(many) or chance_in(one) or samples_differ(many, one):
+    if verdict := chance_in(many) or chance_in(one):
+        return verdict
+    if reason := samples_differ(many, one):
         return unseen(reason)
     rates = other_rates(many, one)
     # Different rates make the weights differ, so only the gradients of step 1 are compared.
@@ -100,16 +109,16 @@ def no_gradients_kept(run):
 
 
 def chance_in(run):
-    """Return which random numbers the observer could not make equal in both runs, or ""."""
+    """Return the verdict on random numbers that the observer could not level, or None."""
     if drawn := run.all(events.Drawn):
-        who = "the data set has a generator of its own"
+        text = "the data set has a generator of its own"
         if drawn[0].source != "generator":
-            who = f"the collate function draws random numbers ({drawn[0].source})"
-        return f"{who}: each run has other samples"
+            text = f"the collate function draws random numbers ({drawn[0].source})"
+        return unseen(f"{text}, so the runs have different samples: {REMEDY}", drawn[0].where)
     if sources := run.sources_drawn:
-        text = f"the training loop or the model draws random numbers ({', '.join(sources)}), other "
-        return f"{text}than for dropout: each run has other ones"
-    return ""
+        lines = [line.where for line in run.all(events.LineDrew) if line.source in sources]
+        text = f"each step draws random numbers ({', '.join(sources)}), which differ between the "
+        return unseen(f"{text}runs: {REMEDY}", next(iter(lines), ""))
 
 
 def samples_differ(many, one):
@@ -190,14 +199,14 @@ def other_gradients(many, one, number):
     hooks = [event.name for event in many.all(events.CommHook)]
     if hooks:
         return unseen(f"{hooks[0]} reduces the gradients in its own way", step.where)
-    looks, where, page = appearance(many, number, [pairs[name] for name in differing])
+    say, looks, where, page = appearance(many, number, [pairs[name] for name in differing])
     text = f"step {number}: {looks} ({len(differing)} of {counted(len(pairs), 'gradient')} differ "
     text += f"from those of one process, {worst} by {off[worst]:.1e} of its largest value)"
-    return wrong(text + "; the steps before agree" * (number > 1), where or step.where, page)
+    return say(text + "; the steps before agree" * (number > 1), where or step.where, page)
 
 
 def appearance(many, number, pairs):
-    """Return a description of the gradients that differ, and a line and a page for it, or ""."""
+    """Return a kind of verdict on gradients that differ, its text, and a line and a page, or ""."""
     first, size = many.first_difference("gradients"), many.nproc
     factors = [ratio((of_many * of_one).sum(), of_one.square().sum()) for of_many, of_one in pairs]
     factor = factors[0]
@@ -209,24 +218,23 @@ def appearance(many, number, pairs):
         if lines := first.row[0].bypassed:
             text = "each rank has the gradients of its own part, because the model is called "
             page = "forward_through_module"
-            return f"{text}without its wrapper at {short(lines[0])}", lines[0], page
+            return wrong, f"{text}without its wrapper at {short(lines[0])}", lines[0], page
         text = "each rank has the gradients of its own part: they differ from rank to rank"
-        return text, "", PAGE
+        return wrong, text, "", PAGE
     if is_multiple and close(factor, size, 1e-3):
         text = f"the gradients are the sum over the ranks, {size} times the mean: is a loss or a "
-        return f"{text}gradient added up over the ranks?", "", PAGE
+        return wrong, f"{text}gradient added up over the ranks?", "", PAGE
     if is_multiple and close(factor, 1 / size, 1e-3):
-        text = f"the gradients are 1/{size} of the mean: is the loss divided by the number of "
-        return f"{text}ranks, although DDP divides already?", "", PAGE
+        text = f"the gradients are 1/{size} of the mean: is the loss a sum over the batch, or is "
+        text += "it divided by the number of ranks, although DDP divides already?"
+        return wrong, text, "", PAGE
     if is_multiple:
         text = f"the gradients are {factor:.3g} times those of one process: does the loss count "
-        return f"{text}samples or micro-batches?", "", PAGE
+        return wrong, f"{text}samples or micro-batches?", "", PAGE
     if cuts_gradients(many):
         text = "the gradients lack a part: a collective that cuts the gradient is in the loss"
-        return text, "", "recipes/contrastive"
-    text = "the gradients are no multiple of those of one process: is the loss a mean over another "
-    text += "number of elements on each rank (a mask, padding), or does it take what is gathered "
-    return f"{text}in another order?", "", PAGE
+        return wrong, text, "", "recipes/contrastive"
+    return unsure, NO_MULTIPLE, "", PAGE
 
 
 def cuts_gradients(run):

@@ -20,14 +20,14 @@ from ddp_check.protocol import HERE, STACKS, VARIABLE, Task, is_own
 
 TASK = Task(**json.loads(os.environ[VARIABLE]))
 STEP_WRAPPER = (optimizer.__file__, "wrapper")  # function in which PyTorch calls optimizer.step()
-torch_save, torch_load = torch.save, torch.load  # the originals
+torch_save, torch_load = torch.save, torch.load  # PyTorch's functions before they are patched
 
 
 @dataclass
 class SinceStep:
     """What has happened since the last step of an optimizer."""
 
-    losses: list = field(default_factory=list)  # this and the next three are fields of `Step`
+    losses: list = field(default_factory=list)  # like the next three, it becomes a field of `Step`
     backwards: int = 0
     sample_count: int = 0
     inputs: list = field(default_factory=list)
@@ -51,7 +51,6 @@ class State:
     gpu: int = 0  # number of the GPU that "cuda" means
     # Data (steps.py clears no_step_in_pass, and models.py clears batch_is_unevaluated):
     passes: int = 0  # number of passes over DataLoaders so far
-    pass_of_batch: int = 0  # number of the pass that gave the latest batch
     no_step_in_pass: bool = True  # no step was taken since the last pass began
     batch_is_unevaluated: bool = False  # no model was called without gradients since the last batch
     # Models:
@@ -78,12 +77,12 @@ def report(kind, where="", **values):
     Without `where`, the event has the line of the script that is running. A DataLoader worker
     reports only its random numbers.
     """
-    with harmless():  # the disk may be full, or a value unfit for JSON
+    with harmless():  # a full disk, or a value that JSON cannot hold, must not break the script
         in_worker = get_worker_info() is not None
         if in_worker and kind is not Drawn:
             return
         pid = multiprocessing.parent_process().pid if in_worker else os.getpid()
-        if state.pid != pid:  # at the first event, and after a fork
+        if state.pid != pid:  # the first event of a process, or of a fork
             open_files(pid)
         event = kind(time=time.monotonic(), where=where or script_line(), **values)
         os.write(state.descriptor, f"{event}\n".encode(errors="replace"))
@@ -133,15 +132,16 @@ def is_first(*key):
     return is_new
 
 
-def script_line(direct=False):
+def script_line(direct=False, frame=None):
     """Return the line of the script that is running, as "file:line", or "" if none is.
 
     The file is relative to the folder that the script runs in.
 
+    frame: the innermost frame to look at, if it is not the caller's
     direct: return only a line that itself calls the patched function, such as torch.load, and ""
         if the script calls a library that calls it, such as timm.load_checkpoint
     """
-    frame = sys._getframe(1)
+    frame = frame or sys._getframe(1)
     while frame:
         path = frame.f_code.co_filename
         # Skip a `print` or a stream's `write` that the script defines, because its caller counts.
@@ -186,4 +186,4 @@ def save_for_checker(name, values):
     os.replace(f"{path}.new", path)
 
 
-report(Start, rank=state.rank)  # before any other event
+report(Start, rank=state.rank)  # has to be the first event of the process

@@ -25,7 +25,7 @@ from ddp_check.observer.values import (
 
 ITERATOR = "torch.utils.data.dataloader._BaseDataLoaderIter"
 MAX_WATCHED = 10  # number of batches watched in a pass: reading NumPy's state takes 0.2 ms
-MAX_WRAPPERS = 3  # number of wrappers around a batch sampler, such as Accelerate's
+MAX_WRAPPERS = 3  # most wrappers around a batch sampler, such as that of Accelerate
 
 
 @dataclass
@@ -175,10 +175,9 @@ def report_batch(pass_state, batch):
     count = None if indices is None else len(indices)
     samples = ask(describe_samples, batch, count, default=UNKNOWN_SAMPLES)
     state.since_step.sample_count += len(indices or samples["checksums"] or ())
-    if not pass_state.in_order:  # these may be the indices of another batch
+    if not pass_state.in_order:  # the indices may be those of another batch
         indices, base_indices, samples = None, None, UNKNOWN_SAMPLES
     state.batch_is_unevaluated = True
-    state.pass_of_batch = pass_state.pass_number
     report(
         events.Batch,
         pass_number=pass_state.pass_number,
@@ -231,7 +230,7 @@ def state_of(generator):
         return generator.getstate()
     if hasattr(generator, "bit_generator"):
         return generator.bit_generator.state
-    return generator.get_state(legacy=False)  # NumPy's RandomState
+    return generator.get_state(legacy=False)  # a RandomState of NumPy
 
 
 @patch("torch.utils.data._utils.fetch._MapDatasetFetcher.fetch")

@@ -1,10 +1,8 @@
 """Observes what is written and loaded, and keeps the user's own files unchanged."""
 
-import contextlib
 import os
 import shutil
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -13,12 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_check.events import Load, Save, Written
 from ddp_check.observer.base import TASK, ask, callers, harmless, report, script_line, state
 from ddp_check.observer.patches import patch
+from ddp_check.protocol import PROTECTED
 
 CODE = (".py", ".pyc")
 TEMPORARY = f"{os.path.realpath(os.environ['TMPDIR'])}{os.sep}"
 SHARDED = "torch/distributed/checkpoint"  # calls torch.save for parts of a sharded checkpoint
-MAX_WAIT = 10  # seconds to wait for a folder that another rank makes: a drill may kill that rank
-# Audit events that change a folder, and how many of their first arguments are paths:
+# Audit events about a change, and how many of their first arguments are paths:
 CHANGES = {"os.mkdir": 1, "os.remove": 1, "os.rmdir": 1, "os.rename": 2, "shutil.rmtree": 1}
 AUDITED = {"open", "sqlite3.connect", *CHANGES}  # only these, because even id() is an event
 
@@ -26,99 +24,64 @@ AUDITED = {"open", "sqlite3.connect", *CHANGES}  # only these, because even id()
 
 
 def audit(event, args):
-    """Keep the user's own files unchanged, and report what the script opens and renames."""
+    """Protect the user's own files, and report what the script opens and renames."""
     if event not in AUDITED or state.changes_files:
         return
+    if event == "open":
+        audit_open(*args)
+        return
+    for path in args[: CHANGES.get(event, 0)]:
+        protect(path)
+    if event == "sqlite3.connect":
+        protect(args[0], opens=True)
     with harmless():
-        changed = [os.path.abspath(os.fsdecode(path)) for path in args[: CHANGES.get(event, 0)]]
-        for path in changed:
-            make_own_folders(path)
-        match event:
-            case "open":
-                audit_open(*args)
-            case "sqlite3.connect" if isinstance(args[0], str):
-                make_own_file(args[0], truncates=False)
-            case "shutil.rmtree" if stands_for_folder(changed[0]):
-                os.unlink(changed[0])
-                os.mkdir(changed[0])  # an empty folder, because rmtree refuses to remove a link
-            case "os.rename" if script_line():
-                old_name, new_name = map(os.path.realpath, changed)
-                path = new_name if new_name.startswith(TASK.folder) else None
-                report(Written, path=path, old_name=old_name)
+        if event == "os.rename" and script_line():
+            old_name, new_name = map(os.path.realpath, map(os.fsdecode, args[:2]))
+            path = new_name if new_name.startswith(TASK.folder) else None
+            report(Written, path=path, old_name=old_name)
 
 
 def audit_open(path, mode, flags):
     """Protect a user's file that is opened for writing, and report what the script writes."""
     if isinstance(path, int):
-        return  # a descriptor of an open file
-    path, writes = os.fsdecode(path), flags & (os.O_WRONLY | os.O_RDWR)
+        return  # it is a descriptor, so the file is already open
+    writes = flags & (os.O_WRONLY | os.O_RDWR)
     if writes:
-        make_own_file(path, truncates=bool(flags & os.O_TRUNC))
-    if mode is None:  # opened with os.open(), as libraries do
+        protect(path, opens=True, truncates=bool(flags & os.O_TRUNC))
+    if mode is None:  # the file is opened with os.open(), as libraries do
         return
-    real = os.path.realpath(path)
-    is_temporary = real.startswith(TEMPORARY)  # libraries keep files there, such as compiled code
-    is_data = real.startswith((TASK.folder, TEMPORARY)) and not real.endswith(CODE)
-    if not (is_data and script_line(direct=is_temporary)):
-        return
-    if writes and not set("ar") & set(mode):  # np.memmap opens with "r+" even to read
-        report(Written, path=real)
+    with harmless():
+        real = os.path.realpath(os.fsdecode(path))
+        is_temporary = real.startswith(TEMPORARY)  # libraries keep compiled code there
+        is_data = real.startswith((TASK.folder, TEMPORARY)) and not real.endswith(CODE)
+        if not (is_data and script_line(direct=is_temporary)):
+            return
+        if writes and not set("ar") & set(mode):  # np.memmap opens with "r+" even to read
+            report(Written, path=real)
 
 
-def make_own_file(path, truncates=True):
-    """Replace a link with a file before it is written to, so the user's own file stays unchanged.
+def protect(path, opens=False, truncates=False):
+    """Keep the user's own files unchanged when the script is about to change a path.
+
+    A linked file is replaced with a copy before the script opens it. A linked folder has too many
+    files for that, so the script gets an error.
 
     truncates: opening the file empties it, so nothing has to be copied
     """
-    path = os.path.abspath(path)
-    make_own_folders(path)
-    if not leads_outside(path):
-        return
-    if os.path.isdir(path):  # as in os.open(folder, O_TMPFILE | …)
-        make_own_folder(path)
-        return
-    with unobserved():
-        new = f"{path}.{os.getpid()}"
-        if truncates or not os.path.isfile(path):
-            open(new, "w").close()
-        else:
-            shutil.copyfile(path, new)
-        os.replace(new, path)  # atomic, because other ranks may use it
+    linked = None
+    with harmless():
+        path = os.path.abspath(os.fsdecode(path))
+        linked = linked_folder(path)
+        if opens and not linked and leads_outside(path):
+            replace_link(path, truncates)
+    if linked:
+        raise PermissionError(f"{PROTECTED} {linked}, which is linked because it is very large")
 
 
-def make_own_folders(path):
-    """Replace each folder above a path that is a link to a folder of the user's."""
-    for folder in reversed(Path(path).parents):
-        make_own_folder(str(folder))
-
-
-def make_own_folder(path):
-    """Redirect a link from a folder of the user's to a new folder with links to its entries."""
-    if not leads_outside(path):
-        return
-    own = own_folder_of(path)
-    with unobserved():
-        try:
-            os.mkdir(own)  # this succeeds on one rank; the others wait until it is done
-        except FileExistsError:
-            end = time.monotonic() + MAX_WAIT
-            while leads_outside(path) and time.monotonic() < end:
-                time.sleep(0.001)
-            return
-        for entry in os.scandir(path):
-            os.symlink(os.path.realpath(entry.path), os.path.join(own, entry.name))
-        os.symlink(os.path.basename(own), f"{own}.link")  # relative: both are in one folder
-        os.replace(f"{own}.link", path)  # atomic, because other ranks may read there
-
-
-def own_folder_of(path):
-    """Return the path of the new folder that replaces the user's folder behind a link."""
-    return os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.own")
-
-
-def stands_for_folder(path):
-    """Return whether a path is a link to a folder of the user's, or to the one that replaces it."""
-    return leads_outside(path) or os.path.realpath(path) == os.path.realpath(own_folder_of(path))
+def linked_folder(path):
+    """Return the path itself, or a folder above it, if it is a link to a folder of the user's."""
+    links = filter(leads_outside, [path, *map(str, Path(path).parents)])
+    return next(filter(os.path.isdir, links), None)
 
 
 def leads_outside(path):
@@ -127,12 +90,16 @@ def leads_outside(path):
     return is_link and not os.path.realpath(path).startswith(TASK.folder)
 
 
-@contextlib.contextmanager
-def unobserved():
-    """Let the observer itself change files."""
+def replace_link(path, truncates):
+    """Replace a link to a file with a copy of the file, or with an empty file."""
     state.changes_files = True
     try:
-        yield
+        new = f"{path}.{os.getpid()}"
+        if truncates or not os.path.isfile(path):
+            open(new, "w").close()
+        else:
+            shutil.copyfile(path, new)
+        os.replace(new, path)  # os.replace is atomic: other ranks may be using the link
     finally:
         state.changes_files = False
 
@@ -146,9 +113,8 @@ sys.addaudithook(audit)
 @patch("torch.save")
 def save(original, obj, f, *args, **kwargs):
     """Report a file after it has been saved."""
-    with harmless():
-        if isinstance(f, str | os.PathLike):
-            make_own_file(f)  # PyTorch opens it in C++, without an audit event
+    if isinstance(f, str | os.PathLike):
+        protect(f, opens=True, truncates=True)  # PyTorch opens it in C++, without an audit event
     steps = state.steps
     result = original(obj, f, *args, **kwargs)
     is_storage = isinstance(obj, torch.TypedStorage | torch.UntypedStorage)  # saved by pickle

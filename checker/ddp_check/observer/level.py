@@ -1,10 +1,12 @@
 """Levels a run for the drill world-size: removes what may differ between N processes and one.
 
 Dropout drops nothing, BatchNorm uses the statistics of all ranks, the random numbers of a sample
-depend only on its index, and everything is computed in float64.
+depend only on its index, and everything is computed in float64. Random numbers that a line of the
+script draws cannot be levelled, so that line is reported.
 """
 
 import random
+import re
 import sys
 import zlib
 
@@ -12,19 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import optimizer
 from torch.utils import data
 
-from ddp_check.observer.base import TASK
+from ddp_check.events import LineDrew
+from ddp_check.observer.base import TASK, report, script_line, state
 from ddp_check.observer.patches import patch
+from ddp_check.observer.steps import generator_states
+from ddp_check.protocol import STEPS, is_own
 
-DROPOUTS = (
-    "dropout",
-    "dropout1d",
-    "dropout2d",
-    "dropout3d",
-    "alpha_dropout",
-    "feature_alpha_dropout",
-)
+# Functions such as dropout2d and alpha_dropout; those with "_" at the end work in place.
+DROPOUTS = [name for name in dir(nn.functional) if re.search(r"dropout(\dd)?$", name)]
 plain_forward = _BatchNorm.forward  # the original, which is patched below
 
 # ---------------------------------------------------------------- BatchNorm
@@ -109,6 +109,8 @@ if TASK.scale:
         def __getitem__(self, index):
             numpy = sys.modules.get("numpy.random")
             before = torch.get_rng_state(), random.getstate(), numpy and numpy.get_state()
+            trace = sys.gettrace()
+            sys.settrace(None)  # these random numbers are levelled, so no line is reported
             seed = zlib.crc32(repr(index).encode())
             torch.default_generator.manual_seed(seed)
             random.seed(seed)
@@ -121,8 +123,40 @@ if TASK.scale:
                 random.setstate(before[1])
                 if numpy:
                     numpy.set_state(before[2])
+                sys.settrace(trace)
 
     @patch("torch.utils.data._utils.fetch._MapDatasetFetcher.__init__")
     def make_fetcher(original, self, dataset, *args):
         """Let the random numbers of a sample depend only on its index."""
         original(self, SeededByIndex(dataset), *args)
+
+    # ------------------------------------------------------------ random lines
+
+    class Tracer:
+        """Reports the lines of the script that use a generator. Python calls it at each line."""
+
+        def __init__(self):
+            self.line, self.states = script_line(), generator_states()
+
+        def __call__(self, frame, event, _):
+            if not is_own(frame.f_code.co_filename):
+                return None  # a library's lines count as the line of the script that called it
+            states = generator_states()
+            for source in states:
+                if states[source] != self.states.get(source):
+                    report(LineDrew, where=self.line, source=source)
+            self.states = states
+            # When a function returns, the line that has called it goes on.
+            self.line = script_line(frame=frame.f_back if event == "return" else frame)
+            return self
+
+    @optimizer.register_optimizer_step_pre_hook
+    def trace_lines(*_):
+        """Trace the lines of the script between the first steps."""
+        if state.steps == 1:
+            tracer, frame = Tracer(), sys._getframe(1)
+            sys.settrace(tracer)
+            while frame:  # also trace the functions that are already running
+                frame.f_trace, frame = tracer, frame.f_back
+        elif state.steps == STEPS:
+            sys.settrace(None)

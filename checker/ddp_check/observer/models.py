@@ -36,7 +36,6 @@ from ddp_check.observer.values import (
 
 SHARDED = {"FSDPModule", "FullyShardedDataParallel"}  # importing them would take seconds
 model_numbers = {}  # id of a module in a wrapped model -> the number of that model
-reduced_by_ddp = {}  # id of a parameter whose gradient a DDP model reduces -> the parameter
 
 
 class Forward(NamedTuple):
@@ -61,8 +60,6 @@ def wrap(original, self, module, *args, **kwargs):
         save_for_checker(f"start{number}", module.state_dict())
     with harmless():
         model_numbers.update((id(part), number) for part in module.modules())
-        trainable = [value for value in module.parameters() if value.requires_grad]
-        reduced_by_ddp.update((id(value), value) for value in trainable)
         state.wrapped.append(module)
         report(events.Wrap, names=[name for name, _ in module.named_parameters()])
 
@@ -124,13 +121,13 @@ def note_inputs(_, args, kwargs):
 def enter_module(module, args):
     """Observe the call of any module."""
     if is_compiling():
-        return  # the hooks would become a part of the graph
-    state.in_module += 1  # before any return below, because leave_module counts down
+        return  # torch.compile would make the hooks a part of the graph
+    state.in_module += 1  # comes before any return, because leave_module always subtracts 1
     if is_recorded():
         return
     is_outermost = state.in_module == 1
     with harmless():
-        if torch.is_grad_enabled():  # at any depth, as a model may be part of another
+        if torch.is_grad_enabled():  # at any depth, because a model may be part of another one
             note_bypass(module)
             watch_sharded_inputs(module)
         elif is_outermost or is_wrapped(module):
@@ -165,18 +162,14 @@ def watch_sharded_inputs(module):
 def report_evaluation(module):
     """Report that a batch is evaluated, and once per pass that a wrapped model evaluates it."""
     if isinstance(module, DistributedDataParallel):
-        return  # it will call the model inside it
+        return  # DDP will call the model inside it, which is then reported
     if state.batch_is_unevaluated:
         report(events.BatchEvaluated)
     state.batch_is_unevaluated = False
     if is_wrapped(module) and is_first("evaluated", id(module), state.passes):
         noisy = [type(part).__name__ for part in module.modules() if is_noisy(part)]
-        report(
-            events.Evaluated,
-            training=module.training,
-            noisy=noisy[0] if noisy and module.training else "",
-            pass_number=state.pass_of_batch,
-        )
+        noisy_layer = noisy[0] if noisy and module.training else ""
+        report(events.Evaluated, training=module.training, noisy=noisy_layer)
 
 
 def is_wrapped(module):

@@ -9,8 +9,8 @@ All of the names exist in PyTorch 2.8, the oldest supported version, and in 2.14
 underscore are private, so they may disappear first. If one is missing, the rest is still observed,
 and the report says so. Private names that the observer only reads are imported at a module's top.
 
-Outside of PyTorch, the observer replaces `signal.signal`, `logging.StreamHandler.emit` and
-`sys.stdout.write`, and listens to audit events about files and folders.
+Outside of PyTorch, the observer replaces `signal.signal`, and listens to audit events about files
+and folders.
 """
 
 import functools

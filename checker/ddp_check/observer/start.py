@@ -4,29 +4,22 @@ import atexit
 import multiprocessing.util
 import os
 import signal
-import sys
 
 from ddp_check.events import Exit, SigtermHandler
 from ddp_check.observer import data, files, group, steps  # noqa: F401  # each observes a subject
-from ddp_check.observer.base import TASK, ask, harmless, is_first, report, script_line, state
+from ddp_check.observer.base import TASK, harmless, is_first, report, script_line, state
 from ddp_check.observer.models import describe_models
 from ddp_check.observer.patches import intercept
 
 
-@atexit.register  # registered before the script's functions, so it is called last
+@atexit.register  # atexit calls it last, because it is registered before the script's functions
 def end():
     """Report the final weights, and that the process ends."""
     if state.pid != os.getpid() or not is_first("end"):
         return
     with harmless():
         describe_models()
-    report(Exit, modules=modules_of_script())
-
-
-def modules_of_script():
-    """Return the files of all modules in the script's folder, relative to it."""
-    paths = [ask(getattr, module, "__file__") or "" for module in [*sys.modules.values()]]
-    return [path.removeprefix(TASK.folder) for path in paths if path.startswith(TASK.folder)]
+    report(Exit)
 
 
 def end_in_fork(_):
@@ -35,7 +28,7 @@ def end_in_fork(_):
     Such a process ends with os._exit, which skips atexit's functions, but it calls those of
     multiprocessing.util.Finalize. A fork clears these before it calls this function.
     """
-    if state.pid != os.getpid():  # the parent's state; a spawned process has its own
+    if state.pid != os.getpid():  # `state` is the parent's, so this is a fork
         multiprocessing.util.Finalize(None, end, exitpriority=-1000)  # called last
 
 

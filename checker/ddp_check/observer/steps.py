@@ -23,18 +23,9 @@ from ddp_check.observer.base import (
     save_for_checker,
     state,
 )
-from ddp_check.observer.models import (
-    model_suffix,
-    reduced_by_ddp,
-)
+from ddp_check.observer.models import model_suffix
 from ddp_check.observer.patches import SCALER, patch
-from ddp_check.observer.values import (
-    checksums,
-    is_finite,
-    local_part,
-    mesh_dimensions,
-    tensors_in,
-)
+from ddp_check.observer.values import checksums, is_finite, local_part, mesh_dimensions, tensors_in
 from ddp_check.protocol import STEPS
 
 FEW, MAX_ELEMENTS = 3, 64  # how many of the first and last parameters, and of their elements
@@ -51,13 +42,13 @@ SCHEDULERS = [  # schedulers that define a step() of their own
 def enter_step(optimizer, args, kwargs):
     """Report a step before it is taken, while the gradients are still there."""
     if depth_of_steps() > 1:
-        return  # another optimizer, whose step is running, calls this one
+        return  # the step of another optimizer calls this one
     if "_init_optim_state" in {code.co_name for code in callers()}:
         return  # the step only creates the state into which a sharded checkpoint is loaded
     if ask(float, getattr(optimizer, "found_inf", None), default=0):
-        return  # a GradScaler makes a fused optimizer skip this step
+        return  # a fused optimizer skips this step itself, as a GradScaler has told it
     state.steps += 1
-    if TASK.pause:  # because even time.sleep(0) takes 0.05 ms
+    if TASK.pause:  # the condition saves time: even time.sleep(0) takes 0.05 ms
         time.sleep(TASK.pause)
     with harmless():
         if TASK.scale and state.steps <= STEPS and state.wrapped:
@@ -103,12 +94,6 @@ class OptimizerParameters:
         self.mesh_dimensions = mesh_dimensions(values)
 
     @property
-    def unreduced(self):
-        """The names of parameters in a wrapped model whose gradients DDP does not reduce."""
-        names = [name for name in self.models if name in self.gradients]
-        return [name for name in names if id(self.by_name[name]) not in reduced_by_ddp]
-
-    @property
     def bypassed(self):
         """The lines that call a model with gradients directly, if its wrapper was not called."""
         since = state.since_step
@@ -131,7 +116,6 @@ def report_step(optimizer, closure):
     report(
         events.Step,
         losses=since.losses,
-        backwards=since.backwards,
         sample_count=since.sample_count,
         inputs=since.inputs,
         rng=generator_states(),
@@ -140,7 +124,6 @@ def report_step(optimizer, closure):
         rates=[ask(float, group.get("lr"), default=0.0) for group in optimizer.param_groups],
         infinite=parameters.not_finite(since.losses),
         zero=not any(bool(local_part(gradient).any()) for gradient in gradients.values()),
-        unreduced=parameters.unreduced,
         bypassed=parameters.bypassed,
         mesh_dimensions=parameters.mesh_dimensions,
         has_state=bool(optimizer.state),
@@ -231,7 +214,7 @@ def step_scaled(original, self, *args, **kwargs):
     """Attribute what follows to the next step, even if the GradScaler skips this one."""
     state.gradients_scaled = False
     result = original(self, *args, **kwargs)
-    state.since_step = SinceStep()  # a skipped step does not reset it
+    state.since_step = SinceStep()  # if the step was skipped, nothing else has reset it
     return result
 
 
@@ -249,16 +232,7 @@ def clip(original, *args, **kwargs):
 def load_state_dict(original, self, *args, **kwargs):
     """Report that a state was loaded."""
     result = original(self, *args, **kwargs)
-    with harmless():
-        unexpected = ask(lambda: result.unexpected_keys)  # an optimizer returns nothing
-        state_dict = args[0] if args else kwargs["state_dict"]
-        fits_nothing = unexpected and len(unexpected) == len(state_dict)
-        report(
-            events.StateLoaded,
-            by_model=isinstance(self, torch.nn.Module),
-            wraps=len(state.wrapped),
-            unknown=unexpected[0] if fits_nothing else "",
-        )
+    report(events.StateLoaded, wraps=len(state.wrapped))
     return result
 
 

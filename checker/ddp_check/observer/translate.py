@@ -20,7 +20,7 @@ COUNT = int(os.environ.get("LOCAL_WORLD_SIZE", TASK.nproc))
 ALL_GPUS = ",".join(map(str, range(COUNT)))
 if not os.environ.get("CUDA_VISIBLE_DEVICES") and not os.path.exists("/dev/nvidiactl"):
     os.environ["CUDA_VISIBLE_DEVICES"] = ALL_GPUS  # libraries get their GPU from it
-ATTRIBUTES = (Tensor.get_device, Tensor.is_cuda.__get__)
+ATTRIBUTES = (Tensor.get_device, Tensor.is_cuda.__get__)  # they tell whether a GPU holds a tensor
 DEVICE_AT = {Tensor.to: 1, torch._C._nn._parse_to: 0}  # function -> index of its device argument
 
 
@@ -89,7 +89,7 @@ class Ignored:
     def __exit__(self, *_):
         return None
 
-    def __call__(self, function):  # as a decorator
+    def __call__(self, function):  # when it is used as a decorator
         return function
 
     def __getattr__(self, name):
@@ -158,7 +158,7 @@ def answer(original, *args, **kwargs):
     """Return the answer in `ANSWERS` to the script, or to a library if the name is in `QUIET`."""
     name = original.__name__
     if not (script_line(direct=True) or re.match(QUIET, name)):
-        return original(*args, **kwargs)  # a library gets the truth
+        return original(*args, **kwargs)  # a library gets the real answer
     value = ANSWERS.get(name, 0)
     return value(*args, **kwargs) if callable(value) else value
 

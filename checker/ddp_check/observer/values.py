@@ -145,7 +145,7 @@ def fingerprint(value, depth=5):
 def array_bytes(value):
     """Return the bytes of an array or an image, or None for other objects and for large ones."""
     size = ask(lambda: value.nbytes)
-    if size is None:  # not an array; perhaps a PIL image
+    if size is None:  # it is no array, but it may be a PIL image
         size = ask(lambda: value.width * value.height * len(value.getbands()))
     return ask(lambda: bytes(value.tobytes()) if size < MAX_BYTES else None)
 

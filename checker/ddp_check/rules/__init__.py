@@ -8,7 +8,7 @@ from ddp_check.ranks import counted
 from ddp_check.rules import data, evaluation, gradients, launch, output, weights
 from ddp_check.rules.base import BROKEN, Verdict, passed, unseen
 
-SUBJECTS = {  # event -> (what is counted when a rule passes, the reason if a run has none)
+SUBJECTS = {  # event -> (noun to count it with, reason for `not seen` if a run has none)
     events.Step: ("step", "no optimizer took a step"),
     events.Wrap: ("model", "no model is wrapped in DistributedDataParallel"),
     events.Join: ("process group", "no process joined a process group"),
@@ -17,9 +17,8 @@ SUBJECTS = {  # event -> (what is counted when a rule passes, the reason if a ru
     events.Clipped: ("call", "no gradient is clipped"),
     events.Evaluated: ("evaluation", "no wrapped model was called without gradients"),
     events.Save: ("save", "nothing is saved with torch.save"),
-    events.StateLoaded: ("state", "no state is loaded"),
 }
-RULES = {  # rule -> the kinds of event that it needs
+RULES = {  # rule -> kinds of event without which the rule is `not seen`
     launch.script_ends: [],
     launch.one_group: [],
     gradients.values_are_finite: [events.Step],
@@ -35,10 +34,8 @@ RULES = {  # rule -> the kinds of event that it needs
     data.random_numbers_differ: [events.Step],
     output.one_rank_writes: [],
     output.plain_names: [events.Save],
-    output.loaded_names_fit: [events.StateLoaded],
     evaluation.each_sample_is_evaluated_once: [events.PassBegun],
     evaluation.result_is_of_all: [events.PassBegun],
-    launch.same_collectives: [events.Collective],
 }
 assert {kind for kinds in RULES.values() for kind in kinds} <= SUBJECTS.keys()
 

@@ -8,39 +8,37 @@ WRONG = "wrong"  # the result is wrong, or the run fails
 FRAGILE = "fragile"  # the script works until something else goes wrong
 SLOW = "slow"  # the result is right, but takes longer than necessary
 UNSURE = "unsure"  # something may be wrong, but the checker cannot decide
-NOTE = "note"  # something rare or harmless, which is reported at the end
 BROKEN = "error"  # the checker itself failed
-LABELS = {  # status -> its label in the report, and its level on GitHub; the worst come first
+LABELS = {  # status -> label in the report, and level on GitHub; the worst status comes first
     WRONG: ("FAIL", "error"),
     BROKEN: ("ERROR", "error"),
     FRAGILE: ("WARN", "warning"),
     SLOW: ("WARN", "warning"),
     UNSURE: ("unsure", "notice"),
     PASS: ("pass", ""),
-    NOTE: ("note", ""),
     UNSEEN: ("not seen", ""),
     NOT_APPLICABLE: ("n/a", ""),
 }
 LEVELS = {status: level for status, (_, level) in LABELS.items() if level}
-FOLDED = (UNSEEN, NOT_APPLICABLE)  # statuses that the report only counts
+FOLDED = (UNSEEN, NOT_APPLICABLE)  # statuses that the report counts, but does not show
 
 
 @dataclass(frozen=True)
 class Verdict:
     """What a rule or a drill has found."""
 
-    status: str  # one of the words above
+    status: str  # one of the constants above, such as WRONG
     text: str  # what was seen
     where: str = ""  # line of the script, as "file:line"
     page: str = ""  # page that explains it: "no_sampler" (pitfalls/no_sampler.md), "recipes/ema"
-    details: tuple = ()  # lines to show below it
+    details: tuple = ()  # lines to show below the verdict, such as a traceback
     rule: str = ""  # name of the rule or drill that gives the verdict
-    title: str = ""  # what the rule promises
-    follows: bool = False  # another rule reports its cause, so it comes after the others
+    title: str = ""  # what is true for a correct script: the docstring of the rule
+    follows: bool = False  # another rule reports the cause, so this verdict comes last
 
 
 passed, wrong, unsure = (partial(Verdict, status) for status in (PASS, WRONG, UNSURE))
-fragile, slow, note = (partial(Verdict, status) for status in (FRAGILE, SLOW, NOTE))
+fragile, slow = partial(Verdict, FRAGILE), partial(Verdict, SLOW)
 unseen, not_applicable = partial(Verdict, UNSEEN), partial(Verdict, NOT_APPLICABLE)
 
 

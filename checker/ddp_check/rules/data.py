@@ -1,22 +1,14 @@
 """Rules about the samples that the ranks train on."""
 
-import math
 import re
 from itertools import pairwise
 
 from ddp_check import events
 from ddp_check.ranks import counted, differ, of_lowest_rank
-from ddp_check.rules.base import (
-    not_applicable,
-    passed,
-    unseen,
-    unsure,
-    worst,
-    wrong,
-)
+from ddp_check.rules.base import not_applicable, passed, unseen, unsure, worst, wrong
 
 SEEDS_GPU_BY_RANK = r"cuda\.manual_seed(_all)?\([^)\n]*rank"
-ENOUGH_SAMPLES = 8  # number below which samples may agree by chance
+ENOUGH_SAMPLES = 8  # fewer samples than this may be the same by chance
 
 
 def ranks_share_data(run):
@@ -67,7 +59,7 @@ def shared_in(run, number, epoch):
         return unseen("the samples cannot be compared", first.where)
     loaded, distinct = sum(map(len, keys)), [{*of_rank} for of_rank in keys]
     shared = sum(map(len, distinct)) - len(set.union(*distinct))
-    if shared < ENOUGH_SAMPLES or shared <= loaded / len(keys) / 4:  # by padding, or by chance
+    if shared < ENOUGH_SAMPLES or shared <= loaded / len(keys) / 4:  # this may be padding or chance
         return None
     text = f"epoch {number}: {shared} of {loaded} samples are seen by several ranks"
     if differ(epoch, "subset_checksum"):
@@ -87,7 +79,7 @@ def shared_in(run, number, epoch):
 
 
 def keys_of(data_pass):
-    """Return the samples' indices and labels, which augmentation keeps, or their checksums."""
+    """Return what identifies each sample, even if it is augmented; in a stream, its checksum."""
     if data_pass.iterable:
         return data_pass.values("checksums")
     indices, labels = data_pass.values("base_indices"), data_pass.values("label_checksums")
@@ -97,10 +89,7 @@ def keys_of(data_pass):
 def order_changes(run):
     """the order changes from epoch to epoch"""
     loops = {}  # (line of the loop, number of the trial, fold) -> the passes of the lowest rank
-    # Each new model begins a trial, unless it may continue an earlier one from a saved state.
-    saved = min((save.time for save in run.all(events.Save)), default=math.inf)
-    goes_on = any(load.time > saved for load in run.all(events.StateLoaded))
-    wraps = [] if goes_on else run.of_lowest_rank(events.Wrap)
+    wraps = run.of_lowest_rank(events.Wrap)  # a script that wraps a new model begins another trial
     for data_pass in map(of_lowest_rank, run.training_passes):
         trial = sum(wrap.time < data_pass.time for wrap in wraps)
         fold = data_pass.subset_checksum
@@ -117,7 +106,7 @@ def read_once(passes):
     for data_pass in passes:
         inputs, count = [step.inputs for step in data_pass.steps], len(data_pass.batches)
         goes_on = data_pass.ended and len(inputs) > count > 1  # more steps than batches
-        may_change = data_pass.shuffle is not False  # False: one order is intended
+        may_change = data_pass.shuffle is not False  # if it is False, the script wants one order
         # Each step has the same batch as the step `count` steps before it.
         if may_change and goes_on and all(inputs) and inputs[count:] == inputs[:-count]:
             text = f"steps 1 to {count} are repeated in the same order: the loader is read once"

@@ -82,10 +82,8 @@ def result_is_of_all(run):
     """the result of an evaluation is that of all ranks"""
     divided = [parts for parts in evaluations(run) if is_divided(run, parts)]
     for parts in divided:
-        after = run.following(
-            parts[0].batches[-1], events.Collective, events.Step | events.PassBegun
-        )
-        if not any(re.search("reduce|gather|all_to_all", call.name) for call in after):
+        calls = parts[0].events_of(events.Collective)
+        if not any(re.search("reduce|gather|all_to_all", call.name) for call in calls):
             own, total = len(parts[0].values("indices")), parts[0].sample_count
             text = f"rank 0 evaluates {own} of {total} samples, and no collective follows that "
             return unsure(f"{text}could bring the others' results", parts[0].where, "rank_0_loss")

@@ -29,7 +29,7 @@ def gradients_are_averaged(run):
         return not_applicable("the ranks exchange something else than gradients")
     if any(step.closure for step in run.all(events.Step)):
         return unseen("a closure computes the gradients")
-    # These can be seen even if some numbers are infinite:
+    # These faults can be seen even if some gradients are infinite:
     if verdict := all_zero(run) or unequal_step_counts(run) or gradients_differ(run):
         return verdict
     if verdict := never_zeroed(run) or other_parameters(run):
@@ -44,7 +44,7 @@ def all_zero(run):
 
     In some steps, this is no fault: a hinge loss has no gradient if all samples are right.
     """
-    rows_by_optimizer = {}  # names of an optimizer's parameters -> its steps
+    rows_by_optimizer = {}  # names of an optimizer's parameters -> rows of this optimizer's steps
     for row in run.step_rows:
         rows_by_optimizer.setdefault(tuple(row[0].gradients), []).append(row)
     for rows in rows_by_optimizer.values():
@@ -79,20 +79,15 @@ def other_parameters(run):
 
 def unequal_step_counts(run):
     """Return the verdict on ranks that do not take equally many steps."""
-    if counts := counts_that_differ(run, events.Step):
-        text = f"the optimizer takes {counts}: does each rank decide by itself when to take one?"
+    if run.returncode != 0 or run.in_join:
+        return None
+    counts = {rank: len(steps) for rank, steps in run.by_rank(events.Step).items()}
+    if pair := differing_ranks(counts):
+        text = " and ".join(f"{counted(counts[rank], 'step')} on rank {rank}" for rank in pair)
+        text = f"the optimizer takes {text}: does each rank decide by itself when to take one?"
         where, wrapped = run.all(events.Step)[0].where, run.all(events.Wrap)
         # If no model is wrapped, that is the cause, and weights_agree reports it.
         return wrong(text, where, "uneven_batches", follows=not wrapped)
-
-
-def counts_that_differ(run, kind):
-    """Return in words how many steps of this kind two ranks take, or "" if all take as many."""
-    if run.returncode != 0 or run.in_join:
-        return ""
-    counts = {rank: len(steps) for rank, steps in run.by_rank(kind).items()}
-    pair = differing_ranks(counts) or ()
-    return " and ".join(f"{counted(counts[rank], 'step')} on rank {rank}" for rank in pair)
 
 
 def gradients_differ(run):
@@ -105,21 +100,17 @@ def gradients_differ(run):
     if step.bypassed:
         text += f"; the model is called without its wrapper at {short(step.bypassed[0])}"
         return wrong(text, step.bypassed[0], "forward_through_module")
-    if not step.synced:  # on the lowest rank
+    if not step.synced:  # `step` is that of the lowest rank
         text += "; the last backward() was under no_sync"
         return wrong(text, step.where, "accumulation_without_no_sync")
-    if name in step.unreduced:
-        text += ", which DDP does not reduce: it was frozen or not there when DDP wrapped them"
-        return wrong(text, run.of_lowest_rank(events.Wrap)[-1].where)
     # Other rules report that nothing is wrapped, or that the optimizer has other parameters.
     told_elsewhere = not run.all(events.Wrap) or name.startswith(events.PARAMETER)
     return wrong(text, step.where, follows=told_elsewhere)
 
 
-def two_that_differ(values, layout):
-    """Return in words the value of the lowest rank, and the one that differs most from it."""
-    farthest = max(values, key=lambda value: abs(value - values[0]))
-    return f"{values[0]:{layout}} and {farthest:{layout}}"
+def lowest_and_highest(values, layout):
+    """Return the lowest and the highest of these values in words."""
+    return f"{min(values):{layout}} to {max(values):{layout}}"
 
 
 def several_reductions(run):
@@ -164,31 +155,16 @@ def clipping_comes_last(run):
 
 def rates_are_equal(run):
     """all ranks have the same learning rate"""
-    metrics_row, first = differing_metrics(run), run.first_difference("rates")
-    reason = ""
-    if metrics_row:
-        values = two_that_differ([event.metric for event in metrics_row], ".4g")
-        reason = f"the scheduler gets another value on each rank, {values}"
-    elif counts := counts_that_differ(run, events.Scheduled):
-        reason = f"the scheduler takes {counts}"
-    if first:
-        text = f"from step {first.number} on, they differ from rank to rank"
+    if row := differing_metrics(run):
+        values = lowest_and_highest([event.metric for event in row], ".4g")
+        text = f"the scheduler gets another value on each rank, {values}, so the ranks lower their "
+        return wrong(f"{text}learning rates in different steps", row[0].where, PAGE)
+    if first := run.first_difference("rates"):
         group = first.name  # index of a group of parameters, which a rank may lack
-        if all(group < len(step.rates) for step in first.row):
-            text += f": {two_that_differ([step.rates[group] for step in first.row], '.3g')}"
+        rates = [step.rates[group] for step in first.row if group < len(step.rates)]
+        text = f"from step {first.number} on, they differ from rank to rank: "
         say = unsure if run.goes_another_way else wrong
-        return say(f"{text}; {reason}" if reason else text, line_of_rates(run, first.row[0]), PAGE)
-    if metrics_row:
-        text = f"{reason}: sooner or later, they will lower their learning rates at other times"
-        return wrong(text, metrics_row[0].where, PAGE)
-    if reason:
-        return unsure(f"{reason}: should all ranks step it?", run.all(events.Scheduled)[0].where)
-
-
-def line_of_rates(run, step):
-    """Return the line that has set the learning rates of a step, or the line of the step."""
-    before = [event for event in run.all(events.Scheduled) if event.time < step.time]
-    return max(before, key=lambda event: event.time, default=step).where
+        return say(text + lowest_and_highest(rates, ".3g"), first.row[0].where, PAGE)
 
 
 def differing_metrics(run):

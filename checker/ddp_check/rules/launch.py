@@ -2,13 +2,12 @@
 
 import re
 import signal
-from itertools import zip_longest
 
 from ddp_check import events
 from ddp_check.ending import LACKS_GPUS, OF_OTHERS
-from ddp_check.protocol import FRAME, is_own
+from ddp_check.protocol import FRAME, PROTECTED, is_own
 from ddp_check.ranks import counted, differing_ranks, of_lowest_rank, short
-from ddp_check.rules.base import WRONG, fragile, passed, unseen, unsure, wrong
+from ddp_check.rules.base import fragile, passed, unseen, unsure, wrong
 
 NETWORK = (
     r"URLError|gaierror|ConnectionError|MaxRetryError|name resolution|OfflineMode|HTTPError"
@@ -59,32 +58,23 @@ def hang(run):
 def with_cause(run, text, where, page="", details=()):
     """Return the verdict on a run that fails or hangs, with its cause if that was seen.
 
-    An error that is not about other ranks itself says what is wrong. Then `early_cause` would only
-    find what follows from it.
+    If the error does not mention other ranks, it is the cause. Ranks with different numbers of
+    batches then only follow from it.
     """
     tells_its_cause = run.returncode and run.end.errors and not re.search(OF_OTHERS, run.end.text)
-    cause = (not tells_its_cause and early_cause(run)) or late_cause(run, details)
+    cause = (not tells_its_cause and uneven_passes(run)) or late_cause(run, details)
     if cause:
         page = cause.page or page
         return wrong(f"{cause.text}; {text}", cause.where or where, page, details)
     return wrong(text, where, page, details)
 
 
-def early_cause(run):
-    """Return a verdict if the numbers of batches differ, or a model has changed, or None."""
-    if cause := uneven_passes(run):
-        return cause
-    if names := [name for step in run.all(events.Step) for name in step.unreduced]:
-        return wrong(f"{names[0]} came into the model after it was wrapped")
-
-
 def late_cause(run, details):
-    """Return a verdict if a rank waits for others' buffers, or in a different call, or None."""
+    """Return a verdict if a rank waits for other ranks' buffers, or in another collective."""
     stacks = [function for stack in run.stacks.values() for _, _, function in stack]
     if "_sync_buffers" in stacks or "_sync_buffers" in str(details):
         return wrong(BUFFERS, "", "rank_0_evaluates_the_wrapper")
-    cause = same_collectives(run)
-    return cause if cause and cause.status == WRONG else None
+    return differing_calls(run)
 
 
 def uneven_passes(run):
@@ -118,6 +108,8 @@ def cure_of_this_machine(run):
         return "run the checker in the environment of the script"
     if re.search(BESIDE, run.end.text):
         return "it is run in a copy of its folder, which has no such neighbour: use absolute paths"
+    if PROTECTED in run.end.text:
+        return "let it write to a folder with fewer files"
     if run.translate and is_about_gpus(run):
         return "the checker cannot translate this for the CPU"
     return ""
@@ -151,22 +143,25 @@ def one_group(run):
     return passed(counted(len(joins), "rank"), of_lowest_rank(joins).where)
 
 
-def same_collectives(run):
-    """all ranks call the same collectives in the same order"""
-    calls = run.by_rank(events.Collective)
-    if run.all(events.CommHook):  # the order of a hook's calls may differ from rank to rank
-        calls = {
-            rank: [call for call in of_rank if not call.in_model] for rank, of_rank in calls.items()
-        }
-    rows = zip_longest(*calls.values()) if run.returncode == 0 else zip(*calls.values())
-    for number, row in enumerate(rows, 1):
+def differing_calls(run):
+    """Return a verdict if two ranks called different collectives one after another, or None."""
+    calls = {  # leaves out calls by DDP and its hooks, whose order may differ from rank to rank
+        rank: [call for call in of_rank if not call.in_model]
+        for rank, of_rank in run.by_rank(events.Collective).items()
+    }
+    for row in zip(*calls.values()):
         call_by_rank = dict(zip(calls, row))
-        signatures = {rank: call and signature(call) for rank, call in call_by_rank.items()}
-        if pair := differing_ranks(signatures):
-            return different_calls(number, {rank: call_by_rank[rank] for rank in pair})
-    if run.returncode is None:
-        until = counted(min(map(len, calls.values())), "call")
-        return unseen(f"the script did not end; {until} until then agree")
+        pair = differing_ranks({rank: signature(call) for rank, call in call_by_rank.items()})
+        if pair:
+            first, second = (call_by_rank[rank] for rank in pair)
+            text = f"rank {pair[0]} calls {described(first)}, but rank {pair[1]} "
+            return wrong(text + described(second), first.where, "collective_on_one_rank")
+
+
+def described(call):
+    """Return a collective in words."""
+    size = f" of {counted(call.elements, 'element')}" if call.elements else ""
+    return f"{call.name}{size} at {short(call.where)}"
 
 
 def signature(call):
@@ -175,16 +170,3 @@ def signature(call):
     In collectives other than these, the ranks' tensors or objects may differ in size.
     """
     return call.name, call.elements if call.name in ("all_reduce", "reduce", "broadcast") else 0
-
-
-def different_calls(number, call_by_rank):
-    """Return the verdict on two ranks whose calls differ; one of the calls may be None."""
-    calls = [call for call in call_by_rank.values() if call]
-    sizes_differ = len(calls) > 1 and calls[0].name == calls[1].name
-    texts = []
-    for rank, call in call_by_rank.items():
-        size = f" of {counted(call.elements, 'element')}" if sizes_differ else ""
-        what = f"{call.name}{size} ({short(call.where)})" if call else "nothing"
-        texts.append(f"rank {rank} calls {what}")
-    page = "" if sizes_differ else "collective_on_one_rank"
-    return wrong(f"call {number}: {', '.join(texts)}", calls[0].where, page)

@@ -32,11 +32,11 @@ def written_in_place(run):
         if save.path and not renamed & {save.path, *map(str, Path(save.path).parents)}
     ]
     paths = [save.path for save in in_place]
-    for save in in_place:  # if saved repeatedly or before the last step, it may be for a resume
+    for save in in_place:  # a file saved twice, or before the last step, may be for a resume
         if paths.count(save.path) > 1 or save.steps < len(run.steps):
             text = f"{Path(save.path).name} is written in place: a crash then leaves half a file"
             return fragile(text, save.where, "written_in_place")
-    if in_place:  # saved once, at the end, as the result of the training
+    if in_place:  # the file is saved once, at the end, so it is the result of the training
         text = f"{Path(paths[0]).name} is written in place after the last step: that matters only "
         return unseen(f"{text}if the script resumes from it", in_place[0].where)
 
@@ -83,13 +83,3 @@ def plain_names(run):
         if prefixed := [key for key in event.keys if key not in names]:
             text = f"a key is {prefixed[0]}: only a wrapped model can load it"
             return fragile(text, event.where, "module_prefix_saved")
-
-
-def loaded_names_fit(run):
-    """a model has some of the names that it loads"""
-    loads = [event for event in run.all(events.StateLoaded) if event.by_model]
-    for name in [event.unknown for event in loads if event.unknown]:
-        text = f"with strict=False, nothing is loaded: the model has no {name}, nor any other"
-        page = "module_prefix_saved" if name.startswith("module.") else ""
-        return wrong(text, loads[0].where, page)
-    return None if loads else unseen("no model loads a state")

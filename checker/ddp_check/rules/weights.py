@@ -1,6 +1,5 @@
 """Rules about weights and buffers, and the mode that a model is in."""
 
-import math
 from itertools import chain
 
 from ddp_check import events
@@ -34,7 +33,7 @@ def nothing_is_wrapped(run):
     if run.all(events.Wrap) or (run.returncode != 0 and not rows):  # the first step failed
         return None
     if len(calls) >= len(rows) > 0 and not run.first_difference("gradients"):
-        return None  # they may average their gradients by hand
+        return None  # the script may average its gradients by hand
     text = "no model is wrapped in DistributedDataParallel: each rank trains its own"
     return wrong(text, run.all(events.Step)[0].where)
 
@@ -80,40 +79,25 @@ def with_earlier_cause(run, number, say, text, where=""):
 
 def training_mode(run):
     """the model is in training mode in each step"""
-    steps = run.of_lowest_rank(events.Step) or run.all(events.Step)  # rank 0 may take none
+    steps = run.of_lowest_rank(events.Step) or run.all(events.Step)  # rank 0 may take no step
     numbers = [number for number, step in enumerate(steps, 1) if not step.training]
-    if not numbers:
-        return None
     if len(numbers) == len(steps):
         return unsure("all steps are taken in evaluation mode", steps[0].where)
-    step, text = steps[numbers[0] - 1], f"step {numbers[0]} is in evaluation mode"
-    # It is a fault if exactly the steps before the first evaluation are in training mode. An
-    # evaluation before the first training step does not count, because it may be a trial run.
-    training_begun = next(step.time for step in steps if step.training)
-    evaluated = run.of_lowest_rank(events.Evaluated) or run.all(events.Evaluated)
-    times = [event.time for event in evaluated if event.time > training_begun]
-    first = min(times, default=math.inf)
-    if all(each.training == (each.time < first) for each in steps):
-        return wrong(text, step.where, "eval_never_undone")
-    return unsure(f"{text}: is that intended?", step.where, "eval_never_undone")
+    if numbers:
+        where, text = steps[numbers[0] - 1].where, f"step {numbers[0]} is in evaluation mode"
+        return unsure(f"{text}: does train() follow eval()?", where, "eval_never_undone")
 
 
 def evaluation_mode(run):
     """the model is in evaluation mode when it is evaluated"""
-    all_passes = chain(*run.passes_by_rank.values())
+    all_passes = [*chain(*run.passes_by_rank.values())]
     trained = {data_pass.dataset for data_pass in all_passes if data_pass.is_training}
-    # A pass over training data without a step may compute BatchNorm's statistics, as in update_bn.
-    evaluating = {  # (rank, number of the pass)
-        (rank, data_pass.pass_number)
-        for rank, passes in run.passes_by_rank.items()
-        for data_pass in passes
-        if data_pass.batches and data_pass.dataset not in trained
-    }
     evaluated = [
         event
-        for rank, of_rank in run.by_rank(events.Evaluated).items()
-        for event in of_rank
-        if (rank, event.pass_number) in evaluating
+        for data_pass in all_passes
+        # A pass over training data without a step may compute BatchNorm's statistics (update_bn).
+        if data_pass.dataset not in trained
+        for event in data_pass.events_of(events.Evaluated)
     ]
     for event in evaluated:
         if event.noisy:
