@@ -63,7 +63,7 @@ class Trainer:
         return loss.detach() * len(targets)
 
     def _run_epoch(self):
-        epoch_seed = self.config["seed"] + self.epochs_run  # one seed per epoch, even if resumed
+        epoch_seed = self.config["seed"] + self.epochs_run  # a resumed epoch gets the same seed
         torch.manual_seed(epoch_seed)
         self.model.train()
         start = time.perf_counter()

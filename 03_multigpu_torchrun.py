@@ -6,7 +6,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but a later import would keep the process group alive
+import torch.distributed.nn  # unused; if DDP imported it later, it would keep the group alive
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
@@ -85,7 +85,7 @@ class Trainer:
         return loss.detach() * len(targets)
 
     def _run_epoch(self):
-        epoch_seed = self.config["seed"] + self.epochs_run  # one seed per epoch, even if resumed
+        epoch_seed = self.config["seed"] + self.epochs_run  # a resumed epoch gets the same seed
         torch.manual_seed(epoch_seed + 1000 * dist.get_rank())  # different numbers on each rank
         self.train_loader.sampler.set_epoch(self.epochs_run)  # otherwise, the order never changes
         self.model.train()

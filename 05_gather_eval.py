@@ -1,4 +1,4 @@
-"""Step 5: the same, evaluated by all ranks together, with each test sample counted once."""
+"""Step 5: like step 4, but all ranks evaluate, and each test sample is counted once."""
 
 import argparse
 import os
@@ -9,7 +9,7 @@ from itertools import islice
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but a later import would keep the process group alive
+import torch.distributed.nn  # unused; if DDP imported it later, it would keep the group alive
 from sklearn.datasets import load_digits
 from sklearn.metrics import classification_report
 from sklearn.model_selection import train_test_split
@@ -111,7 +111,7 @@ class Trainer:
         return votes.item() > 0
 
     def _run_epoch(self):
-        epoch_seed = self.config["seed"] + self.epochs_run  # one seed per epoch, even if resumed
+        epoch_seed = self.config["seed"] + self.epochs_run  # a resumed epoch gets the same seed
         torch.manual_seed(epoch_seed + 1000 * dist.get_rank())  # different numbers on each rank
         self.train_loader.sampler.set_epoch(self.epochs_run)  # otherwise, the order never changes
         self.train_loader.sampler.samples_run = self.samples_run  # how many to skip
@@ -197,7 +197,7 @@ def evaluate(model, test_set, device, args):
     model.eval()
     for buffer in model.buffers():  # none here; BatchNorm's would differ between the ranks
         dist.broadcast(buffer, 0)
-    # Each test sample goes to exactly one rank. There are 359, a prime, so shares usually differ.
+    # Each test sample goes to exactly one rank. 359 is a prime, so shares usually differ in size.
     shard = range(dist.get_rank(), len(test_set), dist.get_world_size())
     correct = torch.tensor(0)
     results = []  # a target and a prediction for each sample of the shard
