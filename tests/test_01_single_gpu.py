@@ -25,15 +25,6 @@ def test_it_prints_where_it_runs_and_a_line_for_each_epoch_and_the_accuracy(laun
     assert re.fullmatch(r"accuracy \d+\.\d\d% \(\d+/359\)", last)
 
 
-def test_it_saves_every_so_many_epochs_and_after_the_last(build_trainer, tmp_path):
-    trainer, saves = build_trainer("01"), []
-    save = trainer._save_checkpoint
-    trainer._save_checkpoint = lambda: saves.append(trainer.epochs_run) or save()
-    trainer.train(total_epochs=5, save_every=2)
-    assert saves == [2, 4, 5]
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
-
-
 def test_it_resumes_and_ends_with_the_bits_of_an_undisturbed_run(trained, tmp_path):
     shutil.copy(trained("01", "2", *NARROW).cwd / "checkpoint.pt", tmp_path)
     job = finished(forked("01", *FOUR_EPOCHS), tmp_path)

@@ -13,7 +13,7 @@ from support.scripts import FOUR_EPOCHS, SCRIPT, Pickled, edited, forked, load
 # ---------------------------------------------------------------- loading
 
 
-@pytest.fixture(params=["01", "04"])  # 02 and 03 load as 01 does, and 05 loads as 04 does
+@pytest.fixture(params=["01", "04"])  # 02 and 03 load and train as 01 does, and 05 as 04 does
 def step(request):
     return request.param
 
@@ -90,6 +90,15 @@ def test_no_code_in_a_checkpoint_is_run(trainer, path):
 
 
 # ---------------------------------------------------------------- saving
+
+
+def test_it_saves_every_so_many_epochs_and_after_the_last(build_trainer, step, tmp_path):
+    trainer, saves = build_trainer(step), []
+    save = trainer._save_checkpoint
+    trainer._save_checkpoint = lambda: saves.append(trainer.epochs_run) or save()
+    trainer.train(total_epochs=5, save_every=2)
+    assert saves == [2, 4, 5]
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
 
 
 @pytest.mark.parametrize("step", SCRIPT)
