@@ -239,7 +239,8 @@ class Words(nn.Module):
 def given(code):
     """Return the names that pages use for what a reader has, new for each block."""
     torch.manual_seed(0)
-    model, data = build_model(), TensorDataset(torch.rand(16, 4), torch.rand(16, 1))
+    model, size = build_model(), 16 + 8 * rank  # ranks have different numbers of batches
+    data = TensorDataset(torch.rand(size, 4), torch.rand(size, 1))
     code = re.sub("#.*", "", code)
     if "model.module" in code:
         model = DDP(model)
@@ -254,7 +255,13 @@ def given(code):
     names |= {"images": torch.rand(4, 4), "labels": torch.rand(4, 1), "x": torch.rand(4, 4)}
     names |= {"real": torch.rand(2, 4), "fake": torch.rand(2, 4), "tensor": torch.rand(2 + rank)}
     names |= {"layer": nn.Linear(4, 4), "output": torch.rand(4, 1), "batch": torch.rand(4, 4)}
-    names |= {"loss": torch.tensor(1.0), "total": 8, "steps": 2, "seconds": 1.0, "epoch": 0}
+    names |= {
+        "loss": torch.tensor([1.0, torch.nan][rank]),
+        "total": 8,
+        "steps": 2,
+        "seconds": 1.0,
+        "epoch": 0,
+    }
     names |= {"step": 0, "seed": 0, "correct": 1, "seen": 2, "batches": 2, "paths": ["a", "b"]}
     names |= dict.fromkeys(("train", "train_one_epoch", "evaluate", "save"), lambda *_: None)
     names |= {
@@ -263,7 +270,7 @@ def given(code):
         "local_rank": 0,
         "shard": fully_shard,
     }
-    names |= {"build_model": build_model, "accumulated": 1, "loss_sum": 1.0, "samples": 2}
+    names |= {"build_model": build_model, "accumulated": 1, "loss_sum": 1.0, "samples": 2, "bad": 0}
     names["patience_is_over"] = lambda: rank == 1
     if "tokens" in code:
         model = FSDP(Words(), device_id=device, use_orig_params=True)
@@ -304,7 +311,11 @@ def others(codes):
             text = "for _ in range(1):\n" + re.sub("^", "    ", text, flags=re.MULTILINE)
         text = re.sub(r"dist\.(init|destroy)_process_group\(.*\)", "pass", text)
         try:
-            run(text, **given(text))
+            names, ends = run(text, **given(text)), [None, None]
+            agreed = [names[name] for name in ("epoch", "batches", "bad")]
+            end = [float(it) for it in agreed if isinstance(it, (int, torch.Tensor))]
+            dist.all_gather_object(ends, end)
+            assert ends[0] == ends[1], ends  # on what both ranks have to agree
         except Exception:
             failed.append(f"{title}: {traceback.format_exc()}")
     assert not failed, "\n".join(failed)

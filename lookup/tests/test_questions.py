@@ -251,7 +251,7 @@ def test_slurm(cluster, folder):
     (sees,) = blocks("CUDA_VISIBLE_DEVICES and LOCAL_RANK under srun", "bash")
     text = f"#!/bin/bash\n{share}#SBATCH --output=%x_%j.out\nsource .venv/bin/activate\n{sees}"
     job = submitted(text + once_per_node, TRAIN, "rank 0: 3.0", "rank 1: 3.0")
-    assert re.search(r"^node\d: 0,1, task 0$", job.stdout, re.MULTILINE)
+    assert re.search(r"^node\d 0: 0,1$", job.stdout, re.MULTILINE)
 
 
 STOPPED = """\
