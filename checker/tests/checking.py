@@ -40,7 +40,6 @@ def fork_ranks(monkeypatch):
 
     The ranks have imported everything before the script does, and a signal to all kills them.
     """
-    monkeypatch.setenv(server.AT_ONCE, "1")
     for launcher, nprocs in (("torchrun", "NPROC"), ("python", 0)):
         *words, _ = server.command("script", nprocs=nprocs)
         monkeypatch.setitem(LAUNCHERS, launcher, [str(word) for word in words])

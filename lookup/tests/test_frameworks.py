@@ -39,7 +39,7 @@ def offline(monkeypatch):
 def run(folder, name, line, more, *args, env=None):
     """Run a program of lookup/ beside step 5 on two ranks, with more lines before this one.
 
-    Return the Result, and what ranks 0 and 1 said, as lists.
+    Return the Job, and what ranks 0 and 1 said, as lists.
     """
     edited(folder, "05")
     text = (ROOT / "lookup" / f"with_{name}.py").read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ REPLACE = '        os.replace(f"{self.path}.new", self.path)\n'
 
 
 def alone(script, *args, nprocs=1):
-    """Run a script, on one rank unless more are wanted; return the Result."""
+    """Run a script, on one rank unless more are wanted; return the Job."""
     return run(forked(script, *args, nprocs=nprocs), script.parent)
 
 

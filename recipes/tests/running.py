@@ -31,13 +31,13 @@ class Patched:
         return patched(self.folder, self.page, *changes)
 
     def ran(self, *changes, args=ONE, env=None, code=0, **options):
-        """Run it to its end; return the Result."""
+        """Run it to its end; return the Job."""
         job = run(forked(self.script(*changes), *args, **options), self.folder, env)
         assert job.returncode == code, job
         return job
 
     def refused(self, *changes, **options):
-        """Run it until it fails as its page says; return the Result."""
+        """Run it until it fails as its page says; return the Job."""
         job = self.ran(*changes, code=1, **options)
         assert all(text in job.stderr for text in self.on_screen()), job
         return job

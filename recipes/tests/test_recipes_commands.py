@@ -22,7 +22,7 @@ SMALLER = dict.fromkeys(["bf16", "fp16_scaler"], " --width 8")  # or they take m
 
 
 def ended(folder, name):
-    """Type the command of a page; return the Result."""
+    """Type the command of a page; return the Job."""
     for room in "recipes", "exercise":
         (folder / room).symlink_to(ROOT / room)
     for path in SCRIPTS:  # which `patch` would refuse as links

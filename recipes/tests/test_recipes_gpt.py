@@ -62,7 +62,7 @@ def small(folder, name, *changes, double=True):
 
 
 def trained(folder, name, *changes, epochs=1, nprocs=4, **options):
-    """Train a small version in a folder; return the Result."""
+    """Train a small version in a folder; return the Job."""
     path = small(folder, name, *changes, **options)
     return finished(forked(path, str(epochs), nprocs=nprocs), folder)
 
@@ -75,7 +75,7 @@ def held(job):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Return the Results of an epoch on four ranks, and of the next one on two."""
+    """Return the Jobs of an epoch on four ranks, and of the next one on two."""
 
     @cache
     def train(name):

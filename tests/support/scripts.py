@@ -100,10 +100,3 @@ def digest(tensors):
     """Return an expression that computes a checksum of the bits of these tensors."""
     each = f"t.detach().cpu().numpy().tobytes() for t in {tensors}"
     return f"__import__('zlib').crc32(b''.join({each}))"
-
-
-class Pickled:
-    """Creates a folder when it is unpickled."""
-
-    def __reduce__(self):
-        return os.mkdir, ("executed",)
