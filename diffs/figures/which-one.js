@@ -43,7 +43,7 @@
 
   function words(given, limit, way) {
     if (way) {
-      const where = way === "ddp" ? "the five scripts as they are" : `recipes/${way}.md`;
+      const where = way === "ddp" ? "the five scripts as they are" : `recipes/${way === "hybrid_sharding" ? "fsdp2_gpt" : way}.md`;
       return `The simplest that fits into ${gigabytes(limit)} per GPU: ${WAYS[way]} (${where}).`;
     }
     const { recommended } = computed({ ...given, checkpointed: true }, limit);
