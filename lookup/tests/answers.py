@@ -1,4 +1,4 @@
-"""Tries the printed code of lookup/ on two ranks; each rank says which of it works, or why not.
+"""Tries the printed code of lookup/ on two ranks; each rank says what works, or why not.
 
 `CODE` has the blocks of an entry under the name of a function below, which tries them; the
 blocks under the name `others` are run one by one, with the names of `given`.

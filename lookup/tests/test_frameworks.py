@@ -1,4 +1,4 @@
-"""The programs beside lookup/frameworks.md, and what lookup/ says about the frameworks."""
+"""The programs beside lookup/frameworks.md, and what lookup/ says of the frameworks."""
 
 import importlib.util
 import re

@@ -15,7 +15,7 @@ NEEDS_PATCH = pytest.mark.skipif(
 
 
 def patched(tmp_path, name, *changes):
-    """Write the patched script of a page, like "recipes/fsdp2", with changes; return the path."""
+    """Write the patched script of a page, such as "recipes/fsdp2"; return the path."""
     return write(tmp_path / Path(step_of(name)).name, text_of(name), changes)
 
 

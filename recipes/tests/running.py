@@ -16,7 +16,7 @@ FEW = ("1", "--batch-size=512", "--width=4")  # steps
 
 @dataclass
 class Patched:
-    """The script that a page makes, like that of "recipes/fsdp2", and the folder it runs in."""
+    """The script that a page makes, like "recipes/fsdp2", and the folder it runs in."""
 
     page: str
     folder: Path
