@@ -2,7 +2,7 @@
 
     python benchmarks/peers.py
 
-The others are step 5 written with Accelerate, Fabric and the Hugging Face Trainer (from `lookup`), a
+The others are step 5 written with Accelerate, Fabric and the Hugging Face Trainer (in lookup/), a
 bare DDP loop that neither saves nor evaluates, and step 5 with one line changed. Each round starts
 all of them in a different order, and compares them with the step 5 of that round. As a rank, this
 file runs one of the programs, and notes when it takes its steps.
