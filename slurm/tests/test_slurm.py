@@ -224,6 +224,8 @@ REFUSED = (  # step, option of sbatch, arguments of the script, message
         "no file can be created beside far/x.pt",
     ),
     ("04", "--array=7", ["--checkpoint-path=x.pt"], "array tasks need a checkpoint each"),
+    ("01", "--job-name=d", ["--checkpoint=x.pt"], "write --checkpoint-path instead of --checkpoint"),
+    ("03", "--nodes=2", [], "steps 1 to 3 run on one node"),
     ("04", "--time=4", [], "--time has to be 5 minutes or more"),
 )
 
@@ -233,7 +235,7 @@ def test_what_is_refused(clone, submit):
     """A job that would hang, or harm another, ends at once with one line that says why."""
     slash = submit("01", options=["--job-name=wide/256"])
     text = (clone / BATCH["02"]).read_text(encoding="utf-8")
-    few = text.replace("#SBATCH --cpus-per-gpu=18\n", "")
+    few = text.replace("#SBATCH --cpus-per-gpu=8\n", "")
     (clone / "few.sbatch").write_text(few, encoding="utf-8")
     (clone / "theirs.pt").touch()
     os.chown(clone / "theirs.pt", 65534, 65534)
@@ -256,7 +258,7 @@ def test_a_container_starts_where_the_guide_says(clone, submit):
     images = in_the_guide(r"^```bash\n(apptainer .*)\n(--container.*)\n```")
     text = (clone / BATCH["04"]).read_text(encoding="utf-8")
     for words, message in zip(images, ("error: execve(): apptainer: No such file", "unrecognized")):
-        inside = text.replace(" env -u", f" {words} env -u")
+        inside = text.replace(" env SLURM", f" {words} env SLURM")
         (clone / BATCH["04"]).write_text(inside, encoding="utf-8")
         assert message in submit("04", options=ON_NODE_1).becomes("FAILED").stdout
 
