@@ -9,8 +9,6 @@ shown=$(scontrol show job --oneliner "$SLURM_JOB_ID")
 if [[ -n $SLURM_ARRAY_TASK_ID && $shown == "JobId=$SLURM_JOB_ID JobName="* ]]; then
     fail "submitted from inside an array: use a login node, or see slurm/README.md"
 fi
-[ "${SLURM_RESTART_COUNT:-0}" -le "${max_requeues:-20}" ] ||
-    fail "the job was restarted $SLURM_RESTART_COUNT times: find out why before you submit it again"
 [ "${SLURM_GPUS_ON_NODE:-0}" -gt 0 ] || fail "the job has no GPU, ask for some with --gpus-per-node"
 [ "$SLURM_CPUS_ON_NODE" -ge "$SLURM_GPUS_ON_NODE" ] ||
     fail "the job has fewer CPUs than GPUs, ask for more with --cpus-per-gpu"

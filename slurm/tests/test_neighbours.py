@@ -80,7 +80,8 @@ def test_a_train_py_of_your_own(stranger, launch, rank):
 def test_a_script_for_the_other_launcher_is_an_error(stranger):
     """Otherwise it would take the number of its node for its rank, and wait for ever."""
     job = stranger("torchrun", "import os; print(int(os.environ.get('SLURM_PROCID', 0)))")
-    assert "ValueError: invalid literal for int() with base 10: 'use_RANK'" in job.becomes("FAILED").stdout
+    message = "ValueError: invalid literal for int() with base 10: 'use_RANK'"
+    assert message in job.becomes("FAILED").stdout
     last = r"failed with status [1-9]\d* \(see above\), not requeued: no ./own.pt.interrupted, .*"
     assert re.fullmatch(last, job.stdout.splitlines()[-1])
 
@@ -231,6 +232,21 @@ def test_two_users_start_at_once(cluster):
         for job in jobs:
             job.cancel()
         cluster.wait_until_idle()
+
+
+def test_two_jobs_with_one_checkpoint(cluster, clone, simple, submit):
+    """Singleton does not separate them, so the second one waits until the first has ended."""
+    words = "--checkpoint-path=shared.pt"
+    first = simple("04", *ON_NODE_1, "--job-name=a", go=False, arguments=[words])
+    second = submit("04", words, options=(*ON_NODE_1, "--job-name=b"))
+    waits = "pgrep -f '^sleep 5$' || true"
+    second.wait_for(lambda: cluster.run("bash", "-c", waits, node=1))
+    assert second.becomes("RUNNING").stdout == ""
+    (clone / "go").touch()
+    first.becomes("COMPLETED")
+    second.becomes("COMPLETED")
+    owner = (clone / "shared.pt.owner").read_text(encoding="utf-8")
+    assert owner == f"{second.number}\n"
 
 
 def test_a_signal_reaches_one_job_only(cluster, clone, simple):

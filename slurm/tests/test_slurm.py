@@ -224,7 +224,7 @@ REFUSED = (  # step, option of sbatch, arguments of the script, message
         "no file can be created beside far/x.pt",
     ),
     ("04", "--array=7", ["--checkpoint-path=x.pt"], "array tasks need a checkpoint each"),
-    ("01", "--job-name=d", ["--checkpoint=x.pt"], "write --checkpoint-path instead of --checkpoint"),
+    ("01", "--job-name=d", ["--checkpoint=x.pt"], "write --checkpoint-path instead of --check"),
     ("03", "--nodes=2", [], "steps 1 to 3 run on one node"),
     ("04", "--time=4", [], "--time has to be 5 minutes or more"),
 )
