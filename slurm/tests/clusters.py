@@ -84,7 +84,7 @@ class Submitted:
     @property
     def stdout(self):
         """What the job has printed, errors included."""
-        found = list(self.folder.glob(f"*_{self.number}[_.]*"))
+        found = list(self.folder.glob(f"*_{self.number}[_.]*out"))
         return found[0].read_text(encoding="utf-8") if found else ""
 
     @property

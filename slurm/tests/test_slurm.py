@@ -288,12 +288,12 @@ def test_a_node_runs_as_many_processes_as_it_has_gpus(cluster, alone, clone, sim
     for step, options, ranks, finds, gpus in (
         ("02", ["--exclusive"], 1, "64", 4),
         ("04", ["--nodes=1", "--gpus-per-node=2", "--exclusive"], 4, "4 64", 4),
-        ("04", ["--nodes=1", "--gpus-per-node=a100:2"], 2, "2 18", 2),
+        ("04", ["--nodes=1", "--gpus-per-node=a100:2"], 2, "2 8", 2),
         ("04", ["--nodes=1", "--gpus-per-node=2", "--gpus-per-task=2", "--cpus-per-gpu=2"],
          2, "2 2", 2),
-        ("04", ["--gpus-per-node=1", "--export=NONE"], 2, "2 18", 1),
+        ("04", ["--gpus-per-node=1", "--export=NONE"], 2, "2 8", 1),
         (alone, ["--exclusive", "--gpus-per-node=2"], 8, "8 64", 4),
-        (alone, ["--gres=gpu:2"], 4, "4 18", 2),
+        (alone, ["--gres=gpu:2"], 4, "4 8", 2),
         (alone, ["--gpus-per-node=2", "--gpus-per-task=2", "--cpus-per-gpu=9"], 4, "4 9", 2),
     ):  # fmt: skip
         job = simple(step, f"--job-name=job{len(jobs)}", *options)
