@@ -87,7 +87,7 @@ def test_it_refuses_to_start_without_torchrun(tmp_path, step):
 
 @pytest.mark.slow
 def test_it_survives_a_kill_with_4_processes(trained_with, tmp_path):
-    """With the lines of recipes/bitwise_resume.md, the bits are the same at any world size."""
+    """With the lines of more/recipes/bitwise_resume.md, the bits are the same at any world size."""
     kill = at(1, 20, KILLED, when="dist.get_rank() == 3")
     start = forked(edited(tmp_path, "03", kill, *exact(4)), *FOUR_EPOCHS, nprocs=4, restarts=1)
     job = finished(start, tmp_path)

@@ -1,4 +1,4 @@
-// Which way of splitting a GPT fits, computed as in lookup/which.py.
+// Which way of splitting a GPT fits, computed as in more/lookup/which.py.
 {
   const VOCABULARY = 50000;
   const ROOM = 0.9; // share of a GPU's memory
@@ -43,7 +43,7 @@
 
   function words(given, limit, way) {
     if (way) {
-      const where = way === "ddp" ? "the five scripts as they are" : `recipes/${way === "hybrid_sharding" ? "fsdp2_gpt" : way}.md`;
+      const where = way === "ddp" ? "the five scripts as they are" : `more/recipes/${way === "hybrid_sharding" ? "fsdp2_gpt" : way}.md`;
       return `The simplest that fits into ${gigabytes(limit)} per GPU: ${WAYS[way]} (${where}).`;
     }
     const { recommended } = computed({ ...given, checkpointed: true }, limit);

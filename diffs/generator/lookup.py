@@ -1,4 +1,4 @@
-"""What readers look up: the sections of the pages in lookup/ and of some pages elsewhere."""
+"""What readers look up: the sections of the pages in more/lookup/ and of some pages elsewhere."""
 
 import re
 from itertools import pairwise
@@ -8,7 +8,7 @@ from rooms import LOOKUP, SEARCHED
 
 
 def paths(root):
-    """Return the paths of these pages: first lookup/, in the order of its README.md."""
+    """Return the paths of these pages: first more/lookup/, in the order of its README.md."""
     index = (root / LOOKUP / "README.md").read_text(encoding="utf-8")
     names = ["README.md", *dict.fromkeys(re.findall(r"\]\((\w+\.md)\)", index))]
     return [*(f"{LOOKUP}/{name}" for name in names), *SEARCHED]

@@ -8,14 +8,13 @@ from itertools import groupby, pairwise, takewhile
 from pathlib import Path
 
 from hunks import FIGURE, Diff, anchor, sections
+from lookup import entries
 from markupsafe import Markup
 from patches import KINDS, readme
 from pygments.lexers import PythonLexer
 from pygments.token import STANDARD_TYPES
 from rooms import CONVERT, RECIPES
 from templates import ENV, FIGURES
-
-from lookup import entries
 
 # Pygments' short name of a kind of token, or its first letter -> HTML element that page.css colours
 ELEMENTS = {"c": "i", "s": "q", "m": "u", "k": "b", "ow": "b"}

@@ -16,7 +16,7 @@ SHARED = "test_pitfall", "test_trains_like_ddp"  # tests with a page as their pa
 WIDTH = 95  # number of characters that fit into the column in which a forge shows a page
 COMMAND = re.compile(r"```bash\n(.*?)\n```", re.DOTALL)  # a page's first one runs its script
 PATCH = re.compile(r"\n(?:What breaks it:\n\n)?```diff\n(.*?)\n```\n", re.DOTALL)
-ROW = r"\]\((\w+)\.md\)"  # a link in a table of recipes/README.md or pitfalls/README.md
+ROW = r"\]\((\w+)\.md\)"  # a link in a table of more/recipes/README.md or more/pitfalls/README.md
 
 
 class Patch:
@@ -133,5 +133,5 @@ def patched(script, page):
         result = subprocess.run(words, capture_output=True, text=True, check=False, cwd=folder)
     if result.returncode:
         error = " ".join(result.stderr.split())
-        raise Problem(f"{page.parent.name}/{page.name}: no longer applies: {error}")
+        raise Problem(f"{Path(*page.parts[-3:])}: no longer applies: {error}")
     return result.stdout

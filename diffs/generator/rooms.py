@@ -2,14 +2,14 @@
 
 CONVERT = "convert"
 SLURM = "slurm"
-RECIPES = "recipes"
-PITFALLS = "pitfalls"
-LOOKUP = "lookup"
-CHECKER = "checker"
-EXERCISE = "exercise"
-WITHOUT_SLURM = "without_slurm"
-BENCHMARKS = "benchmarks"
-# Pages outside lookup/ whose sections the search on the page also finds:
+RECIPES = "more/recipes"
+PITFALLS = "more/pitfalls"
+LOOKUP = "more/lookup"
+CHECKER = "more/checker"
+EXERCISE = "more/exercise"
+WITHOUT_SLURM = "more/without_slurm"
+BENCHMARKS = "more/benchmarks"
+# Pages outside more/lookup/ whose sections the search on the page also finds:
 SEARCHED = (
     f"{CONVERT}/README.md",
     f"{WITHOUT_SLURM}/README.md",

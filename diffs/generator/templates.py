@@ -41,7 +41,7 @@ def adapt(state):
 
 
 def picture(_, tokens, index, __, env):
-    """Return a picture as HTML, but only on pages of diffs/, recipes/ and pitfalls/."""
+    """Return a picture as HTML, but only on pages of diffs/, more/recipes/ and more/pitfalls/."""
     if not env["place"].startswith(("diffs/", rooms.RECIPES, rooms.PITFALLS)):
         return ""
     path = ROOT / urljoin(env["place"], tokens[index].attrs["src"])

@@ -57,8 +57,8 @@ def runs(root):
 
 
 NOTES = "diffs/README.md"
-PATCH = "pitfalls/no_set_epoch.md"
-BY_HAND = "recipes/after_backward.md"
+PATCH = "more/pitfalls/no_set_epoch.md"
+BY_HAND = "more/recipes/after_backward.md"
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_patch_and_git_apply_turn_each_step_into_the_next(tmp_path):
 
 def test_a_recipe_is_as_tidy_as_a_step(tmp_path):
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    for patch in patches.collect(ROOT, "recipes"):
+    for patch in patches.collect(ROOT, "more/recipes"):
         (tmp_path / Path(patch.new).name).write_text(patch.result, encoding="utf-8")
     for words in (["check"], ["format", "--check"]):
         result = run(sys.executable, "-m", "ruff", *words, "--no-cache", tmp_path)

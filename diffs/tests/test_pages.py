@@ -65,7 +65,7 @@ def test_the_tests_that_pages_name_exist():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "folder"), [(0, "."), (1, "recipes/tests")])
+@pytest.mark.parametrize(("number", "folder"), [(0, "."), (1, "more/recipes/tests")])
 def test_the_tests_that_contributors_copy_pass(number, folder, tmp_path):
     """With the fixtures of the folder that they go into."""
     blocks = re.findall(r"^```python\n(.*?)^```$", TEXTS[ROOT / "tests" / "README.md"], re.M | re.S)

@@ -58,7 +58,7 @@ def cluster():
 
 def clone_into(folder):
     """Copy the repository, with a virtual environment like a reader's."""
-    for name in ("slurm", "benchmarks"):
+    for name in ("slurm", "more/benchmarks"):
         ignored = shutil.ignore_patterns("__pycache__", "tests")
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     for path in SCRIPTS:

@@ -157,8 +157,8 @@ def test_a_chain(cluster, clone, simple, submit):
 
 
 def test_the_answer_that_can_be_copied(clone, simple):
-    """The batch file of an answer in lookup/slurm.md requeues, too."""
-    page = (ROOT / "lookup" / "slurm.md").read_text(encoding="utf-8")
+    """The batch file of an answer in more/lookup/slurm.md requeues, too."""
+    page = (ROOT / "more" / "lookup" / "slurm.md").read_text(encoding="utf-8")
     block = re.search(r"^```bash\n(#SBATCH --signal=TERM@90\n(?s:.*?))```", page, re.MULTILINE)[1]
     block = block.replace("torchrun … train.py", "torchrun --standalone train.py")
     text = f"#!/bin/bash\n#SBATCH --output=%x_%j.out\n{block}"

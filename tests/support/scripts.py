@@ -79,9 +79,9 @@ DOUBLE = [  # because in float32, AdamW can turn a rounding error into a full st
 def exact(nprocs):
     """Return the changes with which a resumed run of this many ranks is bit-for-bit identical.
 
-    Two ranks need no changes; more ranks need the lines of recipes/bitwise_resume.md.
+    Two ranks need no changes; more ranks need the lines of more/recipes/bitwise_resume.md.
     """
-    recipe = (ROOT / "recipes" / "bitwise_resume.md").read_text(encoding="utf-8")
+    recipe = (ROOT / "more" / "recipes" / "bitwise_resume.md").read_text(encoding="utf-8")
     added = "".join(re.findall(r"^\+(?!\+)(.*\n)", recipe, re.MULTILINE))
     following = "\n    def _run_batch("  # what follows DDP(model)
     return ((following, added + following),) if nprocs > 2 else ()
