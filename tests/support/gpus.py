@@ -5,9 +5,8 @@ from pathlib import Path
 
 VARIABLE = "DDP_LADDER_GPUS"  # environment variable with the number of GPUs; set only with --gpus
 HERE = Path(__file__).resolve().parent
-SHARE = (
-    HERE.parents[1] / "more" / "without_slurm" / "share_gpu.sh"
-)  # starts a rank on the first GPU
+# The script that starts a rank on the first GPU:
+SHARE = HERE.parents[1] / "more" / "without_slurm" / "share_gpu.sh"
 
 # Bit-for-bit identical weights on GPUs need deterministic algorithms, cuBLAS workspaces of a fixed
 # size, float32 that is not rounded to TF32, and NCCL without NVLink SHARP, whose order of additions
