@@ -424,15 +424,6 @@ KINDS = {
     "dictionaries": Kind(SHARED, [SAME_ORDER], r"\(for batch in loader", DICTIONARIES),
     # https://github.com/karpathy/nanoGPT/blob/master/train.py
     "no DataLoader": Kind({**SHARED, "random_numbers_differ": UNSURE}, [SAME_SEED], right=DRAWN),
-    "a graph that all ranks see": Kind(
-        {"ranks_share_data": UNSURE},
-        [
-            ("for x in torch.randn(6, 8, 4)", "for _ in range(6)"),
-            (TRAIN, TRAIN.replace("inputs), targets", "inputs)[rank::2], targets[rank::2]")),
-        ],
-        "does each train on its own part of the result",
-        DRAWN,
-    ),
     # https://github.com/pytorch/examples/tree/main/distributed/FSDP2
     "sharded parameters": Kind(SHARED, [SAME_ORDER], LOADS, SHARDED),
     # https://github.com/pytorch/examples/tree/main/distributed/ddp-tutorial-series
@@ -622,6 +613,11 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
         ],
         {"ranks_share_data": PASS},
     ),
+    # https://github.com/pytorch/examples/tree/main/distributed/ddp-tutorial-series
+    "a batch that is looked at before each epoch": (
+        [before(EPOCH, "        size_of_batch = len(next(iter(loader))[0])\n")],
+        {"order_changes": PASS, "ranks_share_data": PASS},
+    ),
     "an estimate on random batches of each rank": (
         [
             before(SHOW, "        estimate(net, DataLoader(test, 4, shuffle=True))\n"),
@@ -629,6 +625,15 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
             UNEVALUATED,
         ],
         {},
+    ),
+    # https://github.com/rasbt/LLMs-from-scratch/blob/main/appendix-A
+    "two samples, which each rank evaluates": (
+        [
+            before(SHOW, "        estimate(net, DataLoader(Subset(test, [0, 1]), 1))\n"),
+            before(EVALUATE, ESTIMATE),
+            UNEVALUATED,
+        ],
+        {"result_is_of_all": UNSEEN},
     ),
     "a moving average that is saved": (
         [
@@ -660,7 +665,7 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
         [before(LEAVE, '    rank or torch.save(net.state_dict(), "final.pt")\n')],
         {"one_rank_writes": UNSEEN},
     ),
-    "in buckets": (BUCKETS, {"gradients_are_averaged": PASS}),
+    "in buckets": (BUCKETS, {"gradients_are_averaged": UNSEEN}),
     "a fused optimizer, which skips steps itself": (
         [*SCALER, ("lr=0.01", "lr=0.01, fused=True")],
         {"values_are_finite": PASS},
@@ -786,7 +791,6 @@ def test_hang(tmp_path, monkeypatch, name):
 LONG = [("range(first, 3)", "range(first, 8)"), after(STEP, "            time.sleep(0.05)\n")]
 READS = BASE[BASE.index('    if os.path.exists("saved.pt")') : BASE.index("    model = DDP")]
 READS_ALONE = READS.replace("net.load", "rank or net.load")
-FORGETS = ('    if first:\n        optimizer.load_state_dict(saved["optimizer"])\n', "")
 BY_ARGUMENT = [("if os.path.exists", "if sys.argv[1:] and os.path.exists")]
 OTHER_NAMES = ('state_dict(saved["net"])', "state_dict({})")
 NOT_RESTORED = "the optimizer is restored, and the random numbers are not"
@@ -833,12 +837,11 @@ class Drilled(NamedTuple):
 DRILLED = {
     "dropout": Drilled("kill", [*LONG, *DROPOUT], NOT_RESTORED, UNSURE),
     "by argument": Drilled(
-        "kill", LONG, "If it needs more arguments to resume", UNSURE, BY_ARGUMENT
+        "kill", LONG, "has it no resume, or does it need --restart-args", UNSURE, BY_ARGUMENT
     ),
     "with its argument": Drilled(
         "kill", [*LONG, *DROPOUT], NOT_RESTORED, UNSURE, BY_ARGUMENT, ["again"]
     ),
-    "no resume": Drilled("kill", LONG, "it has no resume ", UNSURE, [(READS, ""), FORGETS]),
     "no scheduler": Drilled("kill", [*SCHEDULE, *LONG], "is the scheduler restored"),
     "loaded by one rank": Drilled(
         "kill",
@@ -895,6 +898,9 @@ DRILLED = {
         [NORMALIZED, *AUGMENTED, (STEP, f"            nn.Dropout(0.5)(x)\n{STEP}")],
         "",
         PASS,
+    ),
+    "BatchNorm on rank 0 alone": Drilled(
+        "world-size", [before(READY, "    rank or nn.BatchNorm1d(4)(x)\n")], "", PASS
     ),
     "noise": Drilled(
         "world-size",

@@ -18,7 +18,7 @@ from torch.optim import optimizer
 from torch.utils import data
 
 from ddp_check.events import LineDrew
-from ddp_check.observer.base import TASK, report, script_line, state
+from ddp_check.observer.base import TASK, in_backward, report, script_line, state
 from ddp_check.observer.patches import patch
 from ddp_check.observer.steps import generator_states
 from ddp_check.protocol import STEPS, is_own
@@ -72,8 +72,10 @@ if TASK.scale:
 
     @patch("torch.nn.modules.batchnorm._BatchNorm.forward")
     def forward(original, self, tensor):
-        """Normalize over the batches of all ranks, as one process would."""
-        return normalize_over_ranks(original, self, tensor)
+        """Normalize over all ranks where all call the model: in a wrapped one, or its backward."""
+        if state.in_forward or in_backward():
+            return normalize_over_ranks(original, self, tensor)
+        return original(self, tensor)
 
     # ------------------------------------------------------------ dropout and lower precision
 

@@ -1,13 +1,11 @@
 """Rules about the samples that the ranks train on."""
 
-import re
 from itertools import pairwise
 
 from ddp_check import events
 from ddp_check.ranks import counted, differ, of_lowest_rank
 from ddp_check.rules.base import not_applicable, passed, unseen, unsure, worst, wrong
 
-SEEDS_GPU_BY_RANK = r"cuda\.manual_seed(_all)?\([^)\n]*rank"
 ENOUGH_SAMPLES = 8  # fewer samples than this may be the same by chance
 
 
@@ -30,14 +28,13 @@ def ranks_share_data(run):
 def same_inputs(run):
     """Return the verdict without a DataLoader, based on the inputs of the models."""
     rows = [row for row in run.step_rows if all(step.inputs for step in row)]
-    if not rows or any(step.inputs != row[0].inputs for row in rows for step in row):
+    steps = [
+        (step.inputs, step.losses) == (row[0].inputs, row[0].losses) for row in rows for step in row
+    ]
+    if not steps or not all(steps):
         return unseen("no DataLoader gives the samples")
-    where = rows[0][0].where
-    if all(step.losses == row[0].losses for row in rows for step in row):
-        text = "in each step, all ranks train on the same batch: give each rank a part of its rows"
-        return wrong(text, where)
-    text = "all ranks give the model the same batch in each step, and have other losses: does each "
-    return unsure(f"{text}train on its own part of the result, as of a graph?", where)
+    text = "in each step, all ranks train on the same batch: give each rank a part of its rows"
+    return wrong(text, rows[0][0].where)
 
 
 def own_data_sets(epoch):
@@ -163,8 +160,6 @@ def random_numbers_differ(run):
     ]
     if not same:
         return passed("not the same from rank to rank", where)
-    if run.translate and re.search(SEEDS_GPU_BY_RANK, run.source):
-        return unseen("on GPUs, they come from another generator, which the script seeds by rank")
     text = f"all ranks draw the same numbers ({', '.join(same)}): should they? If not, add 1000 * "
     return unsure(f"{text}rank to the seed", where, "same_augmentation")
 
