@@ -908,6 +908,16 @@ DRILLED = {
         r"each step draws random numbers \(torch\).+ leave them out .+\(loss = cross_entropy",
         UNSEEN,
     ),
+    "noise of a generator of its own": Drilled(
+        "world-size",
+        [
+            before(READY, "    own = torch.Generator().manual_seed(rank)\n"),
+            (TRAIN, TRAIN.replace("(inputs)", "(inputs + torch.randn(4, generator=own))")),
+            UNEVALUATED,
+        ],
+        r"a generator of the script draws numbers.+\(loss = cross_entropy",
+        UNSEEN,
+    ),
     "a constant mask": Drilled(
         "world-size", [*CAUSAL, MASKED_MEAN], "mean over a number of elements that differs", UNSURE
     ),

@@ -231,6 +231,9 @@ def appearance(many, number, pairs):
     if is_multiple:
         text = f"the gradients are {factor:.3g} times those of one process: does the loss count "
         return wrong, f"{text}samples or micro-batches?", "", PAGE
+    if drew := [line for line in many.all(events.LineDrew) if line.source.isdigit()]:
+        text = "a generator of the script draws numbers that differ between the runs: "
+        return unseen, text + REMEDY, drew[0].where, PAGE
     return unsure, NO_MULTIPLE, "", PAGE
 
 
