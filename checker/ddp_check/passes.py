@@ -84,9 +84,6 @@ def passes_of_step(recent, passes):
 
 
 def is_peek(data_pass, recent):
-    """Return whether a pass gave one batch before another pass over the same data began.
-
-    A script peeks like this at the size of a batch, before the loop that trains.
-    """
+    """Return whether a pass only looked at a batch before another one over the same data began."""
     later = [each for each in recent if each.time > data_pass.batches[0].time]
     return len(data_pass.batches) == 1 and data_pass.dataset in [each.dataset for each in later]

@@ -40,9 +40,7 @@ LEAVE = "    dist.destroy_process_group()\n"
 SAVE = BASE[BASE.index("            state =") : BASE.index("        right =")]
 UNEVALUATED = ("evaluate(net, test)", "0")
 NORMALIZED = ("nn.ReLU()", "nn.BatchNorm1d(8)")
-STOPS = [before(SHOW, "        if total[0] < 0:\n            break\n"), UNEVALUATED]
 SAME_SEED = ("manual_seed(rank)", "manual_seed(7)")
-SEEDS_APART = "    torch.manual_seed(rank)\n"
 SAME_ORDER = ("sampler=sampler", "sampler=torch.randperm(96).tolist()")
 NOT_FINITE = [before(DATA, '    x[data.indices[5]] = float("nan")\n')]
 DROPOUT = [("nn.ReLU()", "nn.Dropout(0.1)")]
@@ -213,7 +211,6 @@ SCALER = [
         "            scaler.step(optimizer)\n            scaler.update()\n",
     ),
 ]
-UNSCALED = ("            scaler.unscale_(optimizer)\n", "")
 TOWERS = [
     (LOADER, LOADER.replace("sampler)", "sampler, drop_last=True)")),
     (
@@ -238,14 +235,12 @@ def lose(out, parts):
     ),
 ]
 MASKED = [before(WRAP, '    net.register_buffer("mask", torch.ones(4, 4).tril())\n')]
-WAITS = ("            dist.barrier()\n", "")
 IN_TURN = [
     before(SHOW, "        for turn in range(size):\n"),
     before(SHOW, "            if turn == rank:\n"),
     before(SHOW, '                open("turns.txt", "w").write(f"{rank}")\n'),
     before(SHOW, "            dist.barrier()\n"),
 ]
-KEPT = ("[: len(test)]", "")
 SYNCED = [("gloo", "nccl"), ("nn.ReLU()", "nn.SyncBatchNorm(8)")]
 GPUS = [
     (
@@ -402,7 +397,7 @@ KINDS = {
     # https://docs.pytorch.org/docs/stable/notes/amp_examples.html
     "clipped while scaled": Kind(
         {"clipping_comes_last": WRONG},
-        [UNSCALED],
+        [("            scaler.unscale_(optimizer)\n", "")],
         r"\(nn.utils.clip_grad_norm_\(model",
         SCALER,
     ),
@@ -517,7 +512,7 @@ KINDS = {
     # https://docs.pytorch.org/tutorials/intermediate/dist_tuto.html
     "without the first broadcast": Kind(
         WEIGHTS,
-        [after(DATA, SEEDS_APART)],
+        [after(DATA, "    torch.manual_seed(rank)\n")],
         "before step 1, the weights differ .+ broadcast them at the start",
         BUCKETS,
     ),
@@ -540,7 +535,7 @@ KINDS = {
         ENDS,
         [("total[0] < 0", "rank == epoch == 1")],
         "rank 0 is at .+, in _engine_run_backward; rank 1 is at .+, in barrier",
-        STOPS,
+        [before(SHOW, "        if total[0] < 0:\n            break\n"), UNEVALUATED],
     ),
     # ------------------------------------------------------------ evaluation
     # https://github.com/The-AI-Summer/pytorch-ddp/blob/a2bdb16/train_ddp.py#L89
@@ -554,7 +549,7 @@ KINDS = {
     "cut, perhaps": Kind(
         {"each_sample_is_evaluated_once": UNSURE},
         [
-            KEPT,
+            ("[: len(test)]", ""),
             ("(guesses == test.dataset.y[test.indices]).sum().item()", "sum(map(int, guesses))"),
         ],
         EVALUATES,
@@ -575,7 +570,7 @@ KINDS = {
     # https://github.com/MLI-lab/DeepDeWedge/pull/41
     "in turn": Kind(
         {"one_rank_writes": WRONG},
-        [WAITS],
+        [("            dist.barrier()\n", "")],
         r"ranks 0, 1 write turns.txt at the same time \(open",
         IN_TURN,
     ),
@@ -634,6 +629,15 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
             UNEVALUATED,
         ],
         {"result_is_of_all": UNSEEN},
+    ),
+    "two data sets in turn": (
+        [
+            before(
+                EPOCH, "        loader = DataLoader(Points(x + epoch % 2), 8, sampler=sampler)\n"
+            ),
+            ("set_epoch(epoch)", "set_epoch(epoch // 2)"),
+        ],
+        {"order_changes": PASS},
     ),
     "a moving average that is saved": (
         [

@@ -85,12 +85,15 @@ def keys_of(data_pass):
 
 def order_changes(run):
     """the order changes from epoch to epoch"""
-    loops = {}  # (line of the loop, number of the trial, fold) -> the passes of the lowest rank
+    loops = {}  # (line of the loop, number of the trial, data) -> the passes of the lowest rank
+    passes = [*map(of_lowest_rank, run.training_passes)]
+    datasets = [data_pass.dataset for data_pass in passes]
     wraps = run.of_lowest_rank(events.Wrap)  # a script that wraps a new model begins another trial
-    for data_pass in map(of_lowest_rank, run.training_passes):
+    for data_pass in passes:
         trial = sum(wrap.time < data_pass.time for wrap in wraps)
-        fold = data_pass.subset_checksum
-        loops.setdefault((data_pass.where, trial, fold), []).append(data_pass)
+        returns = datasets.count(data_pass.dataset) > 1  # if not, it may be one that has changed
+        key = data_pass.dataset if returns else data_pass.subset_checksum
+        loops.setdefault((data_pass.where, trial, key), []).append(data_pass)
     longest = max(loops.values(), key=len, default=[])
     if len(longest) < 2:
         return read_once(longest) or unseen("fewer than two epochs with a DataLoader: run more")
