@@ -40,7 +40,6 @@ def option_parser():
     add("--timeout", type=float, default=300, help="seconds for each run (300)")
     add("--launcher", choices=LAUNCHERS, help="how to start the script (chosen by its text)")
     add("--translate", choices=["auto", "yes", "no"], default="auto", help="GPU calls (auto)")
-    add("--env", metavar="NAME=VALUE", action="append", default=[], help="for the script")
     add("--drill", action="append", choices=DRILLS, default=[], help="also run this (repeatable)")
     add("--restart-args", metavar="'…'", type=shlex.split, help="write =: they may begin with -")
     add("--all", action="store_true", help="also say why something was not seen")
@@ -52,16 +51,12 @@ def option_parser():
 
 
 def parse_args():
-    """Return the options, with the variables of --env as a dictionary."""
+    """Return the options."""
     parser = option_parser()
     args = parser.parse_args()
     path = module_path(args.script) if args.module else Path(args.script)
-    for pair in args.env:
-        if "=" not in pair:
-            parser.error(f"{pair} is not NAME=VALUE")
     if not path.is_file():
         parser.error(f"there is no {path}")
-    args.env = dict(pair.split("=", 1) for pair in args.env)
     return args
 
 

@@ -141,7 +141,7 @@ class Drawn(Event):
 class LineDrew(Event):
     """In the drill world-size, a line that trains has used a random number generator."""
 
-    source: str  # "torch", "random" or "numpy"
+    source: str  # "torch", "random" or "numpy", or the id of the script's own torch.Generator
 
 
 # ---------------------------------------------------------------- models and optimizers

@@ -77,6 +77,13 @@ def passes_of_step(recent, passes):
     This leaves out evaluations since the previous step. If no pass gave a batch since then, the
     batch was fetched ahead, in the pass that was trained on last, or otherwise in the newest.
     """
+    recent = [each for each in recent if not is_peek(each, recent)]
     training = [each for each in recent if not each.ended and (each.steps or not each.evaluates)]
     trained = [each for each in passes if each.steps]
     return training or recent[-1:] or trained[-1:] or passes[-1:]
+
+
+def is_peek(data_pass, recent):
+    """Return whether a pass only looked at a batch before another one over the same data began."""
+    later = [each for each in recent if each.time > data_pass.batches[0].time]
+    return len(data_pass.batches) == 1 and data_pass.dataset in [each.dataset for each in later]

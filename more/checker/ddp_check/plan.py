@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -58,7 +58,6 @@ class Plan:
     folder: str  # temporary folder for all runs
     module: bool = False  # the script is a module, as after python -m
     translate: str = "auto"  # GPU calls: auto, yes or no
-    env: dict = field(default_factory=dict)  # more environment variables
     restart_args: list | None = None  # arguments that are added after an interruption
 
     def __post_init__(self):
@@ -104,8 +103,6 @@ class Plan:
 
     def may_want_gpus(self, run):
         """Return whether a run did not train, perhaps because there are no GPUs."""
-        if any(re.fullmatch(r"(.*=)?cpu", str(word)) for word in self.arguments):
-            return False
         joins_on_gpus_only = not run.joins and "init_process_group" in self.text
         untrained = run.returncode is not None and (joins_on_gpus_only or not run.all(events.Step))
         return run.end.lacks_gpus or bool(untrained and re.search(USES_GPUS, self.text))
@@ -136,7 +133,7 @@ class Plan:
             process = subprocess.Popen(
                 [*command, *map(str, arguments or self.arguments)],
                 cwd=cwd,
-                env=environment(task, self.env, self.launcher),
+                env=environment(task, self.launcher),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -198,8 +195,8 @@ def module_path(name):
     return main if main.is_file() else path.with_suffix(".py")
 
 
-def environment(task, variables, launcher):
-    """Return the environment of an observed script, with these variables and without GPUs."""
+def environment(task, launcher):
+    """Return the environment of an observed script, without GPUs."""
     of_a_job = r"SLURM_|(LOCAL_)?RANK$|WORLD_SIZE$"  # set if the checker itself runs in a job
     env = {name: value for name, value in os.environ.items() if not re.match(of_a_job, name)}
     env |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "1", "PYTHONDONTWRITEBYTECODE": "1"}
@@ -213,10 +210,9 @@ def environment(task, variables, launcher):
     # Runs in one folder share it, so that a script can resume from what it has saved in $TMPDIR.
     temporary = Path(f"{task.folder.rstrip(os.sep)}.tmp")
     temporary.mkdir(exist_ok=True)
-    python_path = variables.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-    python_path = f"{HERE / 'startup'}{os.pathsep}{python_path}".rstrip(os.pathsep)
+    python_path = f"{HERE / 'startup'}{os.pathsep}{env.get('PYTHONPATH', '')}".rstrip(os.pathsep)
     of_the_observer = {VARIABLE: str(task), "PYTHONPATH": python_path, "TMPDIR": str(temporary)}
-    return {"OMP_NUM_THREADS": "1"} | env | variables | of_the_observer
+    return {"OMP_NUM_THREADS": "1"} | env | of_the_observer
 
 
 def wait(process, run, end):

@@ -40,9 +40,7 @@ LEAVE = "    dist.destroy_process_group()\n"
 SAVE = BASE[BASE.index("            state =") : BASE.index("        right =")]
 UNEVALUATED = ("evaluate(net, test)", "0")
 NORMALIZED = ("nn.ReLU()", "nn.BatchNorm1d(8)")
-STOPS = [before(SHOW, "        if total[0] < 0:\n            break\n"), UNEVALUATED]
 SAME_SEED = ("manual_seed(rank)", "manual_seed(7)")
-SEEDS_APART = "    torch.manual_seed(rank)\n"
 SAME_ORDER = ("sampler=sampler", "sampler=torch.randperm(96).tolist()")
 NOT_FINITE = [before(DATA, '    x[data.indices[5]] = float("nan")\n')]
 DROPOUT = [("nn.ReLU()", "nn.Dropout(0.1)")]
@@ -213,7 +211,6 @@ SCALER = [
         "            scaler.step(optimizer)\n            scaler.update()\n",
     ),
 ]
-UNSCALED = ("            scaler.unscale_(optimizer)\n", "")
 TOWERS = [
     (LOADER, LOADER.replace("sampler)", "sampler, drop_last=True)")),
     (
@@ -238,14 +235,12 @@ def lose(out, parts):
     ),
 ]
 MASKED = [before(WRAP, '    net.register_buffer("mask", torch.ones(4, 4).tril())\n')]
-WAITS = ("            dist.barrier()\n", "")
 IN_TURN = [
     before(SHOW, "        for turn in range(size):\n"),
     before(SHOW, "            if turn == rank:\n"),
     before(SHOW, '                open("turns.txt", "w").write(f"{rank}")\n'),
     before(SHOW, "            dist.barrier()\n"),
 ]
-KEPT = ("[: len(test)]", "")
 SYNCED = [("gloo", "nccl"), ("nn.ReLU()", "nn.SyncBatchNorm(8)")]
 GPUS = [
     (
@@ -402,7 +397,7 @@ KINDS = {
     # https://docs.pytorch.org/docs/stable/notes/amp_examples.html
     "clipped while scaled": Kind(
         {"clipping_comes_last": WRONG},
-        [UNSCALED],
+        [("            scaler.unscale_(optimizer)\n", "")],
         r"\(nn.utils.clip_grad_norm_\(model",
         SCALER,
     ),
@@ -424,15 +419,6 @@ KINDS = {
     "dictionaries": Kind(SHARED, [SAME_ORDER], r"\(for batch in loader", DICTIONARIES),
     # https://github.com/karpathy/nanoGPT/blob/master/train.py
     "no DataLoader": Kind({**SHARED, "random_numbers_differ": UNSURE}, [SAME_SEED], right=DRAWN),
-    "a graph that all ranks see": Kind(
-        {"ranks_share_data": UNSURE},
-        [
-            ("for x in torch.randn(6, 8, 4)", "for _ in range(6)"),
-            (TRAIN, TRAIN.replace("inputs), targets", "inputs)[rank::2], targets[rank::2]")),
-        ],
-        "does each train on its own part of the result",
-        DRAWN,
-    ),
     # https://github.com/pytorch/examples/tree/main/distributed/FSDP2
     "sharded parameters": Kind(SHARED, [SAME_ORDER], LOADS, SHARDED),
     # https://github.com/pytorch/examples/tree/main/distributed/ddp-tutorial-series
@@ -526,7 +512,7 @@ KINDS = {
     # https://docs.pytorch.org/tutorials/intermediate/dist_tuto.html
     "without the first broadcast": Kind(
         WEIGHTS,
-        [after(DATA, SEEDS_APART)],
+        [after(DATA, "    torch.manual_seed(rank)\n")],
         "before step 1, the weights differ .+ broadcast them at the start",
         BUCKETS,
     ),
@@ -549,7 +535,7 @@ KINDS = {
         ENDS,
         [("total[0] < 0", "rank == epoch == 1")],
         "rank 0 is at .+, in _engine_run_backward; rank 1 is at .+, in barrier",
-        STOPS,
+        [before(SHOW, "        if total[0] < 0:\n            break\n"), UNEVALUATED],
     ),
     # ------------------------------------------------------------ evaluation
     # https://github.com/The-AI-Summer/pytorch-ddp/blob/a2bdb16/train_ddp.py#L89
@@ -563,7 +549,7 @@ KINDS = {
     "cut, perhaps": Kind(
         {"each_sample_is_evaluated_once": UNSURE},
         [
-            KEPT,
+            ("[: len(test)]", ""),
             ("(guesses == test.dataset.y[test.indices]).sum().item()", "sum(map(int, guesses))"),
         ],
         EVALUATES,
@@ -584,7 +570,7 @@ KINDS = {
     # https://github.com/MLI-lab/DeepDeWedge/pull/41
     "in turn": Kind(
         {"one_rank_writes": WRONG},
-        [WAITS],
+        [("            dist.barrier()\n", "")],
         r"ranks 0, 1 write turns.txt at the same time \(open",
         IN_TURN,
     ),
@@ -622,6 +608,11 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
         ],
         {"ranks_share_data": PASS},
     ),
+    # https://github.com/pytorch/examples/tree/main/distributed/ddp-tutorial-series
+    "a batch that is looked at before each epoch": (
+        [before(EPOCH, "        size_of_batch = len(next(iter(loader))[0])\n")],
+        {"order_changes": PASS, "ranks_share_data": PASS},
+    ),
     "an estimate on random batches of each rank": (
         [
             before(SHOW, "        estimate(net, DataLoader(test, 4, shuffle=True))\n"),
@@ -629,6 +620,24 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
             UNEVALUATED,
         ],
         {},
+    ),
+    # https://github.com/rasbt/LLMs-from-scratch/blob/main/appendix-A
+    "two samples, which each rank evaluates": (
+        [
+            before(SHOW, "        estimate(net, DataLoader(Subset(test, [0, 1]), 1))\n"),
+            before(EVALUATE, ESTIMATE),
+            UNEVALUATED,
+        ],
+        {"result_is_of_all": UNSEEN},
+    ),
+    "two data sets in turn": (
+        [
+            before(
+                EPOCH, "        loader = DataLoader(Points(x + epoch % 2), 8, sampler=sampler)\n"
+            ),
+            ("set_epoch(epoch)", "set_epoch(epoch // 2)"),
+        ],
+        {"order_changes": PASS},
     ),
     "a moving average that is saved": (
         [
@@ -660,7 +669,7 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
         [before(LEAVE, '    rank or torch.save(net.state_dict(), "final.pt")\n')],
         {"one_rank_writes": UNSEEN},
     ),
-    "in buckets": (BUCKETS, {"gradients_are_averaged": PASS}),
+    "in buckets": (BUCKETS, {"gradients_are_averaged": UNSEEN}),
     "a fused optimizer, which skips steps itself": (
         [*SCALER, ("lr=0.01", "lr=0.01, fused=True")],
         {"values_are_finite": PASS},
@@ -786,7 +795,6 @@ def test_hang(tmp_path, monkeypatch, name):
 LONG = [("range(first, 3)", "range(first, 8)"), after(STEP, "            time.sleep(0.05)\n")]
 READS = BASE[BASE.index('    if os.path.exists("saved.pt")') : BASE.index("    model = DDP")]
 READS_ALONE = READS.replace("net.load", "rank or net.load")
-FORGETS = ('    if first:\n        optimizer.load_state_dict(saved["optimizer"])\n', "")
 BY_ARGUMENT = [("if os.path.exists", "if sys.argv[1:] and os.path.exists")]
 OTHER_NAMES = ('state_dict(saved["net"])', "state_dict({})")
 NOT_RESTORED = "the optimizer is restored, and the random numbers are not"
@@ -833,12 +841,11 @@ class Drilled(NamedTuple):
 DRILLED = {
     "dropout": Drilled("kill", [*LONG, *DROPOUT], NOT_RESTORED, UNSURE),
     "by argument": Drilled(
-        "kill", LONG, "If it needs more arguments to resume", UNSURE, BY_ARGUMENT
+        "kill", LONG, "has it no resume, or does it need --restart-args", UNSURE, BY_ARGUMENT
     ),
     "with its argument": Drilled(
         "kill", [*LONG, *DROPOUT], NOT_RESTORED, UNSURE, BY_ARGUMENT, ["again"]
     ),
-    "no resume": Drilled("kill", LONG, "it has no resume ", UNSURE, [(READS, ""), FORGETS]),
     "no scheduler": Drilled("kill", [*SCHEDULE, *LONG], "is the scheduler restored"),
     "loaded by one rank": Drilled(
         "kill",
@@ -896,10 +903,23 @@ DRILLED = {
         "",
         PASS,
     ),
+    "BatchNorm on rank 0 alone": Drilled(
+        "world-size", [before(READY, "    rank or nn.BatchNorm1d(4)(x)\n")], "", PASS
+    ),
     "noise": Drilled(
         "world-size",
         [(TRAIN, TRAIN.replace("(inputs)", "(inputs + torch.randn(4))")), UNEVALUATED],
         r"each step draws random numbers \(torch\).+ leave them out .+\(loss = cross_entropy",
+        UNSEEN,
+    ),
+    "noise of a generator of its own": Drilled(
+        "world-size",
+        [
+            before(READY, "    own = torch.Generator().manual_seed(rank)\n"),
+            (TRAIN, TRAIN.replace("(inputs)", "(inputs + torch.randn(4, generator=own))")),
+            UNEVALUATED,
+        ],
+        r"a generator of the script draws numbers.+\(loss = cross_entropy",
         UNSEEN,
     ),
     "a constant mask": Drilled(

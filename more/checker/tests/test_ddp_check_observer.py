@@ -12,26 +12,26 @@ from ddp_check.plan import planned
 from support.scripts import write
 
 pytestmark = pytest.mark.usefixtures("own_folder")
+IS_RANK_0 = "import os\nos.environ['RANK'] = '0'\n"
 
 
 def test_this_pytorch_has_what_is_patched(tmp_path):
     """If it fails with a new PyTorch, find out what replaces the function that it names."""
-    script = write(tmp_path / "script.py", "import torch.distributed.checkpoint\n")
-    how = {"launcher": "python", "translate": "yes", "env": {"RANK": "0"}}
-    with planned(script, **how) as plan:
+    script = write(tmp_path / "script.py", f"{IS_RANK_0}import torch.distributed.checkpoint\n")
+    with planned(script, launcher="python", translate="yes") as plan:
         run = plan.undisturbed
     assert run.returncode == 0, run.output
     assert run.all(events.Start)
     assert [event.error for event in run.all(events.Trouble)] == []
 
 
-def test_a_sitecustomize_of_the_machine_runs_too(tmp_path):
+def test_a_sitecustomize_of_the_machine_runs_too(tmp_path, monkeypatch):
     machine = tmp_path / "machine"
     machine.mkdir()
     write(machine / "sitecustomize.py", "import sys\n\nsys.plum = 'blue'\n")
-    script = write(tmp_path / "script.py", "import sys\n\nimport torch\n\nsys.plum\n")
-    how = {"launcher": "python", "env": {"RANK": "0", "PYTHONPATH": str(machine)}}
-    with planned(script, **how) as plan:
+    monkeypatch.setenv("PYTHONPATH", str(machine))
+    script = write(tmp_path / "script.py", f"{IS_RANK_0}import sys, torch\nsys.plum\n")
+    with planned(script, launcher="python") as plan:
         run = plan.undisturbed
     assert run.returncode == 0, run.output
     assert run.all(events.Start)

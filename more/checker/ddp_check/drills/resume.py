@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import re
 import time
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,6 @@ from ddp_check.reading import Reader
 from ddp_check.rules import base, judge, launch
 from ddp_check.rules.base import not_applicable, passed, unseen, unsure, wrong
 
-HAS_RESUME = r"\.load\b|load_|resume|from_pretrained"  # matches a script that can resume
 INCOMPLETE = "resume_without_optimizer"  # the page about what a resume has to restore
 MIN_TRAINING_SECONDS = 4.0  # least time that the steps of an interrupted run take
 # Events that show that a rank has finished a save and has gone on:
@@ -160,9 +158,7 @@ def begins_again(plan, interrupted, resumed, where):
         text = f"when started again, it begins at step 0 of {total}"
         if where or plan.restart_args is not None:  # it loaded a file, or got --restart-args
             return wrong(text, where)
-        if not re.search(HAS_RESUME, resumed.source):
-            return unsure(f"{text}: it has no resume")
-        return unsure(f"{text}. If it needs more arguments to resume, add --restart-args='…'")
+        return unsure(f"{text}: has it no resume, or does it need --restart-args='…' to resume?")
     text = f"{before} steps, then {after}; uninterrupted, {total}"
     if before + after < total:
         return wrong(f"{total - before - after} steps are skipped: {text}", where)
@@ -237,8 +233,7 @@ def not_restored(plan, resumed, text):
     """Return the verdict on a resumed run whose weights differ: what it has not restored.
 
     Checks the optimizer, then the learning rate, then the random numbers. If all were restored,
-    runs the script once more, because two uninterrupted runs may differ as well. If these agree,
-    compares the batches.
+    runs the script once more, because two uninterrupted runs may differ as well.
     """
     undisturbed, after = plan.undisturbed.steps, resumed.steps
     loads = resumed.of_lowest_rank(events.Load, events.StateLoaded)
@@ -258,6 +253,4 @@ def not_restored(plan, resumed, text):
         return unsure(f"{text}augmentation or a shuffle take", where, "recipes/bitwise_resume")
     if names_that_differ(final_weights(plan.undisturbed), final_weights(plan.run("again"))):
         return unseen("two uninterrupted runs differ as well: seed the script")
-    if any(old.inputs != now.inputs for old, now in pairs):
-        return wrong(f"{text}; it goes on with other batches", where, "epoch_starts_again")
     return wrong(text, where)

@@ -231,9 +231,9 @@ def appearance(many, number, pairs):
     if is_multiple:
         text = f"the gradients are {factor:.3g} times those of one process: does the loss count "
         return wrong, f"{text}samples or micro-batches?", "", PAGE
-    if cuts_gradients(many):
-        text = "the gradients lack a part: a collective that cuts the gradient is in the loss"
-        return wrong, text, "", "recipes/contrastive"
+    if drew := [line for line in many.all(events.LineDrew) if line.source.isdigit()]:
+        text = "a generator of the script draws numbers that differ between the runs: "
+        return unseen, text + REMEDY, drew[0].where, PAGE
     return unsure, NO_MULTIPLE, "", PAGE
 
 

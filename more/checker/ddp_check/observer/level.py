@@ -18,7 +18,8 @@ from torch.optim import optimizer
 from torch.utils import data
 
 from ddp_check.events import LineDrew
-from ddp_check.observer.base import TASK, report, script_line, state
+from ddp_check.observer.base import TASK, ask, in_backward, report, script_line, state
+from ddp_check.observer.data import checksum_of_states
 from ddp_check.observer.patches import patch
 from ddp_check.observer.steps import generator_states
 from ddp_check.protocol import STEPS, is_own
@@ -72,8 +73,10 @@ if TASK.scale:
 
     @patch("torch.nn.modules.batchnorm._BatchNorm.forward")
     def forward(original, self, tensor):
-        """Normalize over the batches of all ranks, as one process would."""
-        return normalize_over_ranks(original, self, tensor)
+        """Normalize over all ranks where all call the model: in a wrapped one, or its backward."""
+        if state.in_forward or in_backward():
+            return normalize_over_ranks(original, self, tensor)
+        return original(self, tensor)
 
     # ------------------------------------------------------------ dropout and lower precision
 
@@ -132,6 +135,13 @@ if TASK.scale:
 
     # ------------------------------------------------------------ random lines
 
+    def states_at(frame):
+        """Return the states of all global generators, and of those that a function names, by id."""
+        named = {**frame.f_globals, **frame.f_locals}
+        named.update(ask(vars, named.get("self"), default={}))
+        own = [value for value in named.values() if issubclass(type(value), torch._C.Generator)]
+        return generator_states() | {str(id(one)): checksum_of_states([one]) for one in own}
+
     class Tracer:
         """Reports the lines of the script that use a generator. Python calls it at each line."""
 
@@ -141,11 +151,11 @@ if TASK.scale:
         def __call__(self, frame, event, _):
             if not is_own(frame.f_code.co_filename):
                 return None  # a library's lines count as the line of the script that called it
-            states = generator_states()
+            states = states_at(frame)
             for source in states:
-                if states[source] != self.states.get(source):
+                if states[source] != self.states.get(source, states[source]):
                     report(LineDrew, where=self.line, source=source)
-            self.states = states
+            self.states |= states
             # When a function returns, the line that has called it goes on.
             self.line = script_line(frame=frame.f_back if event == "return" else frame)
             return self

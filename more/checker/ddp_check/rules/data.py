@@ -1,13 +1,11 @@
 """Rules about the samples that the ranks train on."""
 
-import re
 from itertools import pairwise
 
 from ddp_check import events
 from ddp_check.ranks import counted, differ, of_lowest_rank
 from ddp_check.rules.base import not_applicable, passed, unseen, unsure, worst, wrong
 
-SEEDS_GPU_BY_RANK = r"cuda\.manual_seed(_all)?\([^)\n]*rank"
 ENOUGH_SAMPLES = 8  # fewer samples than this may be the same by chance
 
 
@@ -30,14 +28,13 @@ def ranks_share_data(run):
 def same_inputs(run):
     """Return the verdict without a DataLoader, based on the inputs of the models."""
     rows = [row for row in run.step_rows if all(step.inputs for step in row)]
-    if not rows or any(step.inputs != row[0].inputs for row in rows for step in row):
+    steps = [
+        (step.inputs, step.losses) == (row[0].inputs, row[0].losses) for row in rows for step in row
+    ]
+    if not steps or not all(steps):
         return unseen("no DataLoader gives the samples")
-    where = rows[0][0].where
-    if all(step.losses == row[0].losses for row in rows for step in row):
-        text = "in each step, all ranks train on the same batch: give each rank a part of its rows"
-        return wrong(text, where)
-    text = "all ranks give the model the same batch in each step, and have other losses: does each "
-    return unsure(f"{text}train on its own part of the result, as of a graph?", where)
+    text = "in each step, all ranks train on the same batch: give each rank a part of its rows"
+    return wrong(text, rows[0][0].where)
 
 
 def own_data_sets(epoch):
@@ -88,12 +85,15 @@ def keys_of(data_pass):
 
 def order_changes(run):
     """the order changes from epoch to epoch"""
-    loops = {}  # (line of the loop, number of the trial, fold) -> the passes of the lowest rank
+    loops = {}  # (line of the loop, number of the trial, data) -> the passes of the lowest rank
+    passes = [*map(of_lowest_rank, run.training_passes)]
+    datasets = [data_pass.dataset for data_pass in passes]
     wraps = run.of_lowest_rank(events.Wrap)  # a script that wraps a new model begins another trial
-    for data_pass in map(of_lowest_rank, run.training_passes):
+    for data_pass in passes:
         trial = sum(wrap.time < data_pass.time for wrap in wraps)
-        fold = data_pass.subset_checksum
-        loops.setdefault((data_pass.where, trial, fold), []).append(data_pass)
+        returns = datasets.count(data_pass.dataset) > 1  # if not, it may be one that has changed
+        key = data_pass.dataset if returns else data_pass.subset_checksum
+        loops.setdefault((data_pass.where, trial, key), []).append(data_pass)
     longest = max(loops.values(), key=len, default=[])
     if len(longest) < 2:
         return read_once(longest) or unseen("fewer than two epochs with a DataLoader: run more")
@@ -163,8 +163,6 @@ def random_numbers_differ(run):
     ]
     if not same:
         return passed("not the same from rank to rank", where)
-    if run.translate and re.search(SEEDS_GPU_BY_RANK, run.source):
-        return unseen("on GPUs, they come from another generator, which the script seeds by rank")
     text = f"all ranks draw the same numbers ({', '.join(same)}): should they? If not, add 1000 * "
     return unsure(f"{text}rank to the seed", where, "same_augmentation")
 

@@ -1,4 +1,4 @@
-"""Rules about which samples are evaluated, and whether the result is that of all ranks.
+"""Rules about which samples are evaluated, and whether the ranks' results are combined.
 
 Here, an evaluation is a tuple, `parts`: one pass over the data for each rank that takes part.
 """
@@ -79,7 +79,7 @@ def each_sample_is_evaluated_once(run):
 
 
 def result_is_of_all(run):
-    """the result of an evaluation is that of all ranks"""
+    """the results of all ranks are combined after an evaluation"""
     divided = [parts for parts in evaluations(run) if is_divided(run, parts)]
     for parts in divided:
         calls = parts[0].events_of(events.Collective)
@@ -97,4 +97,5 @@ def is_divided(run, parts):
     samples = [part.values("base_indices") for part in parts]
     if not len(parts) == run.world_size > 1 or None in samples or not all(samples):
         return False
-    return sum(len({*of_rank}) for of_rank in samples) - len({*chain(*samples)}) <= len(samples)
+    counts, distinct = [len({*of_rank}) for of_rank in samples], len({*chain(*samples)})
+    return max(counts) < distinct and sum(counts) - distinct <= len(samples)

@@ -128,9 +128,9 @@ def no_fault_in_gradients(run):
     """Return the verdict that the gradients are equal, unless some could not be compared."""
     if run.in_join:
         return unseen("inside of join(), the steps of a rank that ran out have no counterpart")
-    text = counted(len(run.of_lowest_rank(events.Step)), "step")
     if not run.all(events.Wrap):
-        text += ", equal on all ranks: whether the mean or the sum, is not seen"
+        return unseen("they are equal on all ranks, and may be the mean or the sum")
+    text = counted(len(run.of_lowest_rank(events.Step)), "step")
     return passed(text, run.all(events.Step)[0].where)
 
 
