@@ -51,7 +51,7 @@ def option_parser():
 
 
 def parse_args():
-    """Return the options."""
+    """Return the options that were given on the command line."""
     parser = option_parser()
     args = parser.parse_args()
     path = module_path(args.script) if args.module else Path(args.script)
@@ -73,7 +73,7 @@ def main():
 def check(args):
     """Run the script and the drills, print the report, and exit."""
     for number in (signal.SIGINT, signal.SIGPIPE):  # `ddp-check … | head` sends SIGPIPE
-        signal.signal(number, signal.SIG_DFL)  # end silently; the keeper then cleans up
+        signal.signal(number, signal.SIG_DFL)  # end silently; keeper.py then cleans up
     how = {name: value for name, value in vars(args).items() if name not in SHOWN}
     with planned(**how) as plan:
         print(f"ddp_check: {plan.nproc} processes, {plan.launcher}", *args.drill, file=sys.stderr)

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from ddp_check.protocol import FRAME, own_frame
 
-LACKS_GPUS = r"(?i)cuda|nccl|nvidia|\bgpu|accelerator"  # matches errors for the lack of a GPU
+LACKS_GPUS = r"(?i)cuda|nccl|nvidia|\bgpu|accelerator"  # matches errors due to a missing GPU
 # Matches an error that another rank may have caused:
 OF_OTHERS = r"(?i)gloo|nccl|connection|timed ?out|reduction|unpickl|\brank|\bpeer|\bstore"
-PREFIX = r"(?:\[rank\d+\]: ?)?"  # what PyTorch puts before each line of a traceback
+PREFIX = r"(?:\[rank\d+\]: ?)?"  # matches what PyTorch puts before each line of a traceback
 CHAINED = r"\s+(?:\[rank\d+\]:\s*)*(?:During handling of|The above exception was)"
-# Matches the last line of a traceback or an argument parser's error; but see `ends_rank`:
+# Matches a traceback's last line or an argument parser's error, which `ends_rank` checks further:
 ERROR = rf"^{PREFIX}([\w.]+(?:: .+)?|[\w.-]+: error: .+)$(?!{CHAINED})"
-REPORT = r"^[EW]\d{4} .*torch/distributed"  # begins torchrun's report of a failure
+REPORT = r"^[EW]\d{4} .*torch/distributed"  # matches the start of torchrun's report of a failure
 FIRST_FAILURE = r"Root Cause.*\n(?:.*\n)*?\s+rank\s+: (\d+).*\n\s+exitcode\s+: (-?\d+)"
 
 
@@ -27,7 +27,7 @@ class Ending:
 
     output: str
     cwd: Path  # folder that the script ran in
-    returncode: int | None  # None: it was killed after the timeout
+    returncode: int | None  # None if it was killed after the timeout
 
     @property
     def printed(self):
@@ -43,7 +43,7 @@ class Ending:
     def errors(self):
         """The matches of the errors that may have ended ranks.
 
-        ERROR leaves out errors that others follow, and `ends_rank` errors that were only printed.
+        ERROR skips an error if another follows it, and `ends_rank` skips one that was only printed.
         Errors that PyTorch has marked with a rank are preferred, because nothing has caught them.
         """
         errors = list(filter(ends_rank, re.finditer(ERROR, self.printed, re.M)))
@@ -71,7 +71,7 @@ class Ending:
         prefix = prefix_of(first)
         lines = [line.removeprefix(prefix) for line in text.splitlines() if line.startswith(prefix)]
         starts = [at for at, line in enumerate(lines) if line.startswith("Traceback")]
-        if not starts:  # a SyntaxError has only a frame, not this line
+        if not starts:  # a SyntaxError prints its frame without this line
             starts = [at for at, line in enumerate(lines) if FRAME.match(line)]
         return lines[starts[-1] :] if starts else []
 
@@ -82,7 +82,7 @@ class Ending:
 
     @property
     def text(self):
-        """How a failed script has ended, in words. Not defined for one killed after the timeout."""
+        """How a failed script has ended, in words, unless it was killed after the timeout."""
         if first := self.error:
             text = first[1]
             next_line = re.match(rf"\s*{PREFIX}\s*(\S.*)", first.string[first.end() :])
@@ -117,27 +117,27 @@ class Ending:
 def ends_rank(error):
     """Return whether a match of ERROR may have ended a rank.
 
-    Such an error ends a traceback, or an argument parser wrote it. The script printed any other
-    match itself, such as "Error: 0.52", or the reason why it does not use a library.
+    Such an error ends a traceback, or an argument parser wrote it. The script has printed any
+    other match itself: for example, "Error: 0.52", or the reason why it does not use a library.
     """
     if ": error: " in error[1]:
         return True
     frames, lines = [], lines_before(error)
     for line in lines:
-        # A line that is neither a frame nor in a box of "rich" may be "Traceback (most recent …".
+        # Stop at "Traceback (most …" or another line that is not of a frame or of a box by "rich".
         if not re.match(r"\s|╰", line):
             break
         frames.append(line)
-    above = next(lines, "")  # the line at which the loop stopped
-    if above.startswith("Exception ignored in"):  # Python only reports such an error
+    above = next(lines, "")  # the line above the one at which the loop stopped
+    if above.startswith("Exception ignored in"):  # Python prints such an error and goes on
         return False
     if re.match(r"[\w.]*(Error|Exception)\b", error[1]):
-        return bool(frames)  # or lines of a box that "rich" has drawn
-    return any(map(FRAME.match, frames))  # a name such as StopIteration needs a frame
+        return bool(frames)  # frames, or lines of a box that "rich" has drawn
+    return any(map(FRAME.match, frames))  # StopIteration is an error only below a frame
 
 
 def lines_before(error):
-    """Yield the lines of the same rank before an error, the latest first."""
+    """Yield the lines that the same rank printed before an error, the latest first."""
     prefix, end = prefix_of(error), error.start()
     while end:
         begin = error.string.rfind("\n", 0, end - 1) + 1

@@ -1,14 +1,14 @@
-"""What the observer reports: a dataclass for each kind of event. Does not import PyTorch.
+"""The events that the observer reports, as dataclasses. This module does not import PyTorch.
 
 A process of the script writes an event as a line of JSON, which the checker reads. Checksums are
-whole numbers, which are equal if the values were equal bit for bit. A checksum is 0 if the values
+whole numbers. They are equal if the values were equal bit for bit. A checksum is 0 if the values
 were empty or could not be read, and None if it is not known.
 """
 
 import json
 from dataclasses import dataclass
 
-PARAMETER = "parameter "  # prefix of the name of a parameter that is in no wrapped model
+PARAMETER = "parameter "  # prefix of the name of a parameter that belongs to no wrapped model
 
 
 @dataclass(kw_only=True)
@@ -57,7 +57,7 @@ class Exit(Event):
 
 
 class OtherMachine(Event):
-    """The script names another machine for the ranks to meet on; they meet here instead."""
+    """The script names another machine for the ranks to meet on; they meet on this one instead."""
 
     host: str
 
@@ -73,17 +73,17 @@ class Collective(Event):
     """The script, or a library on its behalf, calls a collective on all ranks."""
 
     name: str
-    in_model: bool  # called during a forward pass of DDP, or a backward pass
+    in_model: bool  # whether it is called during a forward pass of DDP or a backward pass
     elements: int  # number of elements in its largest tensor
-    requires_gradient: bool  # whether an input requires a gradient: a loss may depend on the result
-    # requires_gradient, and gradients are enabled, but backward() does not go through the call:
+    requires_gradient: bool  # whether an input requires a gradient; a loss may then use the result
+    # Whether backward() does not go through the call, although gradients are required and enabled:
     cuts_gradient: bool
 
 
 class Totalled(Event):
     """Numbers of all ranks were added up. They may be counts of samples."""
 
-    values: list[int]  # the whole numbers among the results, and their sum if it is whole
+    values: list[int]  # results that are whole numbers, and the sum of all results if it is whole
 
 
 # ---------------------------------------------------------------- data
@@ -92,15 +92,15 @@ class Totalled(Event):
 class PassBegun(Event):
     """A pass over a DataLoader begins."""
 
-    pass_number: int  # number of this pass among those of its process, from 1
+    pass_number: int  # number of this pass within its process, counted from 1
     sample_count: int | None  # number of samples in the data set, if that is known
     batch_count: int | None  # number of batches to come, if that is known
-    iterable: bool  # the data set is an IterableDataset, so its samples have no index
-    subset_checksum: int  # checksum of the indices that a Subset keeps, or 0
-    distributed: bool  # the sampler is a DistributedSampler
-    shuffle: bool | None  # None: the sampler does not say
+    iterable: bool  # whether the data set is an IterableDataset, whose samples have no index
+    subset_checksum: int  # checksum of the indices that a Subset keeps, or 0 without a Subset
+    distributed: bool  # whether the sampler is a DistributedSampler
+    shuffle: bool | None  # whether the sampler shuffles, or None if it does not say
     dataset_checksum: int  # checksum that is the same for equal data sets
-    persistent: bool  # the DataLoader keeps its workers for the next pass
+    persistent: bool  # whether the DataLoader keeps its workers for the next pass
 
 
 class Batch(Event):
@@ -108,9 +108,9 @@ class Batch(Event):
 
     pass_number: int
     indices: list[int] | None  # indices of its samples, as the sampler gave them
-    base_indices: list[int] | None  # their indices in the data set below all Subsets
+    base_indices: list[int] | None  # their indices in the data set inside all Subsets
     checksums: list[int] | None  # checksum of each sample
-    label_checksums: list[int] | None  # checksum of the smallest part of each, if it has several
+    label_checksums: list[int] | None  # checksum of each sample's smallest part, if it has several
 
 
 class PassEnded(Event):
@@ -120,7 +120,7 @@ class PassEnded(Event):
 
 
 class BatchEvaluated(Event):
-    """A model is called without gradients, for the first time since a DataLoader's batch."""
+    """A model is called without gradients, for the first time since the last batch was returned."""
 
 
 class EpochSet(Event):
@@ -130,11 +130,11 @@ class EpochSet(Event):
 
 
 class Drawn(Event):
-    """A random number generator was used for samples, for the first time in a pass."""
+    """A random number generator was used to make samples, for the first time in a pass."""
 
     source: str  # "torch", "random", "numpy", or "generator" if it belongs to the data set
-    state: int  # checksum of the generator's state before and after
-    pass_number: int  # number of the pass; in a persistent worker, of its first pass
+    state: int  # checksum of the generator's states before and after its use
+    pass_number: int  # number of the pass; in a persistent worker, that of its first pass
     worker: int | None  # number of the DataLoader's worker, or None in the training process
 
 
@@ -154,7 +154,7 @@ class Wrap(Event):
 
 
 class CommHook(Event):
-    """A wrapped model gets a hook that reduces its gradients instead of DDP."""
+    """A wrapped model gets a hook that reduces its gradients in DDP's place."""
 
     name: str  # name of the hook, with its module
 
@@ -169,36 +169,36 @@ class Step(Event):
     sample_count: int  # number of samples that DataLoaders returned since then
     inputs: list[int]  # checksums of the batches that models were called with since then
 
-    rng: dict[str, int]  # checksum of the state of each global generator of random numbers
+    rng: dict[str, int]  # checksum of the state of each global random number generator
     gradients: dict[str, int]  # checksum of each parameter's gradient, 0 if it has none
-    # Checksum of each parameter; with DDP, only in the first step of a pass and in some others:
+    # Checksum of each parameter. With DDP, only the first step of a pass and some others have it:
     weights: dict[str, int] | None
-    rates: list[float]  # learning rate of each group of parameters
+    rates: list[float]  # learning rate of each parameter group
     # "gradient of NAME" if that is not finite, "loss" if a loss is not finite either, or "":
     infinite: str
-    zero: bool  # all gradients are zero
-    # Lines that call a model that has gradients, although its DDP wrapper was not called:
+    zero: bool  # whether all gradients are zero
+    # Lines that call a model directly, if it has gradients and its DDP wrapper was not called:
     bypassed: list[str]
-    mesh_dimensions: int  # number of dimensions that the parameters are sharded over, or 0
-    has_state: bool  # the optimizer has taken a step before, or has loaded a state
-    closure: bool  # step() was given a closure, which computes the gradients
-    synced: bool  # no forward pass of DDP, or the last one asked for a reduction
+    mesh_dimensions: int  # number of mesh dimensions over which the parameters are sharded, or 0
+    has_state: bool  # whether the optimizer has taken a step before, or has loaded a state
+    closure: bool  # whether step() was given a closure, which computes the gradients
+    synced: bool  # whether the last forward pass of DDP, if any, asked for a reduction
     reductions: int  # number of backward passes that reduced gradients since zero_grad()
-    stale: bool  # the gradients of the previous step were still there when backward() began
-    training: bool  # the wrapped models with these parameters, if any, are in training mode
-    in_join: bool  # the step is taken inside join()
+    stale: bool  # whether the previous step's gradients were still there when backward() began
+    training: bool  # whether all wrapped models with these parameters are in training mode
+    in_join: bool  # whether the step is taken inside join()
 
 
 class Clipped(Event):
     """Gradients are clipped."""
 
-    scaled: bool  # they are still multiplied by a GradScaler's factor
+    scaled: bool  # whether they are still multiplied by a GradScaler's factor
 
 
 class Scheduled(Event):
     """A learning rate scheduler takes a step, after an optimizer has taken one."""
 
-    metric: float | None  # metric that ReduceLROnPlateau gets
+    metric: float | None  # metric that ReduceLROnPlateau gets; None for other schedulers
 
 
 class StateLoaded(Event):
@@ -210,8 +210,8 @@ class StateLoaded(Event):
 class Evaluated(Event):
     """A wrapped model is called without gradients, for the first time since a pass began."""
 
-    training: bool  # the model is in training mode
-    noisy: str  # a layer in training mode that would return something else outside of it, or ""
+    training: bool  # whether the model is in training mode
+    noisy: str  # type of a layer that returns something else because of that mode, or ""
 
 
 class Final(Event):
@@ -226,7 +226,7 @@ class Final(Event):
 class Written(Event):
     """A file is opened for writing, not only for appending, or it is renamed."""
 
-    path: str | None  # its path, or None outside of the script's folder
+    path: str | None  # its path, or None if it is outside of the script's folder
     old_name: str = ""  # its former path, if it is renamed
 
 
@@ -235,7 +235,7 @@ class Save(Event):
 
     path: str | None
     keys: list[str]  # the first keys that begin with "module."
-    wrapper: bool  # a model is saved as an object, together with its DDP wrapper
+    wrapper: bool  # whether a model is saved as an object, together with its DDP wrapper
     steps: int  # number of optimizer steps before this save
 
 

@@ -1,4 +1,4 @@
-"""Calls a function as soon as a module has been imported. Does not import PyTorch."""
+"""Calls a function as soon as a module has been imported. This module does not import PyTorch."""
 
 import sys
 
@@ -23,12 +23,12 @@ class AfterImport:
         return spec
 
     def call_after(self, loader):
-        """Let a loader, found by a lookup, call the function as soon as it has run the module."""
+        """Make a loader call the function as soon as it has run the module."""
         execute = loader.exec_module
 
         def exec_module(module):
             execute(module)
-            if self in sys.meta_path:  # find_spec() may give several loaders: call it only once
+            if self in sys.meta_path:  # several lookups may have changed several loaders
                 sys.meta_path.remove(self)
                 self.function()
 
@@ -36,7 +36,7 @@ class AfterImport:
 
 
 def after_import(name, function):
-    """Call a function as soon as a module has been imported, or now if it already has been."""
+    """Call a function as soon as a module has been imported, or now if that is the case."""
     if name in sys.modules:
         function()
     else:

@@ -23,7 +23,7 @@ from ddp_check.protocol import HERE, VARIABLE
 def kept_folder():
     """Yield a temporary folder; at the end, kill the processes that report to it, and remove it."""
     folder = Path(tempfile.mkdtemp(prefix="ddp_check-")).resolve()
-    paths = filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])  # psutil may be there
+    paths = filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])  # it may hold psutil
     keeper = subprocess.Popen(
         [sys.executable, "-m", "ddp_check.keeper", folder],
         stdin=subprocess.PIPE,
@@ -39,7 +39,7 @@ def kept_folder():
 def observed_process(pid, folder):
     """Return the process that reports to this folder under this ID, or None if it has ended.
 
-    The system may have given the ID to another process, which has not opened this file of events.
+    The system may have given the ID to another process, but that has not opened this events file.
     """
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
@@ -60,7 +60,7 @@ def signal_processes(folder, method):
 
 
 if __name__ == "__main__":
-    sys.stdin.read()  # until the checker has ended
+    sys.stdin.read()  # returns when the checker has ended
     end = time.monotonic() + 30
     while signal_processes(sys.argv[1], "kill") and time.monotonic() < end:
         time.sleep(0.05)

@@ -5,12 +5,12 @@ import os
 import shutil
 from dataclasses import dataclass
 
-# Endings of checkpoints; but weights and data that a script needs may have the same:
+# Endings of checkpoint files. Weights and data that a script needs may have the same endings:
 CHECKPOINT = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".new", ".interrupted")
 CHECKPOINT += (".distcp", ".metadata")
-ENVIRONMENTS = {"pyvenv.cfg", "conda-meta"}  # the folder of a venv or of conda has one of these
+ENVIRONMENTS = {"pyvenv.cfg", "conda-meta"}  # a venv or conda environment contains one of these
 MAX_DEPTH, MAX_ENTRIES = 9, 5000  # deeper and larger folders are linked, not copied
-MAX_COPIED = 1 << 28  # total bytes of files that are copied for a run; others are linked
+MAX_COPIED = 1 << 28  # bytes of all files that are copied for a run; others are linked
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Mirror:
     In a linked folder, the observer refuses every change.
     """
 
-    with_checkpoints: bool
+    with_checkpoints: bool  # whether checkpoints are copied or linked, too
     room: int  # number of bytes that may still be copied
     left_out: bool = False  # whether a checkpoint was left out
 
@@ -31,7 +31,7 @@ class Mirror:
 
         __pycache__     is left out, and so are checkpoints, unless they are wanted or `in_data`
         folders         are made in the same way, or linked if `is_large` or very deep
-        code            is copied, because from a linked file Python would import its neighbours
+        code            is copied, because a linked file would import from beside the original
         other files     are copied while there is room, smallest first, or linked if `in_data`
         """
         target.mkdir()
@@ -62,7 +62,7 @@ class Mirror:
 
 
 def size_of(path):
-    """Return the size of a file in bytes; infinity for a folder, and if it cannot be read."""
+    """Return the size of a file in bytes, or infinity for a folder or an unreadable file."""
     return os.path.getsize(path) if os.path.isfile(path) else math.inf
 
 

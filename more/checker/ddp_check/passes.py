@@ -12,7 +12,7 @@ class Pass(events.PassBegun):  # a dataclass, as every subclass of Event becomes
     batches: list = field(default_factory=list)
     steps: list = field(default_factory=list)
     ended: bool = False
-    evaluates: bool = False  # a model was called without gradients
+    evaluates: bool = False  # whether a model was called without gradients
     events_after: list = field(default_factory=list)  # events that follow one of its batches
 
     @property
@@ -31,7 +31,7 @@ class Pass(events.PassBegun):  # a dataclass, as every subclass of Event becomes
 
     @property
     def is_whole(self):
-        """Whether it gave all its batches."""
+        """Whether it returned all its batches."""
         return self.ended or len(self.batches) == self.batch_count
 
     def values(self, field_name):
@@ -50,7 +50,7 @@ def passes_in(events_of_rank):
     recent = []  # passes that gave a batch since the last step, in the order of their last batches
     latest = None  # the pass that gave the last batch
     for event in events_of_rank:
-        # Also None if a process was forked during a pass and continues it:
+        # The pass is None, too, if a process was forked during a pass and continues it:
         data_pass = passes.get(getattr(event, "pass_number", None))
         match event:
             case events.PassBegun():
@@ -74,8 +74,8 @@ def passes_in(events_of_rank):
 def passes_of_step(recent, passes):
     """Return the passes whose batches a step used: several if a loop reads two loaders at once.
 
-    This leaves out evaluations since the previous step. If no pass gave a batch since then, the
-    batch was fetched ahead, in the pass that was trained on last, or otherwise in the newest.
+    Evaluations since the previous step are left out. If no pass gave a batch since then, the batch
+    was fetched ahead, by the pass that was trained on last, or otherwise by the newest pass.
     """
     recent = [each for each in recent if not is_peek(each, recent)]
     training = [each for each in recent if not each.ended and (each.steps or not each.evaluates)]

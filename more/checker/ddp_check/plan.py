@@ -20,8 +20,8 @@ from ddp_check.protocol import HERE, STACKS, VARIABLE, Task
 from ddp_check.reading import read_events
 from ddp_check.run import Run, common_training
 
-LOOK_EVERY, HANGS_AFTER = 5, 30  # seconds between looks at a script, and without progress
-# Match a script that starts its own ranks; PROCESS may also match other processes:
+LOOK_EVERY, HANGS_AFTER = 5, 30  # seconds between looks, and without progress in a hanging script
+# These match a script that starts its own ranks; PROCESS may match other processes, too:
 SPAWNS = r"(?<![\w.])((torch\.)?\w*(mp|multiprocessing|dist)\.)?(spawn|start_processes)\("
 PROCESS = r"\bProcess\(\s*target"
 SETS = r"""environ\[["'](\w+)["']\]\s*=[^=]"""
@@ -30,12 +30,12 @@ MAY_BE_SET = r"""["']RANK["'] (?:not )?in os.environ"""  # matches a check for t
 SET_BY_TORCHRUN = r"\b(MASTER_ADDR|(LOCAL_)?RANK|WORLD_SIZE)\b"
 USES_GPUS = r"nccl|cuda|device_ids|torch\.accelerator|\.to\(\w*rank\)"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=NPROC"]
-LAUNCHERS = {  # name -> what precedes the script on the command line
+LAUNCHERS = {  # name -> words that precede the script on the command line
     "python": [sys.executable],  # the script starts its own processes
     "srun": TORCHRUN,  # in each rank, startup/sitecustomize.py then sets what srun sets
     "torchrun": TORCHRUN,
 }
-SLURM = {  # value -> variables that srun sets to it on one node, without SLURM_ in front
+SLURM = {  # value -> names of variables that srun sets to it on one node, without SLURM_ in front
     "NPROC": "NTASKS NPROCS NTASKS_PER_NODE TASKS_PER_NODE CPUS_ON_NODE GPUS_ON_NODE",
     "RANKS": "JOB_GPUS STEP_GPUS",
     "1": "NNODES JOB_NUM_NODES JOB_ID JOBID CPUS_PER_TASK",
@@ -54,10 +54,10 @@ class Plan:
     arguments: list
     nproc: int
     timeout: float  # seconds
-    launcher: str | None  # None: chosen by the text of the script
+    launcher: str | None  # None if it is to be chosen from the text of the script
     folder: str  # temporary folder for all runs
-    module: bool = False  # the script is a module, as after python -m
-    translate: str = "auto"  # GPU calls: auto, yes or no
+    module: bool = False  # whether the script is a module, as after python -m
+    translate: str = "auto"  # whether GPU calls are translated: auto, yes or no
     restart_args: list | None = None  # arguments that are added after an interruption
 
     def __post_init__(self):
@@ -65,11 +65,11 @@ class Plan:
         self.text = self.path.read_text(encoding="utf-8", errors="replace")
         self.may_choose_launcher = self.launcher is None
         self.launcher = self.launcher or launcher_of(self.text)
-        # `undisturbed` may change these, and the launcher, for all further runs:
+        # `undisturbed` may change these attributes, and the launcher, for all further runs:
         self.translated = self.translate == "yes"
         self.lacking = ""  # how the run without translated calls ended
-        self.left_out = False  # checkpoints beside the script were not copied
-        self.with_checkpoints = False  # checkpoints beside the script are copied
+        self.left_out = False  # whether checkpoints beside the script were not copied
+        self.with_checkpoints = False  # whether checkpoints beside the script are copied
 
     @property
     def restart_arguments(self):
@@ -78,7 +78,8 @@ class Plan:
 
     @cached_property
     def undisturbed(self):
-        """An uninterrupted run. If it fails, it is repeated under torchrun, or with checkpoints."""
+        """An uninterrupted run. If it fails, it is repeated under torchrun, or with the checkpoint
+        files beside the script, which the first run does not get."""
         run = self.first_run("undisturbed")
         if self.may_choose_launcher and self.launcher == "python" and lacks_launcher(run):
             self.launcher = "torchrun"
@@ -97,7 +98,7 @@ class Plan:
         self.lacking = run.end.text if run.returncode else "no training"
         translated = self.run(f"{name}-translated")
         if translated.returncode and translated.end.text == run.end.text and not run.end.lacks_gpus:
-            self.translated, self.lacking = False, ""  # the same error, not about GPUs
+            self.translated, self.lacking = False, ""  # it is the same error, and not about GPUs
             return run
         return translated
 
@@ -152,8 +153,7 @@ class Plan:
     def command(self, nproc, cwd):
         """Return the command that starts the script, or its copy in this folder if there is one.
 
-        torchrun … -- train.py
-        python train.py
+        For example, this is "torchrun … -- train.py" or "python train.py".
         """
         words = [word.replace("NPROC", str(nproc)) for word in LAUNCHERS[self.launcher]]
         # Without "--", torchrun refuses the script's options that begin like several of its own.
@@ -172,10 +172,10 @@ def planned(script, arguments=(), nproc=2, timeout=300, launcher=None, **options
 
 
 def launcher_of(text):
-    """Return which launcher a script is written for."""
+    """Return the launcher for which a script is written."""
     with contextlib.suppress(SyntaxError):
         text = ast.unparse(ast.parse(text))  # ast.unparse leaves out the comments
-    # If the script reads RANK but never sets it, a launcher has to.
+    # If the script reads RANK but never sets it, a launcher has to set it.
     needs_torchrun = set(re.findall(ASKS, text)) - set(re.findall(SETS, text))
     needs_torchrun |= set(re.findall(MAY_BE_SET, text))
     if re.search(SPAWNS, text) or (re.search(PROCESS, text) and not needs_torchrun):
@@ -207,7 +207,7 @@ def environment(task, launcher):
         # Let each process join the group as if torchrun had not started it:
         env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "DDP_CHECK_AS_SRUN": "1"}
         env["SLURM_SUBMIT_DIR"] = os.getcwd()
-    # Runs in one folder share it, so that a script can resume from what it has saved in $TMPDIR.
+    # Runs in the same folder share $TMPDIR, so a script can resume from what it has saved there.
     temporary = Path(f"{task.folder.rstrip(os.sep)}.tmp")
     temporary.mkdir(exist_ok=True)
     python_path = f"{HERE / 'startup'}{os.pathsep}{env.get('PYTHONPATH', '')}".rstrip(os.pathsep)
@@ -217,7 +217,7 @@ def environment(task, launcher):
 
 def wait(process, run, end):
     """Wait until a script ends, hangs or reaches its timeout; store the outcome in the run."""
-    written, computed = -1, 0.0  # `progress` at the last look; at first, lower than any
+    written, computed = -1, 0.0  # result of `progress` at the last look; at first, lower than any
     since = run.begun  # time of the last progress
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -239,7 +239,7 @@ def wait(process, run, end):
 def progress(process, folder):
     """Return the size of all events in bytes, and the CPU seconds that all processes have used.
 
-    Leaves out the process that was started, because torchrun itself polls its ranks all the time.
+    The process that was started is left out, because torchrun itself polls its ranks all the time.
     """
     files = [path for path in folder.glob("*.jsonl") if path.stem != str(process.pid)]
     computed = [cpu_time(int(path.stem)) for path in files]
@@ -254,7 +254,7 @@ def seems_to_hang(run):
 
 
 def collect(run):
-    """Store the output and the events of a run so far."""
+    """Store in a run the output and the events that it has produced so far."""
     run.seconds = time.monotonic() - run.begun
     run.output = (run.folder / "output").read_text(encoding="utf-8", errors="replace")
     processes = read_events(run.folder).items()

@@ -2,19 +2,19 @@
 
 
 def differing_ranks(values_by_rank):
-    """Return the lowest rank and the first whose value differs from its own, or None."""
+    """Return the lowest rank and the first rank whose value is not equal to its value, or None."""
     items = iter(values_by_rank.items())
     rank, value = next(items, (None, None))
     return next(((rank, other) for other, theirs in items if theirs != value), None)
 
 
 def differ(objects_by_rank, name):
-    """Return the lowest rank and the first whose object differs in this attribute, or None."""
+    """Return the lowest rank and the first rank that differs from it in this attribute, or None."""
     return differing_ranks({rank: getattr(value, name) for rank, value in objects_by_rank.items()})
 
 
 def grouped(values_by_rank, key):
-    """Return {key of a value: {rank: values}} for {rank: values}."""
+    """Return {rank: values} as {key: {rank: the values with this key}}; `key` is a function."""
     groups = {}
     for rank, values in values_by_rank.items():
         for value in values:

@@ -10,7 +10,7 @@ from ddp_check.rules import base
 
 SUMMARIES = ("nothing wrong", "wrong", "no verdict")  # summary for each exit code
 ROOMS = "more/"  # folder of this repository in which pitfalls/, recipes/ and lookup/ are
-WIDTH, INDENT = 80, 9  # columns of the report, and of the labels at its left
+WIDTH, INDENT = 80, 9  # number of columns of the report, and of the labels on its left
 CENTRAL = {  # rules that a reader of "nothing wrong" relies on -> what they check
     "weights_agree": "all ranks have the same weights",
     "gradients_are_averaged": "each step takes the mean gradient",
@@ -21,7 +21,7 @@ CENTRAL = {  # rules that a reader of "nothing wrong" relies on -> what they che
 
 
 def exit_code(plan, verdicts):
-    """Return 0 if nothing is wrong, 1 if something is, 2 if the checker could not see it."""
+    """Return 0 if nothing is wrong, 1 if something is, 2 if the checker cannot tell."""
     statuses, run = {verdict.status for verdict in verdicts}, plan.undisturbed
     if base.WRONG in statuses:
         return 1
@@ -42,7 +42,7 @@ def summary(plan, verdicts):
 
 
 def central_and_unseen(verdicts):
-    """Return in words which central rules and drills have seen nothing, and why."""
+    """Return descriptions of the drills and central rules that have seen nothing."""
     unseen = [verdict for verdict in verdicts if verdict.status == base.UNSEEN]
     drills = [DRILLS[verdict.rule].__doc__ for verdict in unseen if verdict.rule in DRILLS]
     central = [verdict for verdict in unseen if verdict.rule in CENTRAL]
@@ -138,7 +138,7 @@ def reasons(plan, verdicts):
 
 
 def changes(plan):
-    """Return what the checker changed for the run, and its own faults."""
+    """Return sentences about what the checker changed for the run, and about its own faults."""
     texts, run = [], plan.undisturbed
     if plan.lacking:
         texts.append(f"Without a GPU, the script ended with: {plan.lacking}")

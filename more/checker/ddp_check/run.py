@@ -16,10 +16,10 @@ FEW = 8  # a collective with more elements than this exchanges weights, not loss
 
 
 def common_training(events_of_rank):
-    """Return the events of a rank without the steps before it wraps a model.
+    """Return the events of a rank without the steps that it takes before it wraps a model.
 
     Such steps are not part of the common training: each rank may try something out, or rank 0 may
-    train a teacher. If no step follows the wrap, all steps stay.
+    train a teacher. If no step follows the wrap, all steps are kept.
     """
     wraps = [at for at, event in enumerate(events_of_rank) if isinstance(event, events.Wrap)]
     steps = [at for at, event in enumerate(events_of_rank) if isinstance(event, events.Step)]
@@ -46,9 +46,9 @@ class Run:
     folder: Path  # folder of the events
     cwd: Path = Path()  # folder that the script ran in
     text: str = ""  # text of the script
-    translate: bool = False  # its calls for GPUs were translated for the CPU
-    returncode: int | None = None  # None: it was killed after the timeout
-    seconds: float = 0  # how long it ran
+    translate: bool = False  # whether its GPU calls were translated for the CPU
+    returncode: int | None = None  # None if it was killed after the timeout
+    seconds: float = 0  # number of seconds that it ran
     begun: float = 0  # time at which it was started
     idle_ranks: set = field(default_factory=set)  # ranks that used no CPU time when it was killed
     output: str = ""
@@ -106,7 +106,7 @@ class Run:
 
     @property
     def sources_drawn(self):
-        """The generators that are used between steps, and not only at the beginning of a pass."""
+        """The names of the random number generators used between steps, not once per pass."""
         passes = len(of_lowest_rank(self.passes_by_rank))
         pairs = [*pairwise(self.steps)]
         sources = self.steps[0].rng if pairs else ()
@@ -128,15 +128,15 @@ class Run:
 
     @property
     def in_join(self):
-        """Whether a step was taken inside join(), where some ranks run out of data earlier."""
+        """Whether a step was taken inside join(), where some ranks run out of data first."""
         return any(step.in_join for step in self.all(events.Step))
 
     @property
     def step_rows(self):
         """The steps that all ranks took, each as a tuple of the ranks' events.
 
-        Leaves out steps in join(), where a rank may take none. In a run that failed, also leaves
-        out the last step, which some ranks report and others do not.
+        Steps in join() are left out, because a rank may take none there. The last step of a run
+        that failed is left out, too, because some ranks report it and others do not.
         """
         rows = self.rows(events.Step)
         if self.returncode != 0:
@@ -147,7 +147,7 @@ class Run:
         """Return the first step in which a field differs from rank to rank, or None.
 
         Few steps report weights, and only those of one optimizer, so the latest value of each name
-        is compared. Other fields are complete in each step, so their latest values are the step's.
+        is compared. Other fields are complete in each step, so their latest are the step's.
         """
         latest = [{} for _ in self.events_by_rank]  # {name: value}; for a list, {index: value}
         for number, row in enumerate(self.step_rows, 1):
@@ -198,7 +198,7 @@ class Run:
         times = [self.begun, *sorted(event.time for event in self.all(events.Event))]
         longest = max((after - before for before, after in pairwise(times)), default=0)
         nothing_since = self.begun + self.seconds - times[-1]
-        if nothing_since <= 2 * longest:  # pauses of about this length came before
+        if nothing_since <= 2 * longest:  # there were pauses of about this length before
             return False
         # A rank outside a process group, or waiting for the network, does not wait for other ranks:
         frames = list(chain(*self.stacks.values()))

@@ -1,4 +1,4 @@
-"""The drills: they run the script again, and kill it, stop it or change its world size."""
+"""The drills, which run the script again and kill it, stop it or change its world size."""
 
 from dataclasses import replace
 

@@ -19,7 +19,7 @@ from ddp_check.rules import base, judge, launch
 from ddp_check.rules.base import not_applicable, passed, unseen, unsure, wrong
 
 INCOMPLETE = "resume_without_optimizer"  # the page about what a resume has to restore
-MIN_TRAINING_SECONDS = 4.0  # least time that the steps of an interrupted run take
+MIN_TRAINING_SECONDS = 4.0  # least number of seconds that the steps of an interrupted run take
 # Events that show that a rank has finished a save and has gone on:
 GOES_ON = (events.Step, events.Batch, events.PassBegun, events.Collective, events.Final)
 
@@ -48,7 +48,7 @@ def sigterm(plan):
 
 
 def cannot_resume(run):
-    """Return why the undisturbed run shows that no interruption can be resumed, or ""."""
+    """Return why an interrupted run could not be resumed, judging by the undisturbed one, or ""."""
     if run.returncode != 0:
         return "the script fails even when it is not interrupted"
     saves = run.all(events.Save)
@@ -63,7 +63,7 @@ def cannot_resume(run):
 
 
 def pause_of(plan):
-    """Return the seconds to wait before each step, so that there is time for an interruption."""
+    """Return how many seconds to wait before each step, to leave time for an interruption."""
     steps = plan.undisturbed.steps
     return max(0.0, (MIN_TRAINING_SECONDS - (steps[-1].time - steps[0].time)) / len(steps))
 
@@ -101,7 +101,7 @@ def complete_saves(events_of_rank):
 
 
 def goes_on_after_a_save(events_of_rank, least=0):
-    """Return whether steps have followed a complete save, and a rank has taken this many."""
+    """Return whether a rank has taken a step after a complete save, and more steps than `least`."""
     saved = min(complete_saves(events_of_rank), default=math.inf)
     return count_steps(events_of_rank) > max(saved, least)
 
@@ -230,10 +230,10 @@ def names_that_differ(weights, others):
 
 
 def not_restored(plan, resumed, text):
-    """Return the verdict on a resumed run whose weights differ: what it has not restored.
+    """Return the verdict on a resumed run whose weights differ, which says what was not restored.
 
-    Checks the optimizer, then the learning rate, then the random numbers. If all were restored,
-    runs the script once more, because two uninterrupted runs may differ as well.
+    It looks at the optimizer, then the learning rate, then the random numbers. If all are restored,
+    it runs the script once more, because two uninterrupted runs may differ as well.
     """
     undisturbed, after = plan.undisturbed.steps, resumed.steps
     loads = resumed.of_lowest_rank(events.Load, events.StateLoaded)

@@ -1,6 +1,6 @@
 """The drill that compares N processes with one process that has N times the batch.
 
-In both runs, the observer removes the differences that are no fault, such as dropout
+In both runs, the observer removes the differences that are not faults, such as dropout
 (observer/level.py). Any difference that is left is a fault of the script.
 """
 
@@ -36,7 +36,7 @@ def world_size(plan):
 
 
 def cannot_compare(run):
-    """Return why the undisturbed run shows that the steps cannot be compared, or ""."""
+    """Return why the steps cannot be compared, judging by the undisturbed run, or ""."""
     if run.returncode != 0 and len(run.steps) <= STEPS:
         return f"the script fails without the drill: {launch.script_ends(run).text}"
     if run.nproc == 1:
@@ -97,7 +97,7 @@ def samples_in(run, steps=1):
 
 
 def no_gradients_kept(run):
-    """Return why the run kept no gradients to compare, or ""."""
+    """Return the reason why a run has saved no gradients to compare, or ""."""
     if (run.folder / "step1").exists():  # a file with the gradients of the first step
         return ""
     if run.returncode != 0 and len(run.steps) <= STEPS:
@@ -109,7 +109,7 @@ def no_gradients_kept(run):
 
 
 def chance_in(run):
-    """Return the verdict on random numbers that the observer could not level, or None."""
+    """Return the verdict on random numbers that the observer could not make equal, or None."""
     if drawn := run.all(events.Drawn):
         text = "the data set has a generator of its own"
         if drawn[0].source != "generator":
@@ -122,7 +122,7 @@ def chance_in(run):
 
 
 def samples_differ(many, one):
-    """Return why the first step has different samples in the one process, or ""."""
+    """Return why the first steps of the two runs have different samples, or ""."""
     if not (many.training_passes and one.training_passes):
         return "no DataLoader gives the samples, so the drill cannot enlarge the batch"
     of_rank = next(iter(many.passes_by_rank.values()))
@@ -170,8 +170,8 @@ def steps_with_same_samples(many, one):
 def other_rates(many, one):
     """Return the verdict on learning rates that differ between many processes and one.
 
-    The drill multiplies the DataLoader's batch size, but the script does not see that. If it scales
-    its rates with batch size times processes, the rates of one process are N times smaller.
+    The drill multiplies the DataLoader's batch size, which the script does not see. If the script
+    computes its rates from batch size times processes, those of one process are N times smaller.
     """
     for number, (of_many, of_one) in enumerate(list(zip(many.steps, one.steps))[:STEPS], 1):
         for rate, expected in zip(of_many.rates, of_one.rates):
@@ -206,7 +206,7 @@ def other_gradients(many, one, number):
 
 
 def appearance(many, number, pairs):
-    """Return a kind of verdict on gradients that differ, its text, and a line and a page, or ""."""
+    """Return a kind of verdict on differing gradients, its text, and a line and a page, if any."""
     first, size = many.first_difference("gradients"), many.nproc
     factors = [ratio((of_many * of_one).sum(), of_one.square().sum()) for of_many, of_one in pairs]
     factor = factors[0]
@@ -245,7 +245,7 @@ def cuts_gradients(run):
 def gradient_pairs(many, one, number):
     """Return the gradients of both runs in a step: {name: (of many processes, of one)}.
 
-    Leaves out gradients that are nearly 0, such as that of a bias before BatchNorm.
+    Gradients that are nearly 0 are left out, such as that of a bias before BatchNorm.
     """
     models = (torch.load(run.folder / f"step{number}", weights_only=True) for run in (many, one))
     pairs = {
@@ -255,7 +255,7 @@ def gradient_pairs(many, one, number):
         if of_many is not None and of_one is not None and of_one.numel()
     }
     smallest = 1e-6 * max((of_one.abs().max().item() for _, of_one in pairs.values()), default=0)
-    # `<` is false for NaN, which has to be compared.
+    # `<` is false for NaN, so gradients with a NaN are compared.
     return {
         name: pair
         for name, pair in pairs.items()
