@@ -13,7 +13,6 @@ from support.scripts import ON_PATH, ROOT, SCRIPTS
 pytestmark = [pytest.mark.weekly("each printed command at full size"), NEEDS_PATCH]
 PAGES = sorted({path.stem for path in ROOT.glob("more/recipes/*.md")} - {*patches.NOT_PATCHES})
 LEAST = {  # of 100 digits, 98 are read, but:
-    "gan": 93,  # the digit reader also learns to tell real digits from generated ones
     "bf16": 90,  # of a smaller model: see SMALLER
     "fp16_scaler": 90,
     "huggingface": 75,  # a transformer learns more slowly
