@@ -9,7 +9,7 @@ from templates import ENV, HERE
 
 CELL = re.compile(r"^<!-- (\w+): (\S+) -->\n", re.MULTILINE)  # kind and id of the cell that follows
 PICTURE = re.compile(r"\n\n!\[.+\]\((pictures/(.+)\.svg)\)")
-FOLDED = {"jupyter": {"source_hidden": True}, "cellView": "form"}  # folds in Jupyter and Colab
+FOLDED = {"jupyter": {"source_hidden": True}, "cellView": "form"}  # metadata for Jupyter and Colab
 
 
 def cells(diffs):

@@ -1,4 +1,4 @@
-"""Forks ranks from a process that has already imported PyTorch, so each run saves the imports.
+"""Forks ranks from a process that has already imported PyTorch, so no run has to import it again.
 
 Tests call `command`. The command that it returns runs this file as `server.py run ...`, which asks
 the server to run a script with the folder, the environment and the output of the command.

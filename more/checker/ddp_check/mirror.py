@@ -31,7 +31,7 @@ class Mirror:
 
         __pycache__     is left out, and so are checkpoints, unless they are wanted or `in_data`
         folders         are made in the same way, or linked if `is_large` or very deep
-        code            is copied, because a linked file would import from beside the original
+        code            is copied, because a linked file would import files beside its target
         other files     are copied while there is room, smallest first, or linked if `in_data`
         """
         target.mkdir()

@@ -65,7 +65,7 @@ def wrap(original, self, module, *args, **kwargs):
 
 
 def model_suffix(number):
-    """Return the suffix for the names of a wrapped model's parameters:  for the first model."""
+    """Return the suffix for names of a wrapped model's parameters, or "" for the first model."""
     return f" of model {number + 1}" if number else ""
 
 

@@ -14,7 +14,7 @@ NETWORK = (
     r"|(FileNotFoundError|OSError): .*https?://|Error downloading"
 )
 BESIDE = r"(FileNotFoundError|NotFound|No such file).*\.\./"  # matches a missing ../data
-OF_A_LIBRARY = r"ModuleNotFoundError|ImportError: .+/site-packages/"  # it is missing or too old
+OF_A_LIBRARY = r"ModuleNotFoundError|ImportError: .+/site-packages/"  # a missing or wrong library
 BUFFERS = "Buffers wait for all ranks to call the DDP model: evaluate model.module"
 UNTRANSLATED = rf"{LACKS_GPUS}|Tensor-likes|not implemented for '|getFuture not implemented"
 UNTRANSLATED += "|must have the same dtype|bias type"  # errors because autocast is left out
