@@ -31,7 +31,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore SIGINT
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job would ignore SIGINT
     os.environ.pop("PYTHONUNBUFFERED", None)  # it would split the lines that ranks print
     os.environ["OMP_NUM_THREADS"] = "1"  # otherwise, each process would use all cores
     if config.option.gpus:

@@ -9,8 +9,9 @@ from markdown_it import MarkdownIt
 
 README = "diffs/README.md"  # the page with a note on each hunk
 BLOCK = re.compile(r"\n```diff\n(?P<hunks>.*?)```\n", re.DOTALL)  # hunks at the beginning of a note
-DETAILS = re.compile(r"<details>.*?</details>\n*", re.DOTALL)  # the names of a note's tests
-FIGURE = re.compile("^Play with it: `.*#fig-(.+)`\n+", re.MULTILINE)  # replaced by the figure
+DETAILS = re.compile(r"<details>.*?</details>\n*", re.DOTALL)  # the list of a note's tests
+# The line that is replaced by the figure:
+FIGURE = re.compile("^Play with it: `.*#fig-(.+)`\n+", re.MULTILINE)
 LESSON = re.compile(r"^(?P<number>\d\.) \[`(?P<code>.+?)`\]\(#.*?\): ", re.MULTILINE)
 
 
@@ -21,7 +22,7 @@ class Problem(Exception):
 @dataclass(eq=False)  # two hunks may have the same lines
 class Hunk:
     header: str  # "@@ -34,11 +48,12 @@"
-    lines: list  # with "-", "+" or " " in front
+    lines: list  # lines with "-", "+" or " " in front
     note: "Note | None" = None
 
     @property

@@ -8,7 +8,7 @@ from rooms import LOOKUP, SEARCHED
 
 
 def paths(root):
-    """Return the paths of these pages: first more/lookup/, in the order of its README.md."""
+    """Return the paths of these pages, starting with more/lookup/ in the order of its README.md."""
     index = (root / LOOKUP / "README.md").read_text(encoding="utf-8")
     names = ["README.md", *dict.fromkeys(re.findall(r"\]\((\w+\.md)\)", index))]
     return [*(f"{LOOKUP}/{name}" for name in names), *SEARCHED]

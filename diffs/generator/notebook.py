@@ -9,11 +9,11 @@ from templates import ENV, HERE
 
 CELL = re.compile(r"^<!-- (\w+): (\S+) -->\n", re.MULTILINE)  # kind and id of the cell that follows
 PICTURE = re.compile(r"\n\n!\[.+\]\((pictures/(.+)\.svg)\)")
-FOLDED = {"jupyter": {"source_hidden": True}, "cellView": "form"}  # for Jupyter and for Colab
+FOLDED = {"jupyter": {"source_hidden": True}, "cellView": "form"}  # metadata for Jupyter and Colab
 
 
 def cells(diffs):
-    """Yield the cells, without outputs. Drawings get cells, because Colab shows none in text."""
+    """Yield the cells without outputs. Drawings get their own, because Colab shows none in text."""
     _, *found = CELL.split(ENV.get_template("notebook.md.j2").render(diffs=diffs))
     headings = {note.slug: note.title.replace(" ", "-") for diff in diffs for note in diff.notes}
     for kind, name, text in zip(found[::3], found[1::3], map(str.strip, found[2::3])):
@@ -30,7 +30,7 @@ def cells(diffs):
 def with_links(text, headings):
     """Return a text with links that work in Jupyter. `headings` is {GitHub's id: Jupyter's id}.
 
-    Links to other pages become plain paths, because the notebook may be used without the clone.
+    Links to other pages become plain paths, because the notebook may be used without a clone.
     """
     text = re.sub(r"\]\(#([^)]+)\)", lambda link: f"](#{headings[link[1]]})", text)
     text = re.sub(r"\(\[[^]]+\]\(\.\./([^)]+)\)\)", r"(`\1`)", text)
@@ -58,7 +58,7 @@ def run(path):
     metadata = dict(book.metadata)
     resources = {"metadata": {"path": str(path.parent)}}
     NotebookClient(book, timeout=600, record_timing=False, resources=resources).execute()
-    book.metadata = metadata  # without this machine's version of Python
+    book.metadata = metadata  # the stored metadata, without this machine's version of Python
     for cell in book.cells:
         if cell.cell_type == "code":
             cell.outputs = [] if cell.id.startswith("script-") else merged(cell.outputs)

@@ -11,12 +11,12 @@ function show() {
   for (const step of steps) step.hidden = step !== chosen;
   for (const link of links) link.ariaCurrent = link.hash === `#${chosen.id}` ? "true" : null;
   if (target) {
-    document.body.classList.add("scrolled"); // first, because this changes the height of the bar, and so where to scroll
+    document.body.classList.add("scrolled"); // this comes first, because it changes the height of the bar and thus the position to scroll to
     target.scrollIntoView();
   }
   if (moved || (target && target.matches(".entry"))) {
     const heading = target.querySelector("h2, h3") || target;
-    heading.tabIndex = -1; // the keyboard continues from here
+    heading.tabIndex = -1; // the Tab key continues from here
     heading.focus({ preventScroll: true });
   }
 }

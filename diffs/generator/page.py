@@ -21,7 +21,7 @@ ELEMENTS = {"c": "i", "s": "q", "m": "u", "k": "b", "ow": "b"}
 ELEMENTS |= dict.fromkeys(["nf", "fm", "nc", "nd"], "dfn")  # functions, classes and decorators
 TAGS = {" ": "span", "-": "del", "+": "ins"}
 ALIKE = 0.5  # similarity of two lines below which no words are marked
-STEPS_WIDTH, PATCHES_WIDTH = 33, 48  # characters in a line of the text beside the code
+STEPS_WIDTH, PATCHES_WIDTH = 33, 48  # number of characters in a line of the text beside the code
 
 
 # ---------------------------------------------------------------- lines of code
@@ -39,7 +39,7 @@ def highlight(lines):
 
 
 def paint(line, tags, marked):
-    """Return a line as HTML, with this range of characters marked as changed."""
+    """Return a line as HTML, in which the range `marked` of its characters is marked as changed."""
     html = []
     styles = iter((tag, number in marked) for number, tag in enumerate(tags))
     for (tag, is_marked), run in groupby(line, lambda _: next(styles)):
@@ -90,7 +90,11 @@ class Code:
                 self.marks[0][i1 + i], self.marks[1][j1 + j] = differing(old[i], new[j])
 
     def block(self, starts, signs, shown=slice(None)):
-        """Return as HTML the lines from these numbers on, one for each sign, or a slice of them."""
+        """Return consecutive lines of a diff as HTML.
+
+        `starts` holds the numbers of the first old and the first new line, `signs` has "-", "+" or
+        " " for each line, and `shown` selects a slice of the lines.
+        """
         (old, new), html = starts, []
         for sign in signs:
             side, number = (0, old) if sign == "-" else (1, new)
@@ -129,7 +133,7 @@ def parts(diff):
 
 
 def fold(diff, code, start, end):
-    """Yield a part that hides these lines until they are unfolded, if there are any."""
+    """If there are lines from `start` to `end`, yield a part of the page that folds them."""
     if start < end:
         text = "\n".join(diff.new_lines[start:end])
         names = re.findall(r"^ *(?:class|def) (\w+)", text, re.MULTILINE)

@@ -13,8 +13,8 @@ NOT_PATCHES = ("README",)
 GPT = f"{EXERCISE}/solution.py"
 LIMITS = {RECIPES: 40, PITFALLS: 15, GPT: 95}  # number of lines that may change
 SHARED = "test_pitfall", "test_trains_like_ddp"  # tests with a page as their parameter
-WIDTH = 95  # number of characters that fit into the column in which a forge shows a page
-COMMAND = re.compile(r"```bash\n(.*?)\n```", re.DOTALL)  # a page's first one runs its script
+WIDTH = 95  # number of characters that fit into the column in which GitHub shows a page
+COMMAND = re.compile(r"```bash\n(.*?)\n```", re.DOTALL)  # a page's first command runs its script
 PATCH = re.compile(r"\n(?:What breaks it:\n\n)?```diff\n(.*?)\n```\n", re.DOTALL)
 ROW = r"\]\((\w+)\.md\)"  # a link in a table of more/recipes/README.md or more/pitfalls/README.md
 
@@ -30,7 +30,7 @@ class Patch:
         title, _, below = text.partition("\n")
         self.title = title.removeprefix("# ")
         self.words, below = split_words(below)
-        self.opening = below.strip().partition("\n\n")[0]  # purpose, or table of symptoms
+        self.opening = below.strip().partition("\n\n")[0]  # purpose, or a pitfall's symptoms
         (patch,) = PATCH.findall(text) or [""]
         (self.command, *_) = COMMAND.findall(text) or [""]
         if not patch.startswith("--- ") or not self.command:
@@ -105,7 +105,7 @@ def collect(root, kind):
 
 
 def tests_of(root, name):
-    """Return the tests of a page: the one with its name, or else those with it as a parameter."""
+    """Return the tests of a page: the one with its name, or those that get it as a parameter."""
     files = (root / RECIPES).parent.glob("*/tests/test_*.py")
     texts = [path.read_text(encoding="utf-8") for path in files]
     if any(f"def test_{name}(" in text for text in texts):
@@ -115,7 +115,7 @@ def tests_of(root, name):
 
 
 def source(root, name):
-    """Return the text of the script that a page patches. If need be, another recipe writes it."""
+    """Return the text of the script that a page patches. Another recipe may produce it."""
     page = root / RECIPES / f"{Path(name).stem}.md"
     if (root / name).exists() or not page.exists():
         return (root / name).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The paths of the rooms, which are folders with their own tests. Only this module has them."""
+"""The paths of the rooms (folders with their own tests), which no other module contains."""
 
 CONVERT = "convert"
 SLURM = "slurm"

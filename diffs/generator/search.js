@@ -12,7 +12,7 @@ const NOISE = [
   /\b(?:[a-z_]\w*\.)+(?=[A-Z])|\b[a-z_]+(?:\.[a-z_]+){2,}:/g, // the module of an exception, the name of a logger
   /(?<![\w.)])(?:[A-Za-z]:)?[\\/](?!dev\b|proc\b)[\w.+@-]+(?:[\\/][\w.+@<>…-]+)+/g, // a path
 ];
-// Different spellings of the same thing. Only numbers of exit codes and errors are kept, because others say nothing about the cause.
+// Patterns of different spellings of the same thing. Only the numbers of exit codes and errors are kept, because other numbers say nothing about the cause.
 const SPELLINGS = [
   [/\b(exit ?code|status|signal|err(?:or|no)?|code|failure)\b\s*[:=]?\s*-?(\d{1,3})\b/gi, "$1 code$2 "],
   [/\b(?:[2-9]|two|three|four|eight|dual|multi(?:ple)?|many|all|both)[ -]?(?:x ?)?(?:rtx ?)?(?:gpu|card|a100|h100|v100|[345]090)s?\b/gi, " gpu "],

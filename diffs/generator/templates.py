@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-FIGURES = HERE.parent / "figures"  # each has HTML, a script and perhaps data
+FIGURES = HERE.parent / "figures"  # each figure has HTML, a script and perhaps data
 ENV = Environment(
     loader=FileSystemLoader([HERE, FIGURES]),
     autoescape=select_autoescape(("html", "html.j2")),

@@ -14,14 +14,14 @@ from pathlib import Path
 import psutil
 from support import gpus
 
-# Only for runs with --max-restarts, because torchrun then chooses a port long before it is used.
+# For runs with --max-restarts only, in which torchrun chooses a port long before it is used.
 RESTARTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 class Job:
     """A command that is running or has ended, and what it printed.
 
-    The end of the `with` block kills all processes that the command started and that still run.
+    The end of the `with` block kills all processes of the command that are still running.
     """
 
     returncode = None
@@ -51,7 +51,7 @@ class Job:
         self.process.wait()
 
     def __getstate__(self):
-        return vars(self) | {"process": None}  # which cannot be pickled
+        return vars(self) | {"process": None}  # a running process cannot be pickled
 
     def __repr__(self):
         words = " ".join(self.command)
@@ -79,7 +79,7 @@ class Job:
         return self.wait(timeout).wait_until_gone()
 
     def wait_for(self, what, timeout=300):
-        """Wait until `what()` is true or, for a pattern, until stdout matches it; return that."""
+        """Wait until `what()` is true or stdout matches the pattern `what`; return the result."""
         ready = what if callable(what) else lambda: re.search(what, self.stdout, re.MULTILINE)
         end = time.monotonic() + timeout
         while True:

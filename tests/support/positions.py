@@ -31,7 +31,7 @@ while not os.path.exists(f"{self.path}.go"):
 
 
 def at(epoch, step, lines, when="True"):
-    """Return a change that runs these lines before a step, on the ranks where `when` is true."""
+    """Return a change that runs `lines` before a step, on the ranks where `when` is true."""
     here = f"(self.epochs_run, {STEP}) == ({epoch}, {step})"
     text = f"if {here} and {when}:\n{textwrap.indent(lines, '    ')}"
     return BATCH, f"{textwrap.indent(text, ' ' * 12).rstrip()}\n{BATCH}"

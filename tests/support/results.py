@@ -43,7 +43,7 @@ def resumed(job):
 def said(job, rank):
     """Return what `scripts.on_each_rank` printed on a rank.
 
-    It may end another rank's line, because under `python -u`, print writes newlines separately.
+    The text may follow another rank's on one line, because `python -u` writes newlines separately.
     """
     return re.findall(f"rank {rank}: (.*)$", job.stdout, re.MULTILINE)
 

@@ -13,8 +13,8 @@ SCRIPTS = sorted(ROOT.glob("0[1-9]_*.py"))
 SCRIPT = {path.name[:2]: path for path in SCRIPTS}
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 ON_PATH = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-NARROW = ("--width=4",)  # this model trains in a second, but learns little
-FOUR_EPOCHS = ("4", *NARROW)  # enough to kill a rank, or to stop the run, in the middle
+NARROW = ("--width=4",)  # option for a model that trains in a second, but learns little
+FOUR_EPOCHS = ("4", *NARROW)  # enough epochs to kill a rank, or to stop the run, in the middle
 SMALL = ("--batch-size=64", "--width=4")  # 102 steps per epoch, for tests in other folders
 LONG = ("4", *SMALL)
 
@@ -31,7 +31,7 @@ def command(step, *args, nprocs=2, torchrun=()):
 
 
 def forked(step, *args, nprocs=2, restarts=0):
-    """Return a command that does the same in a third of the time, because it needs no launcher."""
+    """Return a command that does the same three times as fast, because it needs no launcher."""
     path = SCRIPT.get(step, step)
     if path.name.startswith("01"):
         nprocs = 0
@@ -70,7 +70,7 @@ def load(step):
 # ---------------------------------------------------------------- changes for copies
 
 SEED = "    torch.manual_seed(args"
-DOUBLE = [  # because in float32, AdamW can turn a rounding error into a full step
+DOUBLE = [  # changes to float64; in float32, AdamW can turn a rounding error into a full step
     ("dtype=torch.float32", "dtype=torch.float64"),
     (SEED, f"    torch.set_default_dtype(torch.float64)\n{SEED}"),
 ]

@@ -1,4 +1,4 @@
-"""Forks ranks from a process that has already imported PyTorch, so each run saves the imports.
+"""Forks ranks from a process that has already imported PyTorch, so no run has to import it again.
 
 Tests call `command`. The command that it returns runs this file as `server.py run ...`, which asks
 the server to run a script with the folder, the environment and the output of the command.
@@ -21,7 +21,7 @@ import threading
 from multiprocessing.connection import wait
 
 VARIABLE = "DDP_LADDER_SERVER"  # environment variable with the path of the server's socket
-GRACE = 60  # seconds in which the other ranks have to end after one rank has failed
+GRACE = 60  # number of seconds that the other ranks have to end after one rank has failed
 # A process that has asked CUDA for its GPUs cannot fork processes that use them.
 WITHOUT_CUDA = {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 SET_PARENT_DEATH_SIGNAL = 1  # for prctl

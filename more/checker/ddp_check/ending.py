@@ -124,11 +124,11 @@ def ends_rank(error):
         return True
     frames, lines = [], lines_before(error)
     for line in lines:
-        # Stop at "Traceback (most …" or another line that is not of a frame or of a box by "rich".
+        # Stop at the first line that is neither a frame nor in a box drawn by "rich".
         if not re.match(r"\s|╰", line):
             break
         frames.append(line)
-    above = next(lines, "")  # the line above the one at which the loop stopped
+    above = next(lines, "")  # the line above the one at which the loop stopped ("Traceback …")
     if above.startswith("Exception ignored in"):  # Python prints such an error and goes on
         return False
     if re.match(r"[\w.]*(Error|Exception)\b", error[1]):

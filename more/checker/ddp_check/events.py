@@ -211,7 +211,7 @@ class Evaluated(Event):
     """A wrapped model is called without gradients, for the first time since a pass began."""
 
     training: bool  # whether the model is in training mode
-    noisy: str  # type of a layer that returns something else because of that mode, or ""
+    noisy: str  # type of a layer that returns something else in training mode, or ""
 
 
 class Final(Event):

@@ -36,7 +36,7 @@ class AfterImport:
 
 
 def after_import(name, function):
-    """Call a function as soon as a module has been imported, or now if that is the case."""
+    """Call a function once a module has been imported, which may already be the case."""
     if name in sys.modules:
         function()
     else:

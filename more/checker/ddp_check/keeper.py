@@ -23,7 +23,7 @@ from ddp_check.protocol import HERE, VARIABLE
 def kept_folder():
     """Yield a temporary folder; at the end, kill the processes that report to it, and remove it."""
     folder = Path(tempfile.mkdtemp(prefix="ddp_check-")).resolve()
-    paths = filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])  # it may hold psutil
+    paths = filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])  # to find psutil, too
     keeper = subprocess.Popen(
         [sys.executable, "-m", "ddp_check.keeper", folder],
         stdin=subprocess.PIPE,
@@ -39,7 +39,7 @@ def kept_folder():
 def observed_process(pid, folder):
     """Return the process that reports to this folder under this ID, or None if it has ended.
 
-    The system may have given the ID to another process, but that has not opened this events file.
+    The system may have given the ID to another process, which has not opened this events file.
     """
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)

@@ -10,7 +10,7 @@ CHECKPOINT = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".new", ".interrup
 CHECKPOINT += (".distcp", ".metadata")
 ENVIRONMENTS = {"pyvenv.cfg", "conda-meta"}  # a venv or conda environment contains one of these
 MAX_DEPTH, MAX_ENTRIES = 9, 5000  # deeper and larger folders are linked, not copied
-MAX_COPIED = 1 << 28  # bytes of all files that are copied for a run; others are linked
+MAX_COPIED = 1 << 28  # number of bytes that are copied for a run; other files are linked
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Mirror:
 
         __pycache__     is left out, and so are checkpoints, unless they are wanted or `in_data`
         folders         are made in the same way, or linked if `is_large` or very deep
-        code            is copied, because a linked file would import from beside the original
+        code            is copied, because a linked file would import files beside its target
         other files     are copied while there is room, smallest first, or linked if `in_data`
         """
         target.mkdir()

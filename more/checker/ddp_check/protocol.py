@@ -1,4 +1,4 @@
-"""What the checker and the observer in the script's processes share. It does not need PyTorch."""
+"""What the checker and the observer both use. This module does not import PyTorch."""
 
 import functools
 import json
@@ -12,7 +12,7 @@ LIBRARY = re.compile(rf"/lib(64)?/python3|/site-packages/|^<|^{re.escape(str(HER
 FRAME = re.compile(r' *File "(.+)", line (\d+)')  # matches a frame of a traceback
 STACKS = signal.SIGRTMIN + 5  # signal that makes a process write its stack
 STEPS = 3  # number of steps that are compared between world sizes
-PROTECTED = "ddp-check does not let the script change"  # first words of the error about a folder
+PROTECTED = "ddp-check does not let the script change"  # beginning of the message of an error
 VARIABLE = "DDP_CHECK"  # environment variable that holds the task
 
 
@@ -35,7 +35,7 @@ class Task:
     events: str  # folder that the processes report to
     folder: str  # folder that the script runs in, with a slash at its end
     nproc: int  # number of processes
-    scale: int = 0  # factor of the batch size; unless it is 0, the run is in double precision
+    scale: int = 0  # factor for the batch size; unless it is 0, the run uses float64
     translate: bool = False  # whether GPU calls are translated for the CPU
     start: str = ""  # folder with the weights from which the models start
     pause: float = 0.0  # seconds to wait before each step of an optimizer

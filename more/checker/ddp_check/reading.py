@@ -20,7 +20,7 @@ class Reader:
             if rank.isdigit():  # RANK may be missing or empty
                 processes.append((int(rank), not join, lines[0].time, int(path.stem), lines))
         by_rank = {}
-        # A rank's children inherit RANK. The rank itself joined, or began first.
+        # A rank's children inherit RANK. The rank itself joined the group, or is the earliest.
         for rank, _, _, pid, lines in sorted(processes, key=lambda process: process[:3]):
             by_rank.setdefault(rank, (pid, lines))
         return by_rank

@@ -106,7 +106,7 @@ class Run:
 
     @property
     def sources_drawn(self):
-        """The names of the random number generators used between steps, not once per pass."""
+        """The names of the random number generators used between steps, more than once per pass."""
         passes = len(of_lowest_rank(self.passes_by_rank))
         pairs = [*pairwise(self.steps)]
         sources = self.steps[0].rng if pairs else ()
@@ -147,7 +147,7 @@ class Run:
         """Return the first step in which a field differs from rank to rank, or None.
 
         Few steps report weights, and only those of one optimizer, so the latest value of each name
-        is compared. Other fields are complete in each step, so their latest are the step's.
+        is compared. Other fields are complete in each step, so only its own values are compared.
         """
         latest = [{} for _ in self.events_by_rank]  # {name: value}; for a list, {index: value}
         for number, row in enumerate(self.step_rows, 1):

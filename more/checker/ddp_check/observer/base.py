@@ -27,15 +27,15 @@ torch_save, torch_load = torch.save, torch.load  # PyTorch's functions before th
 class SinceStep:
     """What has happened since the last step of an optimizer."""
 
-    losses: list = field(default_factory=list)  # like the next three, it becomes a field of `Step`
-    backwards: int = 0
+    losses: list = field(default_factory=list)  # a field of `Step`, as are sample_count and inputs
+    backwards: int = 0  # number of backward passes, without those inside another one
     sample_count: int = 0
     inputs: list = field(default_factory=list)
 
     forwards: list = field(default_factory=list)  # calls of DDP models, as `Forward` tuples
     reductions: int = 0  # number of backward passes that reduced gradients since zero_grad()
     bypasses: dict = field(default_factory=dict)  # number of a model -> line that bypasses DDP
-    stale: bool = False  # the previous step's gradients were still there when backward() began
+    stale: bool = False  # whether the previous step's gradients were still there in backward()
 
 
 @dataclass
@@ -45,27 +45,27 @@ class State:
     pid: int | None = None  # ID of the process that opened the file; a fork opens another
     descriptor: int = -1  # descriptor of the file that this process reports to
     rank: int | str | None = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
-    reported: set = field(default_factory=set)  # keys of what is reported only once
+    reported: set = field(default_factory=set)  # keys of events that are reported only once
     # The group:
-    in_collective: bool = False
+    in_collective: bool = False  # whether a collective is running
     gpu: int = 0  # number of the GPU that "cuda" means
     # Data (steps.py clears no_step_in_pass, and models.py clears batch_is_unevaluated):
     passes: int = 0  # number of passes over DataLoaders so far
-    no_step_in_pass: bool = True  # no step was taken since the last pass began
-    batch_is_unevaluated: bool = False  # no model was called without gradients since the last batch
+    no_step_in_pass: bool = True  # whether no step was taken since the last pass began
+    batch_is_unevaluated: bool = False  # whether no model has evaluated the last batch
     # Models:
-    in_forward: bool = False  # a forward pass of DDP is running, which calls the unwrapped model
-    in_module: int = 0  # depth of nested calls, because a module calls the modules inside it
+    in_forward: bool = False  # whether a forward pass of DDP is running, which calls its model
+    in_module: int = 0  # depth of nested calls of modules
     # The models inside DDP, kept because the script may have deleted the wrapper by the end:
     wrapped: list = field(default_factory=list)
     # Steps:
     since_step: SinceStep = field(default_factory=SinceStep)
     steps: int = 0  # number of optimizer steps so far
     in_scheduler: int = 0  # depth of nested calls, because one scheduler's step may call another's
-    gradients_scaled: bool = False  # gradients are multiplied by a GradScaler's factor
+    gradients_scaled: bool = False  # whether gradients are multiplied by a GradScaler's factor
     parameters: dict = field(default_factory=dict)  # id -> parameter of an optimizer
     # Files:
-    changes_files: bool = False  # the observer itself is changing files
+    changes_files: bool = False  # whether the observer itself is changing files
 
 
 state = State()
@@ -172,7 +172,7 @@ def in_backward():
 def is_recorded():
     """Return whether PyTorch records computations; if so, the observer must not compute.
 
-    It does so in torch.jit.trace, and in modes such as FlopCounterMode.
+    PyTorch does so in torch.jit.trace, and in modes such as FlopCounterMode.
     """
     return torch.jit.is_tracing() or _len_torch_dispatch_stack() > 0
 

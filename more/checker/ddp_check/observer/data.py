@@ -24,8 +24,8 @@ from ddp_check.observer.values import (
 )
 
 ITERATOR = "torch.utils.data.dataloader._BaseDataLoaderIter"
-MAX_WATCHED = 10  # number of batches watched in a pass: reading NumPy's state takes 0.2 ms
-MAX_WRAPPERS = 3  # most wrappers around a batch sampler, such as that of Accelerate
+MAX_WATCHED = 10  # number of batches watched per pass, because reading NumPy's state takes 0.2 ms
+MAX_WRAPPERS = 3  # maximum number of nested wrappers around a batch sampler, such as Accelerate's
 
 
 @dataclass
@@ -35,8 +35,8 @@ class PassState:
     pass_number: int
     subset: list | None  # indices that Subsets keep, or None for all
     sample_count_before: int  # value of `since_step.sample_count` when the pass began
-    in_order: bool  # workers return batches in the order in which they were requested
-    requested: deque = field(default_factory=deque)  # indices of batches that are not returned yet
+    in_order: bool  # whether workers return batches in the order of the requests
+    requested: deque = field(default_factory=deque)  # indices of batches not yet returned
 
 
 @patch(f"{ITERATOR}.__init__", f"{ITERATOR}._reset")
@@ -64,7 +64,7 @@ def begin_pass(iterator, loader):
     distributed = isinstance(sampler, DistributedSampler)
     iterable = isinstance(dataset, data.IterableDataset)
     length = ask(len, loader.dataset)  # an iterable data set may have none
-    # Once PyTorch has been asked for the length of a stream, it warns about each sample beyond it.
+    # Once PyTorch has been asked for the length of a stream, it warns about each further sample.
     batch_count = None if iterable or length is None else ask(len, loader)
     report(
         events.PassBegun,
@@ -96,7 +96,7 @@ def sampler_of(loader):
     It is a sampler, a list or range in its place, or a batch sampler that the script defines.
     """
     batch_sampler = loader.batch_sampler
-    for _ in range(MAX_WRAPPERS):  # Accelerate's wraps the script's; the innermost wraps none
+    for _ in range(MAX_WRAPPERS):  # Accelerate's wraps the script's, which wraps none
         batch_sampler = ask(getattr, batch_sampler, "batch_sampler") or batch_sampler
     if batch_sampler is None:
         return loader.sampler
@@ -161,14 +161,14 @@ def next_batch(original, self):
 def end_pass(pass_state):
     """Report that a pass is over."""
     report(events.PassEnded, pass_number=pass_state.pass_number)
-    if state.no_step_in_pass:  # an evaluation: no step uses its samples
+    if state.no_step_in_pass:  # it was an evaluation, so no step uses its samples
         state.since_step.sample_count = pass_state.sample_count_before
 
 
 def report_batch(pass_state, batch):
     """Report a batch, with what is known about its samples."""
     requested = pass_state.requested.popleft() if pass_state.requested else None
-    indices = ask(lambda: [operator.index(index) for index in requested])  # None for other types
+    indices = ask(lambda: [operator.index(index) for index in requested])  # None if not integers
     base_indices = indices
     if pass_state.subset is not None:
         base_indices = ask(lambda: [pass_state.subset[index] for index in indices])

@@ -15,10 +15,10 @@ from ddp_check.protocol import PROTECTED
 
 CODE = (".py", ".pyc")
 TEMPORARY = f"{os.path.realpath(os.environ['TMPDIR'])}{os.sep}"
-SHARDED = "torch/distributed/checkpoint"  # calls torch.save for parts of a sharded checkpoint
-# Audit events about a change, and how many of their first arguments are paths:
+SHARDED = "torch/distributed/checkpoint"  # code that saves the parts of a sharded checkpoint
+# Names of audit events about a change -> number of their first arguments that are paths:
 CHANGES = {"os.mkdir": 1, "os.remove": 1, "os.rmdir": 1, "os.rename": 2, "shutil.rmtree": 1}
-AUDITED = {"open", "sqlite3.connect", *CHANGES}  # only these, because even id() is an event
+AUDITED = {"open", "sqlite3.connect", *CHANGES}  # the only ones handled, as even id() is an event
 
 # ---------------------------------------------------------------- files
 
@@ -48,7 +48,7 @@ def audit_open(path, mode, flags):
     writes = flags & (os.O_WRONLY | os.O_RDWR)
     if writes:
         protect(path, opens=True, truncates=bool(flags & os.O_TRUNC))
-    if mode is None:  # the file is opened with os.open(), as libraries do
+    if mode is None:  # the file is opened with os.open(), which libraries use
         return
     with harmless():
         real = os.path.realpath(os.fsdecode(path))
@@ -66,7 +66,7 @@ def protect(path, opens=False, truncates=False):
     A linked file is replaced with a copy before the script opens it. A linked folder has too many
     files for that, so the script gets an error.
 
-    truncates: opening the file empties it, so nothing has to be copied
+    truncates: whether opening the file empties it, so that nothing has to be copied
     """
     linked = None
     with harmless():
@@ -79,7 +79,7 @@ def protect(path, opens=False, truncates=False):
 
 
 def linked_folder(path):
-    """Return the path itself, or a folder above it, if it is a link to a folder of the user's."""
+    """Return the path itself, or a folder above it, if that links to a folder of the user's."""
     links = filter(leads_outside, [path, *map(str, Path(path).parents)])
     return next(filter(os.path.isdir, links), None)
 
@@ -117,7 +117,7 @@ def save(original, obj, f, *args, **kwargs):
         protect(f, opens=True, truncates=True)  # PyTorch opens it in C++, without an audit event
     steps = state.steps
     result = original(obj, f, *args, **kwargs)
-    is_storage = isinstance(obj, torch.TypedStorage | torch.UntypedStorage)  # saved by pickle
+    is_storage = isinstance(obj, torch.TypedStorage | torch.UntypedStorage)  # pickle saves it
     with harmless():
         in_checkpoint = any(SHARDED in code.co_filename for code in callers())
         if script_line() and not (is_storage or in_checkpoint):
@@ -130,7 +130,7 @@ def report_save(obj, file, steps):
     path = file if isinstance(file, str | os.PathLike) else ask(getattr, file, "name")
     items = ask(items_in, obj, default=[])
     saved = [obj, *(value for _, value in items)]
-    # Only the parameters of a wrapped model count: in a moving average, the prefix is no fault.
+    # Only the parameters of a wrapped model count: a moving average may rightly have the prefix.
     places = {value.data_ptr() for module in state.wrapped for value in module.parameters()}
     prefixed = [(key, value) for key, value in items if ask(str.startswith, key, "module.")]
     keys = [key for key, value in prefixed if ask(lambda value: value.data_ptr() in places, value)]
@@ -144,7 +144,7 @@ def report_save(obj, file, steps):
 
 
 def items_in(obj):
-    """Return the items of a dictionary, and of those inside it."""
+    """Return the items of a dictionary and of the dictionaries in it; [] for another object."""
     items = [*obj.items()] if isinstance(obj, dict) else []
     return items + [item for _, value in items for item in items_in(value)]
 

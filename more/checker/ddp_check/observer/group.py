@@ -35,7 +35,7 @@ def meet_here(address):
     """Return `tcp://HOST:PORT` or `HOST`, with `localhost` instead of another machine's name."""
     is_url = "//" in address
     url = urlsplit(address if is_url else f"//{address}")
-    host = url.hostname or address  # the address may be no host, but a command's error message
+    host = url.hostname or address  # the address may be an error message of a command
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with contextlib.suppress(OSError), socket.create_server((host, 0), family=family):
         return address  # a server can be created there, so it is this machine
@@ -54,7 +54,7 @@ def init_process_group(original, *args, **kwargs):
         os.environ["MASTER_ADDR"] = meet_here(os.environ["MASTER_ADDR"])
     result = original(*call.args, **call.kwargs)
     state.rank = dist.get_rank()
-    if not script_line(direct=True):  # a framework called it; its set_device is not observed
+    if not script_line(direct=True):  # a framework called this; its set_device is not observed
         state.gpu = int(os.environ.get("LOCAL_RANK", 0))
     report(events.Join, rank=state.rank)
     return result

@@ -1,8 +1,8 @@
-"""Levels a run for the drill world-size: removes what may differ between N processes and one.
+"""For the drill world-size, removes from a run what may differ between N processes and one.
 
 Dropout drops nothing, BatchNorm uses the statistics of all ranks, the random numbers of a sample
 depend only on its index, and everything is computed in float64. Random numbers that a line of the
-script draws cannot be levelled, so that line is reported.
+script draws cannot be made equal, so that line is reported.
 """
 
 import random
@@ -24,7 +24,7 @@ from ddp_check.observer.patches import patch
 from ddp_check.observer.steps import generator_states
 from ddp_check.protocol import STEPS, is_own
 
-# Functions such as dropout2d and alpha_dropout; those with "_" at the end work in place.
+# Names such as dropout2d and alpha_dropout, without in-place functions, which end in "_".
 DROPOUTS = [name for name in dir(nn.functional) if re.search(r"dropout(\dd)?$", name)]
 plain_forward = _BatchNorm.forward  # the original, which is patched below
 
@@ -113,7 +113,7 @@ if TASK.scale:
             numpy = sys.modules.get("numpy.random")
             before = torch.get_rng_state(), random.getstate(), numpy and numpy.get_state()
             trace = sys.gettrace()
-            sys.settrace(None)  # these random numbers are levelled, so no line is reported
+            sys.settrace(None)  # these random numbers are made equal, so no line is reported
             seed = zlib.crc32(repr(index).encode())
             torch.default_generator.manual_seed(seed)
             random.seed(seed)
@@ -156,7 +156,7 @@ if TASK.scale:
                 if states[source] != self.states.get(source, states[source]):
                     report(LineDrew, where=self.line, source=source)
             self.states |= states
-            # When a function returns, the line that has called it goes on.
+            # When a function returns, the line that called it continues.
             self.line = script_line(frame=frame.f_back if event == "return" else frame)
             return self
 

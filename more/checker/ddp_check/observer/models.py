@@ -34,7 +34,7 @@ from ddp_check.observer.values import (
     tensors_in,
 )
 
-SHARDED = {"FSDPModule", "FullyShardedDataParallel"}  # importing them would take seconds
+SHARDED = {"FSDPModule", "FullyShardedDataParallel"}  # importing FSDP would take seconds
 model_numbers = {}  # id of a module in a wrapped model -> the number of that model
 
 
@@ -42,8 +42,8 @@ class Forward(NamedTuple):
     """A call of a DDP model that a backward pass may follow."""
 
     model: int  # number of the model
-    synced: bool  # its gradients will be reduced
-    in_join: bool  # it is called inside join()
+    synced: bool  # whether its gradients will be reduced
+    in_join: bool  # whether it is called inside join()
 
 
 @patch(f"{DDP}.__init__")
@@ -52,7 +52,7 @@ def wrap(original, self, module, *args, **kwargs):
     number = len(state.wrapped)
     if TASK.scale:
         module.double()
-    path = os.path.join(TASK.start, f"start{number}")  # its first weights in another run
+    path = os.path.join(TASK.start, f"start{number}")  # its initial weights in another run
     if TASK.start and os.path.exists(path):
         module.load_state_dict(base.torch_load(path, weights_only=True))
     original(self, module, *args, **kwargs)
@@ -65,7 +65,7 @@ def wrap(original, self, module, *args, **kwargs):
 
 
 def model_suffix(number):
-    """Return the suffix for the names in a wrapped model; empty for the first model."""
+    """Return the suffix for names of a wrapped model's parameters, or "" for the first model."""
     return f" of model {number + 1}" if number else ""
 
 
@@ -122,7 +122,7 @@ def enter_module(module, args):
     """Observe the call of any module."""
     if is_compiling():
         return  # torch.compile would make the hooks a part of the graph
-    state.in_module += 1  # comes before any return, because leave_module always subtracts 1
+    state.in_module += 1  # comes before the next return, because leave_module will subtract 1
     if is_recorded():
         return
     is_outermost = state.in_module == 1
@@ -173,7 +173,7 @@ def report_evaluation(module):
 
 
 def is_wrapped(module):
-    """Return whether a module is a wrapped model. Compares with `is`: a script may define `==`."""
+    """Return whether a module is a wrapped model. The script may define `==`, so this uses `is`."""
     return any(module is model for model in state.wrapped)
 
 
@@ -207,5 +207,5 @@ def destroy_process_group(original, group=None):
     if group in (None, torch.distributed.group.WORLD):
         with harmless():
             describe_models()
-        time.sleep(0.05)  # for gloo's threads to drop their work; otherwise, freeing DDP could hang
+        time.sleep(0.05)  # lets gloo's threads drop their work; otherwise, freeing DDP could hang
     return original(group)

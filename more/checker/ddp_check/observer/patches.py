@@ -1,7 +1,7 @@
 """Replaces functions of PyTorch with the observer's.
 
 `@patch` names the functions that each of the observer's functions replaces. If PyTorch has no such
-function, the docstring below it says what the checker cannot do. This command lists them all:
+function, the docstring below the name says what the checker cannot do. This command lists them all:
 
     grep -h -A 3 "^ *@patch" ddp_check/observer/*.py
 

@@ -6,7 +6,7 @@ import os
 import signal
 
 from ddp_check.events import Exit, SigtermHandler
-from ddp_check.observer import data, files, group, steps  # noqa: F401  # each observes a subject
+from ddp_check.observer import data, files, group, steps  # noqa: F401  # each patches PyTorch
 from ddp_check.observer.base import TASK, harmless, is_first, report, script_line, state
 from ddp_check.observer.models import describe_models
 from ddp_check.observer.patches import intercept

@@ -28,7 +28,7 @@ from ddp_check.observer.patches import SCALER, patch
 from ddp_check.observer.values import checksums, is_finite, local_part, mesh_dimensions, tensors_in
 from ddp_check.protocol import STEPS
 
-FEW, MAX_ELEMENTS = 3, 64  # how many of the first and last parameters, and of their elements
+FEW, MAX_ELEMENTS = 3, 64  # number of first and last parameters, and of their elements, to check
 SCHEDULERS = [  # schedulers that define a step() of their own
     "LRScheduler",
     "ReduceLROnPlateau",
@@ -46,9 +46,9 @@ def enter_step(optimizer, args, kwargs):
     if "_init_optim_state" in {code.co_name for code in callers()}:
         return  # the step only creates the state into which a sharded checkpoint is loaded
     if ask(float, getattr(optimizer, "found_inf", None), default=0):
-        return  # a fused optimizer skips this step itself, as a GradScaler has told it
+        return  # a fused optimizer skips this step, because a GradScaler has told it to
     state.steps += 1
-    if TASK.pause:  # the condition saves time: even time.sleep(0) takes 0.05 ms
+    if TASK.pause:  # the condition saves time, because even time.sleep(0) takes 0.05 ms
         time.sleep(TASK.pause)
     with harmless():
         if TASK.scale and state.steps <= STEPS and state.wrapped:
@@ -95,7 +95,7 @@ class OptimizerParameters:
 
     @property
     def bypassed(self):
-        """The lines that call a model with gradients directly, if its wrapper was not called."""
+        """The lines that directly call a model with gradients whose wrapper was not called."""
         since = state.since_step
         models = {self.models[name] for name in self.gradients if name in self.models}
         models -= {call.model for call in since.forwards}
@@ -137,7 +137,7 @@ def report_step(optimizer, closure):
 
 
 def wants_weights():
-    """Return whether this step reports its weights. With DDP, few do, because it takes time."""
+    """Return whether this step reports its weights. With DDP, few do, to save time."""
     # Two consecutive steps out of 50, because two optimizers may take turns:
     is_early_or_rare = state.steps <= 5 or state.steps % 50 < 2
     return state.no_step_in_pass or not state.wrapped or is_early_or_rare
@@ -190,7 +190,7 @@ def scale(original, self, outputs):
 def gradients_are_left():
     """Return whether all parameters that an optimizer trains still have gradients.
 
-    Looks at some elements of a few of them. After zero_grad(), they would be zeros or None.
+    This looks at some elements of a few gradients. After zero_grad(), they would be 0 or None.
     """
     trained = [value for value in state.parameters.values() if value.requires_grad]
     some = [value.grad for value in (*trained[:FEW], *trained[-FEW:])]

@@ -1,4 +1,4 @@
-"""Translates a script's calls, so that a script that was written for GPUs runs on the CPU."""
+"""Translates GPU calls, so that a script that was written for GPUs runs on the CPU."""
 
 import contextlib
 import inspect
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 COUNT = int(os.environ.get("LOCAL_WORLD_SIZE", TASK.nproc))
 ALL_GPUS = ",".join(map(str, range(COUNT)))
 if not os.environ.get("CUDA_VISIBLE_DEVICES") and not os.path.exists("/dev/nvidiactl"):
-    os.environ["CUDA_VISIBLE_DEVICES"] = ALL_GPUS  # libraries get their GPU from it
+    os.environ["CUDA_VISIBLE_DEVICES"] = ALL_GPUS  # libraries read from it which GPUs exist
 ATTRIBUTES = (Tensor.get_device, Tensor.is_cuda.__get__)  # they tell whether a GPU holds a tensor
 DEVICE_AT = {Tensor.to: 1, torch._C._nn._parse_to: 0}  # function -> index of its device argument
 
@@ -52,7 +52,7 @@ class OnTheCPU(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.device:  # it may name a GPU, because the calls that use it are translated
+        if func is torch.device:  # a device may be a GPU, because calls with it are translated
             return func(*args, **kwargs)
         if func in (Tensor.pin_memory, Tensor.record_stream):
             return args[0]
@@ -150,7 +150,7 @@ ANSWERS |= {
     "get_rng_state_all": lambda: [torch.get_rng_state()] * COUNT,
 }
 ANSWERS |= dict.fromkeys(("set_device", "set_device_index", "set_device_idx"), set_device)
-# Functions that do nothing even if libraries call them; torch.manual_seed seeds the CPU.
+# Matches functions that do nothing, even for libraries. (torch.manual_seed still seeds the CPU.)
 QUIET = "set_device|init$|synchronize|empty_cache|ipc_collect|manual_seed"
 
 

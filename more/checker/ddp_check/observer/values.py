@@ -54,7 +54,7 @@ def mesh_dimensions(tensors):
 def is_finite(tensor):
     """Return whether all values of a tensor are finite."""
     local = local_part(tensor)
-    # A sum is several times as fast. It is finite only if all elements are, but may overflow.
+    # Checking the sum is faster. It is finite only if all elements are, but it may overflow.
     return bool(local.sum().isfinite()) or bool(local.isfinite().all())
 
 
@@ -128,7 +128,7 @@ def continued(checksums, part):
 def fingerprint(value, depth=5):
     """Return a checksum that is the same for equal data sets, whatever they consist of.
 
-    Different data sets may share it, because only the first parts of each part enter it.
+    Different data sets may have the same one, because only the first parts of each part enter it.
     """
     if isinstance(value, torch.Tensor):
         return checksum([value], quick=True)

@@ -20,7 +20,7 @@ LABELS = {  # status -> label in the report, and level on GitHub; the worst stat
     NOT_APPLICABLE: ("n/a", ""),
 }
 LEVELS = {status: level for status, (_, level) in LABELS.items() if level}
-FOLDED = (UNSEEN, NOT_APPLICABLE)  # statuses that the report counts, but does not show
+FOLDED = (UNSEEN, NOT_APPLICABLE)  # statuses of verdicts that the report counts but does not show
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Verdict:
     details: tuple = ()  # lines to show below the verdict, such as a traceback
     rule: str = ""  # name of the rule or drill that gives the verdict
     title: str = ""  # what is true for a correct script: the docstring of the rule
-    follows: bool = False  # another rule reports the cause, so this verdict comes last
+    follows: bool = False  # whether another rule reports the cause; this verdict then comes last
 
 
 passed, wrong, unsure = (partial(Verdict, status) for status in (PASS, WRONG, UNSURE))
@@ -43,7 +43,7 @@ unseen, not_applicable = partial(Verdict, UNSEEN), partial(Verdict, NOT_APPLICAB
 
 
 def worst(verdicts):
-    """Return the worst of these verdicts, the first if several are, or None if there are none."""
+    """Return the first of the worst of these verdicts, or None if there are none."""
     order = [*LABELS]
     given = [verdict for verdict in verdicts if verdict]
     return min(given, key=lambda verdict: order.index(verdict.status), default=None)

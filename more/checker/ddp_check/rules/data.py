@@ -26,7 +26,7 @@ def ranks_share_data(run):
 
 
 def same_inputs(run):
-    """Return the verdict without a DataLoader, based on the inputs of the models."""
+    """Return the verdict on a run without a DataLoader, based on the inputs of the models."""
     rows = [row for row in run.step_rows if all(step.inputs for step in row)]
     steps = [
         (step.inputs, step.losses) == (row[0].inputs, row[0].losses) for row in rows for step in row
@@ -91,7 +91,7 @@ def order_changes(run):
     wraps = run.of_lowest_rank(events.Wrap)  # a script that wraps a new model begins another trial
     for data_pass in passes:
         trial = sum(wrap.time < data_pass.time for wrap in wraps)
-        returns = datasets.count(data_pass.dataset) > 1  # if not, it may be one that has changed
+        returns = datasets.count(data_pass.dataset) > 1  # if not, the same data may have changed
         key = data_pass.dataset if returns else data_pass.subset_checksum
         loops.setdefault((data_pass.where, trial, key), []).append(data_pass)
     longest = max(loops.values(), key=len, default=[])
@@ -169,7 +169,7 @@ def random_numbers_differ(run):
 
 def same_augmentation(run):
     """Return the verdict if samples are made with the same random numbers on all ranks."""
-    states = {}  # (worker, source) -> {rank: the state from which it makes its first sample}
+    states = {}  # (worker, source) -> {rank: checksum of the states around its first sample}
     for rank, passes in run.passes_by_rank.items():
         trained = {data_pass.pass_number for data_pass in passes if data_pass.is_training}
         for event in reversed(run.by_rank(events.Drawn)[rank]):

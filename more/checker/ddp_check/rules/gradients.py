@@ -42,7 +42,7 @@ def gradients_are_averaged(run):
 def all_zero(run):
     """Return the verdict on an optimizer whose gradients are zero, or missing, in all its steps.
 
-    In some steps, this is no fault: a hinge loss has no gradient if all samples are right.
+    Zero gradients in some steps are no fault: a hinge loss has them if all samples are right.
     """
     rows_by_optimizer = {}  # names of an optimizer's parameters -> rows of this optimizer's steps
     for row in run.step_rows:

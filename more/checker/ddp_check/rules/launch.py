@@ -14,10 +14,10 @@ NETWORK = (
     r"|(FileNotFoundError|OSError): .*https?://|Error downloading"
 )
 BESIDE = r"(FileNotFoundError|NotFound|No such file).*\.\./"  # matches a missing ../data
-OF_A_LIBRARY = r"ModuleNotFoundError|ImportError: .+/site-packages/"  # missing, or a wrong version
+OF_A_LIBRARY = r"ModuleNotFoundError|ImportError: .+/site-packages/"  # a missing or wrong library
 BUFFERS = "Buffers wait for all ranks to call the DDP model: evaluate model.module"
 UNTRANSLATED = rf"{LACKS_GPUS}|Tensor-likes|not implemented for '|getFuture not implemented"
-UNTRANSLATED += "|must have the same dtype|bias type"  # autocast is left out
+UNTRANSLATED += "|must have the same dtype|bias type"  # errors because autocast is left out
 PAGES = {  # part of an error -> the pitfall that explains it
     "Expected to have finished reduction": "unused_parameters",
     'key(s) in state_dict: "module.': "module_prefix_saved",
@@ -58,8 +58,8 @@ def hang(run):
 def with_cause(run, text, where, page="", details=()):
     """Return the verdict on a run that fails or hangs, with its cause if that was seen.
 
-    If the error does not mention other ranks, it is the cause. Ranks with different numbers of
-    batches then only follow from it.
+    If the error does not mention other ranks, it is the cause, and different numbers of batches are
+    only a consequence of it.
     """
     tells_its_cause = run.returncode and run.end.errors and not re.search(OF_OTHERS, run.end.text)
     cause = (not tells_its_cause and uneven_passes(run)) or late_cause(run, details)
@@ -70,7 +70,7 @@ def with_cause(run, text, where, page="", details=()):
 
 
 def late_cause(run, details):
-    """Return a verdict if a rank waits for other ranks' buffers, or in another collective."""
+    """Return a verdict if a rank waits for other ranks' buffers or in a different collective."""
     stacks = [function for stack in run.stacks.values() for _, _, function in stack]
     if "_sync_buffers" in stacks or "_sync_buffers" in str(details):
         return wrong(BUFFERS, "", "rank_0_evaluates_the_wrapper")
@@ -145,7 +145,7 @@ def one_group(run):
 
 def differing_calls(run):
     """Return a verdict if two ranks called different collectives one after another, or None."""
-    calls = {  # leaves out calls by DDP and its hooks, whose order may differ from rank to rank
+    calls = {  # without calls by DDP and its hooks, whose order may differ from rank to rank
         rank: [call for call in of_rank if not call.in_model]
         for rank, of_rank in run.by_rank(events.Collective).items()
     }
@@ -167,6 +167,6 @@ def described(call):
 def signature(call):
     """Return the properties of a collective that have to be the same on all ranks.
 
-    In collectives other than these, the ranks' tensors or objects may differ in size.
+    In collectives other than the three below, the ranks' tensors or objects may differ in size.
     """
     return call.name, call.elements if call.name in ("all_reduce", "reduce", "broadcast") else 0

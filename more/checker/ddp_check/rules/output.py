@@ -56,7 +56,7 @@ def writes_between_waits(run):
 def written_by_several(run, writes):
     """Return the verdicts on files that several ranks write without waiting for each other.
 
-    A file before the first step may be a copy of the configuration, which is equal on all ranks.
+    A file written before the first step may be a copy of the configuration, equal on all ranks.
     """
     first_step = min((step.time for step in run.all(events.Step)), default=math.inf)
     verdicts = []
