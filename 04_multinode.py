@@ -9,7 +9,7 @@ from itertools import islice
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused; if DDP imports it later, it keeps the process group alive
+import torch.distributed.nn  # unused, but a later import by DDP would keep the process group alive
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn

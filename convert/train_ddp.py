@@ -4,7 +4,7 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused; if DDP imports it later, it keeps the process group alive
+import torch.distributed.nn  # unused, but a later import by DDP would keep the process group alive
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy

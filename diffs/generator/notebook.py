@@ -13,7 +13,7 @@ FOLDED = {"jupyter": {"source_hidden": True}, "cellView": "form"}  # metadata fo
 
 
 def cells(diffs):
-    """Yield the cells without outputs. Drawings get their own, because Colab shows none in text."""
+    """Yield all cells, without outputs. A drawing has its own, because Colab shows none in text."""
     _, *found = CELL.split(ENV.get_template("notebook.md.j2").render(diffs=diffs))
     headings = {note.slug: note.title.replace(" ", "-") for diff in diffs for note in diff.notes}
     for kind, name, text in zip(found[::3], found[1::3], map(str.strip, found[2::3])):

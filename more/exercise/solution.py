@@ -11,7 +11,7 @@ from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused; if DDP imports it later, it keeps the process group alive
+import torch.distributed.nn  # unused, but a later import by DDP would keep the process group alive
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP

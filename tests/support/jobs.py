@@ -14,7 +14,8 @@ from pathlib import Path
 import psutil
 from support import gpus
 
-# For runs with --max-restarts only, in which torchrun chooses a port long before it is used.
+# Environment variables for runs with --max-restarts only: they make torchrun choose the ranks' port
+# long before rank 0 uses it, so another test could take the port.
 RESTARTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 

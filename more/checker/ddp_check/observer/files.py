@@ -79,7 +79,7 @@ def protect(path, opens=False, truncates=False):
 
 
 def linked_folder(path):
-    """Return the path itself, or a folder above it, if that links to a folder of the user's."""
+    """Return the path or the nearest folder above it that links to a user's folder, or None."""
     links = filter(leads_outside, [path, *map(str, Path(path).parents)])
     return next(filter(os.path.isdir, links), None)
 
