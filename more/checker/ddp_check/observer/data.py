@@ -223,7 +223,7 @@ def checksum_of_states(generators):
 
 
 def state_of(generator):
-    """Return the state of a generator of PyTorch, Python or NumPy, without its seed."""
+    """Return the state of a generator of PyTorch, Python or NumPy; its pickle would hold more."""
     if isinstance(generator, torch._C.Generator):
         return generator.get_state().numpy()
     if isinstance(generator, random.Random):

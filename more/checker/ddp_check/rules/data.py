@@ -91,8 +91,8 @@ def order_changes(run):
     wraps = run.of_lowest_rank(events.Wrap)  # a script that wraps a new model begins another trial
     for data_pass in passes:
         trial = sum(wrap.time < data_pass.time for wrap in wraps)
-        returns = datasets.count(data_pass.dataset) > 1  # if not, the same data may have changed
-        key = data_pass.dataset if returns else data_pass.subset_checksum
+        is_again = datasets.count(data_pass.dataset) > 1  # otherwise, it may be changed data
+        key = data_pass.dataset if is_again else data_pass.subset_checksum
         loops.setdefault((data_pass.where, trial, key), []).append(data_pass)
     longest = max(loops.values(), key=len, default=[])
     if len(longest) < 2:

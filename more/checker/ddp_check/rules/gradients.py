@@ -138,7 +138,7 @@ def gradients_pass_collectives(run):
     """the loss keeps its gradient where it depends on what other ranks gave"""
     calls = [call for call in run.all(events.Collective) if call.requires_gradient]
     for call in calls:
-        if call.cuts_gradient and call.elements > 1:
+        if call.cuts_gradient and call.elements > 1:  # one number is a loss to print
             text = f"{call.name} returns no gradient; that of torch.distributed.nn does"
             return unsure(text, call.where, "recipes/contrastive")
     if not calls:

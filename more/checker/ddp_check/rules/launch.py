@@ -62,17 +62,17 @@ def with_cause(run, text, where, page="", details=()):
     only a consequence of it.
     """
     tells_its_cause = run.returncode and run.end.errors and not re.search(OF_OTHERS, run.end.text)
-    cause = (not tells_its_cause and uneven_passes(run)) or late_cause(run, details)
+    cause = (not tells_its_cause and uneven_passes(run)) or cause_of_waiting(run, details)
     if cause:
         page = cause.page or page
         return wrong(f"{cause.text}; {text}", cause.where or where, page, details)
     return wrong(text, where, page, details)
 
 
-def late_cause(run, details):
+def cause_of_waiting(run, details):
     """Return a verdict if a rank waits for other ranks' buffers or in a different collective."""
-    stacks = [function for stack in run.stacks.values() for _, _, function in stack]
-    if "_sync_buffers" in stacks or "_sync_buffers" in str(details):
+    functions = [function for stack in run.stacks.values() for _, _, function in stack]
+    if "_sync_buffers" in functions or "_sync_buffers" in str(details):
         return wrong(BUFFERS, "", "rank_0_evaluates_the_wrapper")
     return differing_calls(run)
 
