@@ -178,7 +178,7 @@ def commands():
 def folder(tmp_path):
     """A reader's folder: a script, also as a package, a virtual environment, data, checkpoints."""
     dcp.save({"weight": torch.zeros(1)}, checkpoint_id=tmp_path / "FOLDER", no_dist=True)
-    for path in [ROOT / "more" / "lookup", *ROOT.glob("0*.py")]:
+    for path in [ROOT / "more", *ROOT.glob("0*.py")]:
         (tmp_path / path.name).symlink_to(path)
     (test,) = blocks("Is it my script, or the machine?")
     (tmp_path / "test.py").write_text(test.replace("2**24", "2"), encoding="utf-8")
