@@ -224,12 +224,12 @@ torch.optim.SGD(model.parameters(), 0.1).step()
 
 # ---------------------------------------------------------------- how a script ended
 
-CRASH = """import sys
+CRASH = """import os, sys  # only one rank raises the error, because two tracebacks could mix
 def load():
     raise ValueError("no data")
 print("before")
 sys.stdout.flush()
-load()
+os.environ.get("RANK", "0") == "0" and load()
 """
 NETWORK = "it needs the network: download the data first"
 ENDINGS = {  # script: what the verdict on its end is and says, and where
