@@ -40,7 +40,8 @@ if [ -n "$checkpoint" ]; then
         [ -n "$other" ] && [ "$other" != "$SLURM_JOB_ID" ] &&
             squeue --noheader --jobs="$other" --states=R,S,CG 2> /dev/null | grep -q .
     }
-    for _ in {1..24}; do in_use && sleep 5; done # a job that was cancelled has less time to save
+    # Two minutes, because a job that was cancelled has less time than that to save.
+    for _ in {1..24}; do in_use || break; sleep 5; done
     ! in_use || fail "job $other still uses $checkpoint: wait until it has ended, or cancel it"
     echo "$SLURM_JOB_ID" > "$checkpoint.owner"
 fi
