@@ -45,9 +45,9 @@ def audit_open(path, mode, flags):
     """Protect a user's file that is opened for writing, and report what the script writes."""
     if isinstance(path, int):
         return  # it is a descriptor, so the file is already open
-    writes = flags & (os.O_WRONLY | os.O_RDWR)
-    if writes:
-        protect(path, opens=True, truncates=bool(flags & os.O_TRUNC))
+    if not flags & (os.O_WRONLY | os.O_RDWR):
+        return  # importing a library opens thousands of files to read them
+    protect(path, opens=True, truncates=bool(flags & os.O_TRUNC))
     if mode is None:  # the file is opened with os.open(), which libraries use
         return
     with harmless():
@@ -56,7 +56,7 @@ def audit_open(path, mode, flags):
         is_data = real.startswith((TASK.folder, TEMPORARY)) and not real.endswith(CODE)
         if not (is_data and script_line(direct=is_temporary)):
             return
-        if writes and not set("ar") & set(mode):  # np.memmap opens with "r+" even to read
+        if not set("ar") & set(mode):  # np.memmap opens with "r+" even to read
             report(Written, path=real)
 
 
