@@ -938,6 +938,15 @@ DRILLED = {
         [*MASKED, ("loss.backward()", "(loss / size).backward()")],
         "step 1: the gradients are 1/2 of the mean: is the loss a sum over",
     ),
+    "a sum divided by the batch size": Drilled(
+        "world-size",
+        [
+            before(READY, "    batch_size = 8\n"),
+            ("loss.backward()", "(loss * len(inputs) / batch_size).backward()"),
+        ],
+        "It is right to divide the sum by the batch size of one rank",
+        UNSURE,
+    ),
     "gathered without a gradient": Drilled(
         "world-size", [*TOWERS, *LOST], "a collective returns no gradient to the loss", UNSEEN
     ),

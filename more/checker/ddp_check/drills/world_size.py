@@ -4,6 +4,7 @@ In both runs, the observer removes the differences that are not faults, such as 
 (observer/level.py). Any difference that is left is a fault of the script.
 """
 
+import re
 from functools import partial
 from itertools import accumulate, chain, takewhile
 
@@ -21,6 +22,7 @@ from ddp_check.rules.gradients import PAGE
 
 TOLERANCE = 1e-5  # allowed error of a float64 gradient, relative to its largest value
 REMEDY = "draw them in __getitem__ from a global generator, or leave them out for this check"
+BY_BATCH_SIZE = r"(loss|sum).*[^/]/\s*[\w.\['\"]*batch_size"  # as in loss.sum() / args.batch_size
 COUNT_TOLERANCE = 0.3  # allowed relative difference of sample counts, because loaders fetch ahead
 NO_MULTIPLE = (
     "the gradients are no multiple of those of one process. This is right if the loss or the model "
@@ -215,18 +217,20 @@ def appearance(many, number, pairs):
         for each, (of_many, of_one) in zip(factors, pairs)
     )
     if first and first.number <= number:
+        text = "each rank has the gradients of its own part"
         if lines := first.row[0].bypassed:
-            text = "each rank has the gradients of its own part, because the model is called "
-            page = "forward_through_module"
-            return wrong, f"{text}without its wrapper at {short(lines[0])}", lines[0], page
-        text = "each rank has the gradients of its own part: they differ from rank to rank"
-        return wrong, text, "", PAGE
+            text += f", because the model is called without its wrapper at {short(lines[0])}"
+            return wrong, text, lines[0], "forward_through_module"
+        return wrong, f"{text}: they differ from rank to rank", "", PAGE
     if is_multiple and close(factor, size, 1e-3):
         text = f"the gradients are the sum over the ranks, {size} times the mean: is a loss or a "
         return wrong, f"{text}gradient added up over the ranks?", "", PAGE
     if is_multiple and close(factor, 1 / size, 1e-3):
         text = f"the gradients are 1/{size} of the mean: is the loss a sum over the batch, or is "
         text += "it divided by the number of ranks, although DDP divides already?"
+        if re.search(BY_BATCH_SIZE, many.source):
+            text += " It is right to divide the sum by the batch size of one rank"
+            return unsure, text, "", PAGE
         return wrong, text, "", PAGE
     if is_multiple:
         text = f"the gradients are {factor:.3g} times those of one process: does the loss count "

@@ -13,7 +13,6 @@ from ddp_check.observer.base import TASK, ask, callers, harmless, report, script
 from ddp_check.observer.patches import patch
 from ddp_check.protocol import PROTECTED
 
-CODE = (".py", ".pyc")
 TEMPORARY = f"{os.path.realpath(os.environ['TMPDIR'])}{os.sep}"
 SHARDED = "torch/distributed/checkpoint"  # code that saves the parts of a sharded checkpoint
 # Names of audit events about a change -> number of their first arguments that are paths:
@@ -43,20 +42,17 @@ def audit(event, args):
 
 def audit_open(path, mode, flags):
     """Protect a user's file that is opened for writing, and report what the script writes."""
-    if isinstance(path, int):
-        return  # it is a descriptor, so the file is already open
-    if not flags & (os.O_WRONLY | os.O_RDWR):
-        return  # importing a library opens thousands of files to read them
+    if isinstance(path, int) or not flags & (os.O_WRONLY | os.O_RDWR):
+        return  # it is a descriptor of an open file, or is only read, as imports do all the time
     protect(path, opens=True, truncates=bool(flags & os.O_TRUNC))
     if mode is None:  # the file is opened with os.open(), which libraries use
         return
     with harmless():
         real = os.path.realpath(os.fsdecode(path))
         is_temporary = real.startswith(TEMPORARY)  # libraries keep compiled code there
-        is_data = real.startswith((TASK.folder, TEMPORARY)) and not real.endswith(CODE)
-        if not (is_data and script_line(direct=is_temporary)):
-            return
-        if not set("ar") & set(mode):  # np.memmap opens with "r+" even to read
+        is_data = real.startswith((TASK.folder, TEMPORARY))
+        is_replaced = not set("ar") & set(mode)  # np.memmap opens with "r+" even to read
+        if is_data and is_replaced and script_line(direct=is_temporary):
             report(Written, path=real)
 
 
