@@ -46,7 +46,6 @@ SEVERITY = {  # of those that are not wrong
     **dict.fromkeys(("same_augmentation", "split_differs_by_rank"), UNSURE),
 }
 MAY_FAIL = ("every_rank_saves",)  # then the run fails, too
-HANG = ("collective_on_one_rank", "rank_0_evaluates_the_wrapper")
 DRILLED = {  # pitfall: the drill that fails
     "epoch_starts_again": "sigterm",
     "resume_without_optimizer": "kill",
@@ -64,11 +63,11 @@ def broken(tmp_path, name):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in TOLD]
 )
-def test_pitfall(tmp_path, fork_ranks, name):
+def test_pitfall(tmp_path, fork_ranks, monkeypatch, name):
     """Exactly the rules that the pitfall breaks tell it; step 5 passes."""
+    monkeypatch.setattr("ddp_check.plan.HANGS_AFTER", 8)
     assert told(named(judge(plan_of("05", tmp_path).undisturbed))) == {}
-    timeout = 40 if name in HANG else 200
-    run, verdicts = judged(broken(tmp_path, name), *SHORT, timeout=timeout)
+    run, verdicts = judged(broken(tmp_path, name), *SHORT, timeout=200)
     if name in MAY_FAIL:
         verdicts.pop("script_ends")
     severity = SEVERITY.get(name, WRONG)
