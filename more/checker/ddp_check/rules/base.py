@@ -1,4 +1,4 @@
-"""The verdicts that rules and drills give. CONTRIBUTING.md shows how to write a rule or a drill."""
+"""The verdicts that rules and drills give. CONTRIBUTING.md shows how to write a rule."""
 
 from dataclasses import dataclass
 from functools import partial
