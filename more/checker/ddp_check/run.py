@@ -171,7 +171,7 @@ class Run:
         return None
 
     @cached_property
-    def goes_another_way(self):
+    def has_own_exchange(self):
         """Whether the ranks exchange something other than DDP's gradients, or only one trains."""
         if any("localsgd" in event.name.lower() for event in self.all(events.CommHook)):
             return True

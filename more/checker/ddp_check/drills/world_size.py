@@ -45,7 +45,7 @@ def cannot_compare(run):
         return "there is one process only: run it with --nproc 2"
     if not run.all(events.Wrap):
         return "no model is wrapped in DistributedDataParallel"
-    if run.goes_another_way:
+    if run.has_own_exchange:
         return "the ranks average their weights: one process does something else"
     return ""
 

@@ -1,6 +1,7 @@
 """Reports what a training script does, one event per line, without changing its results.
 
-Each process writes to its own file, named after its process ID, in the folder of the events.
+Each process writes to its own file, named after its process ID, in the folder of the events; a
+DataLoader worker writes to that of its rank.
 Importing `start` begins the observation.
 
 base        the state that the observers share; `report`, `ask`, `harmless`

@@ -24,7 +24,7 @@ from ddp_check.observer.values import (
 )
 
 ITERATOR = "torch.utils.data.dataloader._BaseDataLoaderIter"
-MAX_WATCHED = 10  # number of batches watched per pass, because reading NumPy's state takes 0.2 ms
+MAX_WATCHED = 10  # number of batches watched per pass and worker: NumPy's state takes 0.2 ms
 MAX_WRAPPERS = 3  # maximum number of nested wrappers around a batch sampler, such as Accelerate's
 
 
@@ -96,7 +96,7 @@ def sampler_of(loader):
     It is a sampler, a list or range in its place, or a batch sampler that the script defines.
     """
     batch_sampler = loader.batch_sampler
-    for _ in range(MAX_WRAPPERS):  # Accelerate's wraps the script's, which wraps none
+    for _ in range(MAX_WRAPPERS):  # bounded, because an object may have any attribute
         batch_sampler = ask(getattr, batch_sampler, "batch_sampler") or batch_sampler
     if batch_sampler is None:
         return loader.sampler
@@ -203,7 +203,7 @@ def generators_of(dataset):
 
 
 def is_generator(value):
-    """Return whether a value is a generator of random numbers, of any library."""
+    """Return whether a value is a generator of PyTorch, of Python, or the newer one of NumPy."""
     if ask(isinstance, value, torch.Generator | random.Random):
         return True
     return ask(hasattr, value, "bit_generator")  # NumPy's
@@ -240,6 +240,7 @@ def fetch(original, self, indices):
     with harmless():
         self._ddp_check_batches = getattr(self, "_ddp_check_batches", 0) + 1
         if self._ddp_check_batches <= MAX_WATCHED:
+            # The drill world-size wraps the data set: see SeededByIndex in level.py.
             generators = generators_of(getattr(self.dataset, "_ddp_check_inner", self.dataset))
         before = states_by_source(generators)
     batch = original(self, indices)
@@ -249,7 +250,7 @@ def fetch(original, self, indices):
 
 
 def report_drawn(before, after):
-    """Report each source whose state has changed, if it is the first time in this pass."""
+    """Report each source whose state has changed, once per pass, or per persistent worker."""
     worker = data.get_worker_info()
     for source in before:
         if after[source] != before[source] and is_first("drawn", source, state.passes):

@@ -111,17 +111,17 @@ def save(original, obj, f, *args, **kwargs):
     """Report a file after it has been saved."""
     if isinstance(f, str | os.PathLike):
         protect(f, opens=True, truncates=True)  # PyTorch opens it in C++, without an audit event
-    steps = state.steps
     result = original(obj, f, *args, **kwargs)
-    is_storage = isinstance(obj, torch.TypedStorage | torch.UntypedStorage)  # pickle saves it
+    # Pickling a storage calls torch.save, which is no call of the script.
+    is_storage = isinstance(obj, torch.TypedStorage | torch.UntypedStorage)
     with harmless():
         in_checkpoint = any(SHARDED in code.co_filename for code in callers())
         if script_line() and not (is_storage or in_checkpoint):
-            report_save(obj, f, steps)
+            report_save(obj, f)
     return result
 
 
-def report_save(obj, file, steps):
+def report_save(obj, file):
     """Report that an object was saved to a path or an open file."""
     path = file if isinstance(file, str | os.PathLike) else ask(getattr, file, "name")
     items = ask(items_in, obj, default=[])
@@ -135,7 +135,7 @@ def report_save(obj, file, steps):
         path=os.path.realpath(path) if isinstance(path, str | os.PathLike) else None,
         keys=keys[:3],
         wrapper=any(isinstance(value, DistributedDataParallel) for value in saved),
-        steps=steps,
+        steps=state.steps,
     )
 
 

@@ -64,7 +64,7 @@ def init_process_group(original, *args, **kwargs):
 
 
 def report_call(function, args, kwargs):
-    """Report a collective before it is called, and return its input tensors."""
+    """Report a collective before it is called, and return the tensors among its arguments."""
     named = inspect.signature(function).bind(*args, **kwargs).arguments
     tensors = tensors_in([*named.values()])
     outside_step = not depth_of_steps()  # inside a step, an optimizer may gather parameters
@@ -75,13 +75,17 @@ def report_call(function, args, kwargs):
         in_model=state.in_forward or in_backward(),
         elements=max((tensor.numel() for tensor in tensors), default=0),
         requires_gradient=requires_gradient,
+        # No collective of torch.distributed returns a gradient. Under no_grad, that is intended.
         cuts_gradient=requires_gradient and torch.is_grad_enabled(),
     )
     return tensors
 
 
 def report_numbers(tensor):
-    """Report the whole numbers that the ranks have added up, which may be counts of samples."""
+    """Report the whole numbers that the ranks have added up, which may be counts of samples.
+
+    Their sum is reported, too, because there may be a count for each class.
+    """
     if tensor.numel() <= MAX_COUNTS:
         numbers = ask(lambda: [*tensor.flatten().tolist(), tensor.sum().item()], default=[])
         whole = [int(number) for number in numbers if ask(lambda value: value % 1 == 0, number)]

@@ -2,7 +2,8 @@
 
 Dropout drops nothing, BatchNorm uses the statistics of all ranks, the random numbers of a sample
 depend only on its index, and everything is computed in float64. Random numbers that a line of the
-script draws cannot be made equal, so that line is reported.
+script draws cannot be made equal, so that line is reported. SyncBatchNorm works on the CPU in any
+run whose GPU calls are translated.
 """
 
 import random
@@ -73,7 +74,7 @@ if TASK.scale:
 
     @patch("torch.nn.modules.batchnorm._BatchNorm.forward")
     def forward(original, self, tensor):
-        """Normalize over all ranks where all call the model: in a wrapped one, or its backward."""
+        """Normalize over all ranks in a wrapped model; elsewhere, other ranks may not take part."""
         if state.in_forward or in_backward():
             return normalize_over_ranks(original, self, tensor)
         return original(self, tensor)
@@ -152,7 +153,7 @@ if TASK.scale:
             if not is_own(frame.f_code.co_filename):
                 return None  # a library's lines count as the line of the script that called it
             states = states_at(frame)
-            for source in states:
+            for source in states:  # Python calls this before a line, so the line before drew
                 if states[source] != self.states.get(source, states[source]):
                     report(LineDrew, where=self.line, source=source)
             self.states |= states

@@ -154,7 +154,7 @@ def note_bypass(module):
 
 
 def watch_sharded_inputs(module):
-    """Note the inputs of the first sharded model that is called, as for models in DDP."""
+    """Note the inputs of the first sharded model that is called, from its second call on."""
     if SHARDED & {kind.__name__ for kind in type(module).__mro__} and is_first("sharded"):
         module.register_forward_pre_hook(note_inputs, with_kwargs=True)
 
@@ -167,6 +167,7 @@ def report_evaluation(module):
         report(events.BatchEvaluated)
     state.batch_is_unevaluated = False
     if is_wrapped(module) and is_first("evaluated", id(module), state.passes):
+        # If only a part is in training mode, that is intended, as for Monte Carlo dropout.
         noisy = [type(part).__name__ for part in module.modules() if is_noisy(part)]
         noisy_layer = noisy[0] if noisy and module.training else ""
         report(events.Evaluated, training=module.training, noisy=noisy_layer)

@@ -1,13 +1,9 @@
 """Replaces functions of PyTorch with the observer's.
 
-`@patch` names the functions that each of the observer's functions replaces. If PyTorch has no such
-function, the docstring below the name says what the checker cannot do. This command lists them all:
-
-    grep -h -A 3 "^ *@patch" ddp_check/observer/*.py
-
-All of the names exist in PyTorch 2.8, the oldest supported version, and in 2.14. Names with an
-underscore are private, so they may disappear first. If one is missing, the rest is still observed,
-and the report says so. Private names that the observer only reads are imported at a module's top.
+`@patch` names the functions that each of the observer's functions replaces. All of them exist in
+PyTorch 2.8, the oldest supported version, and in 2.14; names with an underscore are private, so
+they may disappear first. If one is missing, the rest is still observed, and the report says what
+the checker cannot do, in the words of the docstring below the name.
 
 Outside of PyTorch, the observer replaces `signal.signal`, and listens to audit events about files
 and folders.

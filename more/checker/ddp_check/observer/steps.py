@@ -48,7 +48,7 @@ def enter_step(optimizer, args, kwargs):
     if ask(float, getattr(optimizer, "found_inf", None), default=0):
         return  # a fused optimizer skips this step, because a GradScaler has told it to
     state.steps += 1
-    if TASK.pause:  # the condition saves time, because even time.sleep(0) takes 0.05 ms
+    if TASK.pause:  # a drill that interrupts the script slows it down, to do so in the middle
         time.sleep(TASK.pause)
     with harmless():
         if TASK.scale and state.steps <= STEPS and state.wrapped:
@@ -146,7 +146,7 @@ def wants_weights():
 def generator_states():
     """Return a checksum of the state of each global generator: {source of random numbers: …}."""
     states = {"torch": zlib.crc32(torch.get_rng_state().numpy())}
-    _, integers, _ = random.getstate()  # the third is None, whose hash differs between processes
+    _, integers, _ = random.getstate()  # before Python 3.12, hash(None) differs between processes
     states["random"] = hash(integers)
     if numpy := sys.modules.get("numpy.random"):
         _, key, position, *_ = numpy.get_state()

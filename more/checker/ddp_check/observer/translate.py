@@ -48,7 +48,7 @@ def set_device(device, *_):
 
 
 class OnTheCPU(TorchFunctionMode):
-    """Replaces GPUs with the CPU in the arguments of every PyTorch call."""
+    """Replaces GPUs with the CPU in the arguments of PyTorch calls, but not in nested lists."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -81,7 +81,7 @@ def without_gpus(args, kwargs):
 
 
 class Ignored:
-    """Replaces what only GPUs need. Each method does nothing and returns the object itself."""
+    """Replaces what only GPUs need. A method that is not defined here returns the object itself."""
 
     def __enter__(self):
         return self
@@ -150,7 +150,7 @@ ANSWERS |= {
     "get_rng_state_all": lambda: [torch.get_rng_state()] * COUNT,
 }
 ANSWERS |= dict.fromkeys(("set_device", "set_device_index", "set_device_idx"), set_device)
-# Matches functions that do nothing, even for libraries. (torch.manual_seed still seeds the CPU.)
+# Matches functions that use no GPU even for libraries. (torch.manual_seed still seeds the CPU.)
 QUIET = "set_device|init$|synchronize|empty_cache|ipc_collect|manual_seed"
 
 

@@ -92,9 +92,8 @@ def describe_samples(batch, count):
     """Return the fields of a `Batch` event about its samples.
 
     A sample has a row in each tensor whose length is the number of samples. The tensor with the
-    shortest rows has the labels. For 8 images with labels, this returns 8 checksums of each kind.
-    If `count` is 1, for example because the data set returns whole batches, all tensors belong to
-    that sample. If it is None, the length of the first tensor is the number of samples.
+    shortest rows has the labels. If `count` is 1, as in a data set of whole batches, all tensors
+    belong to that sample. If it is None, the length of the first tensor is the number of samples.
     """
     tensors = [tensor for tensor in tensors_in(batch) if tensor.dim() and tensor.numel()]
     if count is None:
@@ -108,14 +107,10 @@ def describe_samples(batch, count):
     if not parts:
         return UNKNOWN_SAMPLES
     label, *others = parts
-    label_checksums = continued([0] * count, label)
-    checksums = label_checksums
+    checksums = label_checksums = continued([0] * count, label)
     for part in others:
         checksums = continued(checksums, part)
-    return {
-        "checksums": checksums,
-        "label_checksums": label_checksums if others else None,
-    }
+    return {"checksums": checksums, "label_checksums": label_checksums if others else None}
 
 
 def continued(checksums, part):

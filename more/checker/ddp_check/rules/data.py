@@ -12,6 +12,7 @@ ENOUGH_SAMPLES = 8  # fewer samples than this may be the same by chance
 def ranks_share_data(run):
     """the ranks share out the data"""
     steps = run.all(events.Step)
+    # The observer notes the inputs of models in DDP and FSDP, so this is tensor parallelism:
     is_tensor_parallel = run.is_sharded and not any(step.inputs for step in steps)
     if is_tensor_parallel or any(step.mesh_dimensions > 1 for step in steps):
         return not_applicable("ranks that share a model have to have the same batches")
@@ -28,10 +29,11 @@ def ranks_share_data(run):
 def same_inputs(run):
     """Return the verdict on a run without a DataLoader, based on the inputs of the models."""
     rows = [row for row in run.step_rows if all(step.inputs for step in row)]
-    steps = [
+    # With equal inputs but other losses, each rank takes its part of the batch inside the model.
+    same = [
         (step.inputs, step.losses) == (row[0].inputs, row[0].losses) for row in rows for step in row
     ]
-    if not steps or not all(steps):
+    if not same or not all(same):
         return unseen("no DataLoader gives the samples")
     text = "in each step, all ranks train on the same batch: give each rank a part of its rows"
     return wrong(text, rows[0][0].where)
@@ -56,14 +58,15 @@ def shared_in(run, number, epoch):
         return unseen("the samples cannot be compared", first.where)
     loaded, distinct = sum(map(len, keys)), [{*of_rank} for of_rank in keys]
     shared = sum(map(len, distinct)) - len(set.union(*distinct))
-    if shared < ENOUGH_SAMPLES or shared <= loaded / len(keys) / 4:  # this may be padding or chance
+    samples_per_rank = loaded / len(keys)
+    if shared < ENOUGH_SAMPLES or shared <= samples_per_rank / 4:  # may be padding or chance
         return None
     text = f"epoch {number}: {shared} of {loaded} samples are seen by several ranks"
     if differ(epoch, "subset_checksum"):
         text += ": the split differs from rank to rank"
         return wrong(text, first.where, "rank_seeds_split_data")
     if not all(of_rank == distinct[0] for of_rank in distinct):
-        if any(len(own) < len(key) for own, key in zip(distinct, keys)):
+        if any(len(own) < len(key) for own, key in zip(distinct, keys)):  # one sample comes twice
             text = "the sampler draws with replacement, so ranks may share samples by chance"
             return unseen(text, first.where)
         return unsure(f"{text}: is that intended?", first.where, "no_sampler")
@@ -76,7 +79,10 @@ def shared_in(run, number, epoch):
 
 
 def keys_of(data_pass):
-    """Return what identifies each sample, even if it is augmented; in a stream, its checksum."""
+    """Return what identifies each sample, even if it is augmented; in a stream, its checksum.
+
+    It is the index and the label, because the same index may be another sample on another rank.
+    """
     if data_pass.iterable:
         return data_pass.values("checksums")
     indices, labels = data_pass.values("base_indices"), data_pass.values("label_checksums")
@@ -91,7 +97,8 @@ def order_changes(run):
     wraps = run.of_lowest_rank(events.Wrap)  # a script that wraps a new model begins another trial
     for data_pass in passes:
         trial = sum(wrap.time < data_pass.time for wrap in wraps)
-        is_again = datasets.count(data_pass.dataset) > 1  # otherwise, it may be changed data
+        # Data that changes in each epoch is never read again. Then its Subset identifies the loop.
+        is_again = datasets.count(data_pass.dataset) > 1
         key = data_pass.dataset if is_again else data_pass.subset_checksum
         loops.setdefault((data_pass.where, trial, key), []).append(data_pass)
     longest = max(loops.values(), key=len, default=[])
@@ -141,8 +148,7 @@ def same_order(run, passes):
     if not first.distributed:
         text += ": is the sampler seeded anew before each, or is its set_epoch never called?"
         return wrong(text, where, "no_set_epoch")
-    calls = run.of_lowest_rank(events.EpochSet)
-    if calls:
+    if calls := run.of_lowest_rank(events.EpochSet):
         text += f"; set_epoch gets {calls[-1].value} last"
         return wrong(text, calls[0].where, "no_set_epoch")
     return wrong(f"{text}; set_epoch is never called", where, "no_set_epoch")
@@ -172,11 +178,11 @@ def same_augmentation(run):
     states = {}  # (worker, source) -> {rank: checksum of the states around its first sample}
     for rank, passes in run.passes_by_rank.items():
         trained = {data_pass.pass_number for data_pass in passes if data_pass.is_training}
-        for event in reversed(run.by_rank(events.Drawn)[rank]):
-            if event.pass_number in trained:
-                states.setdefault((event.worker, event.source), {})[rank] = event.state
-    common = {key: {*of.values()} for key, of in states.items() if len(of) == run.world_size > 1}
-    same = [key for key, of_ranks in common.items() if len(of_ranks) == 1]
+        for event in run.by_rank(events.Drawn)[rank]:
+            if event.pass_number in trained:  # setdefault keeps the first event
+                states.setdefault((event.worker, event.source), {}).setdefault(rank, event.state)
+    on_all_ranks = {key: of for key, of in states.items() if len(of) == run.world_size > 1}
+    same = [key for key, of_rank in on_all_ranks.items() if len({*of_rank.values()}) == 1]
     if not same:
         return None
     where = of_lowest_rank(run.training_passes[0]).where
@@ -185,5 +191,5 @@ def same_augmentation(run):
     text += "rank to each (in DataLoader workers, to that of torch.manual_seed; a worker_init_fn "
     text += "has to seed by torch.initial_seed())"
     # If another generator differs, this one may be equal on purpose, as for a common image size.
-    verdict = wrong if len(same) == len(common) else unsure
+    verdict = wrong if len(same) == len(on_all_ranks) else unsure
     return verdict(text, where, "same_augmentation")

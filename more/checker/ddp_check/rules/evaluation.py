@@ -4,7 +4,6 @@ Here, an evaluation is a tuple, `parts`: one pass over the data for each rank th
 """
 
 import re
-from dataclasses import replace
 from itertools import chain
 
 from ddp_check import events
@@ -16,16 +15,18 @@ CUTS = r"\[\s*:\s*len\("  # matches a script that cuts off a sampler's padding
 
 def evaluations(run):
     """Return the evaluations; in a run that failed, only those that all ranks have reached."""
-    by_data = grouped(evaluating_passes(run), lambda each: each.dataset).values()
+    by_data = grouped(evaluating_passes(run), lambda each: each.dataset)
     ranks_needed = 1 if run.returncode == 0 else run.world_size
-    enough = [of_ranks for of_ranks in by_data if len(of_ranks) >= ranks_needed]
-    return [parts for of_ranks in enough for parts in zip(*of_ranks.values())]
+    enough = [by_rank for by_rank in by_data.values() if len(by_rank) >= ranks_needed]
+    # The first passes of all ranks over the same data are one evaluation, and so on.
+    return [parts for by_rank in enough for parts in zip(*by_rank.values())]
 
 
 def evaluating_passes(run):
     """Return the passes of each rank over data that is not trained on: {rank: [pass]}.
 
-    A pass that ends early counts only if that is intended: no other pass reads all of this data.
+    A pass that ends early counts only if that is intended: no other pass reads all of this data,
+    and a model evaluates the batches, which are not only looked at, as by next(iter(loader)).
     """
     passes = list(chain(*run.passes_by_rank.values()))
     trained = {data_pass.dataset for data_pass in passes if data_pass.is_training}
@@ -48,31 +49,23 @@ def each_sample_is_evaluated_once(run):
     verdicts, evaluated = [], evaluations(run)
     for parts in evaluated:
         samples, size = [part.values("base_indices") for part in parts], parts[0].sample_count
-        if (
-            None in samples
-            or len(parts) < run.world_size
-            or differ(dict(enumerate(parts)), "subset_checksum")
-        ):
+        other_subsets = differ(dict(enumerate(parts)), "subset_checksum")
+        if None in samples or len(parts) < run.world_size or other_subsets:
             continue
         loaded, distinct = sum(map(len, samples)), len({*chain(*samples)})
         if any(len({*of_rank}) == distinct for of_rank in samples):
             continue  # one rank evaluates all samples
         text = f"{loaded} samples, {distinct} of them distinct, of {size}"
-        if loaded > distinct:
-            sums = chain(
-                *(event.values for part in parts for event in part.events_of(events.Totalled))
-            )
-            if loaded in sums:
-                verdict = wrong(f"it counts {text}")
-            elif not re.search(CUTS, run.source):
-                verdict = unsure(f"it loads {text}: are the extra ones dropped?")
-            else:
-                continue
-        elif distinct < size:
-            verdict = unsure(f"it loads {text}: is that intended?")
-        else:
-            continue
-        verdicts.append(replace(verdict, where=parts[0].where, page="padded_evaluation"))
+        totals = [event.values for part in parts for event in part.events_of(events.Totalled)]
+        where_and_page = parts[0].where, "padded_evaluation"
+        # The ranks may have added up how many samples each of them has loaded.
+        if loaded > distinct and loaded in chain(*totals):
+            verdicts.append(wrong(f"it counts {text}", *where_and_page))
+        elif loaded > distinct and not re.search(CUTS, run.source):
+            text = f"it loads {text}: are the extra ones dropped?"
+            verdicts.append(unsure(text, *where_and_page))
+        elif loaded == distinct < size:
+            verdicts.append(unsure(f"it loads {text}: is that intended?", *where_and_page))
     if not evaluated:
         return unseen("no DataLoader was used without training")
     return worst(verdicts)
@@ -93,7 +86,7 @@ def result_is_of_all(run):
 
 
 def is_divided(run, parts):
-    """Return whether each rank evaluates samples that no other rank has, except for padding."""
+    """Return whether each rank evaluates a part, with at most one sample of another rank's part."""
     samples = [part.values("base_indices") for part in parts]
     if not len(parts) == run.world_size > 1 or None in samples or not all(samples):
         return False

@@ -25,14 +25,13 @@ def gradients_are_averaged(run):
     """all ranks take each step with the same gradients"""
     if run.is_sharded:
         return not_applicable("the gradients are sharded")
-    if run.goes_another_way and run.first_difference("gradients"):
+    if run.has_own_exchange and run.first_difference("gradients"):
         return not_applicable("the ranks exchange something else than gradients")
     if any(step.closure for step in run.all(events.Step)):
         return unseen("a closure computes the gradients")
     # These faults can be seen even if some gradients are infinite:
-    if verdict := all_zero(run) or unequal_step_counts(run) or gradients_differ(run):
-        return verdict
-    if verdict := never_zeroed(run) or other_parameters(run):
+    verdict = all_zero(run) or unequal_step_counts(run) or gradients_differ(run)
+    if verdict := verdict or never_zeroed(run) or other_parameters(run):
         return verdict
     if run.first_infinite:
         return NOT_FINITE
@@ -68,6 +67,7 @@ def other_parameters(run):
     """Return the verdict on an optimizer whose parameters are not those of the wrapped model."""
     steps, wraps = run.steps, run.of_lowest_rank(events.Wrap)
     names = {name for step in steps for name in step.gradients}
+    # The observer gives such a name to a parameter of an optimizer that is in no wrapped model.
     outside = [name for name in sorted(names) if name.startswith(events.PARAMETER)]
     trained = any(step.gradients.get(name) for step in steps for name in outside)
     missing = [name for name in wraps[0].names if name not in names] if len(wraps) == 1 else []
@@ -100,7 +100,7 @@ def gradients_differ(run):
     if step.bypassed:
         text += f"; the model is called without its wrapper at {short(step.bypassed[0])}"
         return wrong(text, step.bypassed[0], "forward_through_module")
-    if not step.synced:  # `step` is that of the lowest rank
+    if not step.synced:
         text += "; the last backward() was under no_sync"
         return wrong(text, step.where, "accumulation_without_no_sync")
     # Other rules report that nothing is wrapped, or that the optimizer has other parameters.
@@ -163,7 +163,7 @@ def rates_are_equal(run):
         group = first.name  # index of a group of parameters, which a rank may lack
         rates = [step.rates[group] for step in first.row if group < len(step.rates)]
         text = f"from step {first.number} on, they differ from rank to rank: "
-        say = unsure if run.goes_another_way else wrong
+        say = unsure if run.has_own_exchange else wrong
         return say(text + lowest_and_highest(rates, ".3g"), first.row[0].where, PAGE)
 
 

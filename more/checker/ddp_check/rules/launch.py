@@ -58,8 +58,8 @@ def hang(run):
 def with_cause(run, text, where, page="", details=()):
     """Return the verdict on a run that fails or hangs, with its cause if that was seen.
 
-    If the error does not mention other ranks, it is the cause, and different numbers of batches are
-    only a consequence of it.
+    If the error does not mention other ranks, it is the cause of different numbers of batches. But
+    a collective on one rank may cause any error, for example about a tensor of another size.
     """
     tells_its_cause = run.returncode and run.end.errors and not re.search(OF_OTHERS, run.end.text)
     cause = (not tells_its_cause and uneven_passes(run)) or cause_of_waiting(run, details)
@@ -123,7 +123,8 @@ def is_about_gpus(run):
     if "ddp_check/observer" in innermost[0] and not innermost[0].endswith("in __torch_function__"):
         return True
     text = " ".join([run.end.text, *innermost[1:]])
-    return bool(re.search(UNTRANSLATED, text)) and "Invalid device string" not in text
+    is_of_the_script = "Invalid device string" in text  # which is invalid on a GPU, too
+    return bool(re.search(UNTRANSLATED, text)) and not is_of_the_script
 
 
 def one_group(run):
@@ -144,8 +145,8 @@ def one_group(run):
 
 
 def differing_calls(run):
-    """Return a verdict if two ranks called different collectives one after another, or None."""
-    calls = {  # without calls by DDP and its hooks, whose order may differ from rank to rank
+    """Return a verdict if the n-th collectives of two ranks are different, or None."""
+    calls = {  # without those in a forward or backward pass, whose order may differ between ranks
         rank: [call for call in of_rank if not call.in_model]
         for rank, of_rank in run.by_rank(events.Collective).items()
     }

@@ -1,4 +1,4 @@
-"""Rules about what is written and loaded."""
+"""Rules about what is written."""
 
 import math
 import os
@@ -65,11 +65,9 @@ def written_by_several(run, writes):
             last = by_rank[max(by_rank)]  # the highest rank's, as only the lowest should write
             ranks = ", ".join(map(str, sorted(by_rank)))
             text = f"ranks {ranks} write {Path(path).name} at the same time"
-            if last.time > first_step:
-                verdicts.append(wrong(text, last.where, "every_rank_saves"))
-            else:
-                text = f"{text}: do they write the same?"
-                verdicts.append(unsure(text, last.where, "every_rank_saves"))
+            say = wrong if last.time > first_step else unsure
+            text += ": do they write the same?" * (say is unsure)
+            verdicts.append(say(text, last.where, "every_rank_saves"))
     return verdicts
 
 
@@ -80,6 +78,7 @@ def plain_names(run):
         if event.wrapper:
             text = "the DDP wrapper itself is saved, and loading it needs a process group: save "
             return fragile(f"{text}model.module.state_dict()", event.where, "module_prefix_saved")
+        # A model may have a part that is itself named "module".
         if prefixed := [key for key in event.keys if key not in names]:
             text = f"a key is {prefixed[0]}: only a wrapped model can load it"
             return fragile(text, event.where, "module_prefix_saved")

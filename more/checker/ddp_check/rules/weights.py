@@ -1,4 +1,4 @@
-"""Rules about weights and buffers, and the mode that a model is in."""
+"""Rules about weights, and the mode that a model is in."""
 
 from itertools import chain
 
@@ -15,7 +15,7 @@ def weights_agree(run):
         return not_applicable("the parameters are sharded")
     if not steps and not wrapped:
         return unseen("nothing was trained")
-    if run.goes_another_way and run.first_difference("gradients"):
+    if run.has_own_exchange and run.first_difference("gradients"):
         if run.first_difference("weights") or differing_ranks(run.final_weights):
             text = "the weights differ from rank to rank: are they averaged now and then?"
             return unsure(text, steps[0].where)
@@ -51,6 +51,7 @@ def weights_differ(run):
         text = f"at the end, the weights of ranks {pair[0]} and {pair[1]} differ"
         if run.in_join:
             return wrong(f"{text}: join() should have made them equal", "", "uneven_batches")
+        # One rank may load its best weights on purpose after the last step, so this is `unsure`.
         return with_earlier_cause(run, len(run.step_rows) + 1, unsure, text)
 
 
@@ -58,7 +59,8 @@ def with_earlier_cause(run, number, say, text, where=""):
     """Return the verdict on weights that differ before the step with this number.
 
     The cause is the first of these that was seen: rates or gradients that differed in an earlier
-    step, a state that was loaded, or weights that differed from the start.
+    step, a state that was loaded after DDP had made the weights equal, weights that differed from
+    the start, or, if nothing was seen, a change by the script.
     """
     for field_name, words in {"rates": "learning rates", "gradients": "gradients"}.items():
         earlier = run.first_difference(field_name)
