@@ -1,9 +1,9 @@
 """The five scripts (steps): commands that run them, edited copies, and imports as modules."""
 
-import importlib.util
 import os
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 
 from support import gpus, server
@@ -61,10 +61,7 @@ def edit(path, old, new):
 
 def load(step):
     """Import a step as a module."""
-    spec = importlib.util.spec_from_file_location(f"step{step}", SCRIPT[step])
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return import_module(SCRIPT[step].stem)  # pytest searches the folder of conftest.py, too
 
 
 # ---------------------------------------------------------------- changes for copies
