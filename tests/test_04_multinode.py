@@ -44,7 +44,6 @@ def test_it_survives_a_kill(disturbed):
 def test_told_to_stop_it_loses_no_step(disturbed, trained, tmp_path):
     """Torchrun also told the workers of the DataLoader; without workers, the bits are the same."""
     job = disturbed()
-    assert job.returncode == 1
     assert "interrupted after 5,120 samples of the epoch" in job.stdout
     shutil.copy(job.cwd / "checkpoint.pt", tmp_path)
     again = finished(forked("04", *FOUR_EPOCHS), tmp_path)

@@ -27,7 +27,9 @@ def command(step, *args, nprocs=2, torchrun=()):
     if path.name.startswith("02"):
         return [sys.executable, path, f"--nprocs={nprocs}", *args]
     launch = [TORCHRUN, "--standalone", f"--nproc-per-node={nprocs}", *torchrun]
-    return [*launch, *(["--no-python", gpus.SHARE] if gpus.shared(nprocs) else []), path, *args]
+    if gpus.shared(nprocs):  # start each rank on the first GPU
+        launch += ["--no-python", ROOT / "more" / "without_slurm" / "share_gpu.sh"]
+    return [*launch, path, *args]
 
 
 def forked(step, *args, nprocs=2, restarts=0):

@@ -24,7 +24,6 @@ VARIABLE = "DDP_LADDER_SERVER"  # environment variable with the path of the serv
 GRACE = 60  # number of seconds that the other ranks have to end after one rank has failed
 # A process that has asked CUDA for its GPUs cannot fork processes that use them.
 WITHOUT_CUDA = {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-SET_PARENT_DEATH_SIGNAL = 1  # for prctl
 FORK = multiprocessing.get_context("fork")
 
 
@@ -71,7 +70,7 @@ def ask(*request):
 
 def serve(listener):
     """Fork a process for each request."""
-    ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die when the tests end
     sys.path[0] = os.path.dirname(os.path.dirname(__file__))  # so that `support` is found
     sys.modules["pandas"] = sys.modules["pyarrow"] = None  # these modules would start a thread
     import sklearn.metrics
