@@ -4,7 +4,6 @@ import os
 import signal
 import tempfile
 import textwrap
-from collections import Counter, defaultdict
 
 import pytest
 from support import gpus, server
@@ -61,31 +60,7 @@ def pytest_runtest_makereport(item):
     return report
 
 
-def pytest_terminal_summary(terminalreporter):
-    """Print a line for each file, because with `-n`, the lines of several files are mixed."""
-    files = defaultdict(Counter)
-    for outcome in ("passed", "failed", "error", "skipped", "xfailed"):
-        for report in terminalreporter.getreports(outcome):
-            files[report.nodeid.partition("::")[0]][outcome] += 1
-    terminalreporter.section("the outcome of each file")
-    for path, outcomes in sorted(files.items()):
-        counts = ", ".join(f"{number} {outcome}" for outcome, number in outcomes.items())
-        terminalreporter.write_line(f"{path:42} {counts}")
-
-
 # ---------------------------------------------------------------- training
-
-
-@pytest.fixture(scope="session")
-def launched():
-    """Return a function that runs a step to the end with its own launcher, once for all tests."""
-
-    def train(step, *args, nprocs=2):
-        text = SCRIPT[step].read_text(encoding="utf-8")
-        start = command(step, *args, nprocs=nprocs)
-        return once(("launched", text, args, nprocs), lambda cwd: finished(start, cwd))
-
-    return train
 
 
 @pytest.fixture(scope="session")
@@ -98,8 +73,7 @@ def trained_with():
             script = edited(cwd / ".script", step, *changes)
             return finished(forked(script, *args, nprocs=nprocs), cwd)
 
-        text = SCRIPT[step].read_text(encoding="utf-8")
-        return once(("forked", text, changes, args, nprocs), make)
+        return once(("forked", step, changes, args, nprocs), make)
 
     return train
 
@@ -111,23 +85,18 @@ def trained(trained_with):
 
 
 @pytest.fixture
-def process_group():
-    """Join a process group of which this process is the only member."""
-    import torch.distributed as dist
+def build_trainer(tmp_path, monkeypatch):
+    """Return a function that builds a step's Trainer in this process, with 256 of the digits.
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    The process is the only member of its process group.
+    """
+    import torch
 
-
-@pytest.fixture
-def build_trainer(process_group, tmp_path, monkeypatch):
-    """Return a function that builds a step's Trainer in this process, with 256 of the digits."""
     monkeypatch.chdir(tmp_path)  # the checkpoint is saved there
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 
     def build(step, *args):
-        import torch
-
         module = load(step)
         monkeypatch.setattr("sys.argv", [step, "--width=1", "--batch-size=64", *args])
         args = module.parse_args()
@@ -138,7 +107,8 @@ def build_trainer(process_group, tmp_path, monkeypatch):
         loader = module.prepare_dataloader(digits, args)
         return module.Trainer(model, loader, optimizer, torch.device("cpu"), args)
 
-    return build
+    yield build
+    torch.distributed.destroy_process_group()
 
 
 # ---------------------------------------------------------------- runs with their own launchers
@@ -163,7 +133,7 @@ def spawned():
         script = edited(cwd, "02", *changes)
         return finished(command(script, *FOUR_EPOCHS), cwd, {"OMP_NUM_THREADS": None})
 
-    return lambda: once(("spawned", SCRIPT["02"].read_text(encoding="utf-8")), make)
+    return lambda: once("spawned", make)
 
 
 @pytest.fixture(scope="session")
@@ -171,22 +141,20 @@ def disturbed():
     """Return a function that runs step 4 with torchrun and loader workers.
 
     In epoch 2, rank 1 is killed, and torchrun restarts all ranks. In epoch 3, torchrun receives
-    SIGTERM. The function returns the Job and the last checkpoint.
+    SIGTERM. The function returns the Job.
     """
 
     def make(cwd):
-        import torch
-
         script = edited(cwd, "04", at(1, 20, KILLED, ON_RANK_1), at(2, 15, GATE))
         start = command(script, *FOUR_EPOCHS, "--num-workers=1", torchrun=("--max-restarts=1",))
         with Job(start, cwd, RESTARTS) as job:
             wait_at_the_gate(job)
             job.process.send_signal(signal.SIGTERM)
-            job.result()
+            job.wait().wait_until_gone()
         assert (cwd / "checkpoint.pt.interrupted").exists(), job
-        return job, torch.load(cwd / "checkpoint.pt", weights_only=True)
+        return job
 
-    return lambda: once(("disturbed", SCRIPT["04"].read_text(encoding="utf-8")), make)
+    return lambda: once("disturbed", make)
 
 
 @pytest.fixture(scope="session")
@@ -206,8 +174,8 @@ def two_nodes():
             for folder in folders:
                 folder.mkdir()
             with Job(words, folders[0]) as zero, Job(words, folders[1]) as one:
-                return [zero.result(), one.result()]
+                return [job.wait().wait_until_gone() for job in (zero, one)]
 
-        return once(("nodes", SCRIPT["04"].read_text(encoding="utf-8"), nproc_per_node), make)
+        return once(("two nodes", nproc_per_node), make)
 
     return run

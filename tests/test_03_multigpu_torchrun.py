@@ -3,18 +3,16 @@
 import shutil
 
 import pytest
-import torch
 from support.jobs import RESTARTS, finished, run
 from support.positions import KILLED, ON_RANK_1, RANK_1_LOOKS_ELSEWHERE, at
-from support.results import accuracy, epochs, error_lines, resumed, same_bits
-from support.scripts import FOUR_EPOCHS, NARROW, command, edited, exact, forked, load
+from support.results import epochs, error_lines, resumed, same_bits
+from support.scripts import FOUR_EPOCHS, NARROW, command, edited, exact, forked
 
 
 def test_only_rank_0_prints_and_saves(trained):
     job = trained("03", *FOUR_EPOCHS)
     assert job.stdout.startswith("world size 2 on the CPU\n")
-    assert epochs(job) == [1, 2, 3, 4]
-    assert len(job.stdout.splitlines()) == 6
+    assert len(job.stdout.splitlines()) == 6  # this one, four epochs and the accuracy
     assert [path.name for path in job.cwd.glob("[!.]*")] == ["checkpoint.pt"]
 
 
@@ -32,27 +30,6 @@ def test_it_survives_a_kill_and_ends_with_the_bits_of_an_undisturbed_run(
     assert resumed(job) == [1]
     assert epochs(job) == [1, 2, 3, 4]
     assert same_bits(job, trained("03", *FOUR_EPOCHS))
-
-
-def test_its_checkpoint_holds_what_a_resume_needs(trained):
-    path = trained("03", *FOUR_EPOCHS).cwd / "checkpoint.pt"
-    checkpoint = torch.load(path, weights_only=True)
-    assert checkpoint["EPOCHS_RUN"] == 4
-    assert checkpoint["CONFIG"] == {"width": 4, "lr": 4e-3, "seed": 0}
-    assert checkpoint["MODEL_STATE"].keys() == load("03").build_model(4).state_dict().keys()
-    steps = {int(state["step"]) for state in checkpoint["OPTIMIZER_STATE"]["state"].values()}
-    assert steps == {4 * 51}  # 12,942 samples, 2 processes, batches of 128
-
-
-def test_a_finished_run_started_again_only_evaluates(trained, tmp_path):
-    undisturbed = trained("03", *FOUR_EPOCHS)
-    saved = (undisturbed.cwd / "checkpoint.pt").read_bytes()
-    (tmp_path / "checkpoint.pt").write_bytes(saved)
-    job = finished(forked("03", *FOUR_EPOCHS, nprocs=1), tmp_path)
-    assert resumed(job) == [4]
-    assert epochs(job) == []
-    assert accuracy(job) == accuracy(undisturbed)
-    assert (tmp_path / "checkpoint.pt").read_bytes() == saved
 
 
 def test_it_refuses_a_broken_checkpoint_and_torchrun_says_why(tmp_path):
@@ -74,15 +51,6 @@ def test_ranks_that_do_not_all_see_the_checkpoint_end_at_once(trained, tmp_path,
     said = f"RuntimeError: the ranks start {starts}: all must see the same checkpoint.pt"
     assert error_lines(job) == [said, f"{said}1"]
     assert epochs(job) == []
-
-
-@pytest.mark.parametrize("step", ["03", "04"])
-def test_it_refuses_to_start_without_torchrun(tmp_path, step):
-    job = run(forked(step, nprocs=0), tmp_path)
-    assert job.returncode == 1
-    (line,) = error_lines(job)
-    assert "environment variable RANK expected" in line
-    assert job.stdout == ""
 
 
 @pytest.mark.slow

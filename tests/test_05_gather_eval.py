@@ -13,7 +13,7 @@ from support.scripts import FOUR_EPOCHS, edited, forked, load
 def test_only_rank_0_prints_and_saves(trained):
     job = trained("05", *FOUR_EPOCHS)
     assert job.stdout.startswith("world size 2 on the CPU\n")
-    assert epochs(job) == [1, 2, 3, 4]
+    assert job.stdout.count("epoch ") == 4
     assert job.stdout.count("accuracy ") == 2  # the report has one, too
     assert [path.name for path in job.cwd.glob("[!.]*")] == ["checkpoint.pt"]
 
@@ -25,6 +25,7 @@ def test_it_evaluates_each_sample_once_at_any_world_size(trained, tmp_path, npro
     """The run resumes a finished one and only evaluates. The test evaluates the weights itself."""
     shutil.copy(trained("05", *FOUR_EPOCHS).cwd / "checkpoint.pt", tmp_path)
     job = finished(forked("05", *FOUR_EPOCHS, nprocs=nprocs), tmp_path)
+    assert epochs(job) == []
     model = load("05").build_model(width=4)
     model.load_state_dict(weights(job))
     images, labels = load("05").load_datasets()[1].tensors

@@ -3,7 +3,6 @@
 import ast
 import difflib
 import re
-import shutil
 import sys
 from functools import cache
 from itertools import combinations, pairwise
@@ -13,17 +12,7 @@ import pytest
 import torch
 from support.jobs import finished
 from support.results import epochs, losses, resumed, said, same_bits, weights
-from support.scripts import (
-    FOUR_EPOCHS,
-    NARROW,
-    ROOT,
-    SCRIPT,
-    edited,
-    exact,
-    forked,
-    load,
-    on_each_rank,
-)
+from support.scripts import FOUR_EPOCHS, NARROW, ROOT, SCRIPT, forked, load, on_each_rank
 
 SLOW = pytest.mark.slow
 # Step 3 runs an epoch as step 2 does, and step 5 as step 4: test_a_step_changes_only_its_subject.
@@ -47,25 +36,13 @@ def test_forked_ranks_with_which_other_tests_compare_end_with_the_same_bits(spaw
 
 
 @SLOW
-def test_each_step_continues_the_checkpoint_of_the_one_before(trained_with, tmp_path):
+def test_each_step_continues_the_checkpoint_of_the_one_before(trained, tmp_path):
     """One epoch on each, and the end is bit-for-bit that of an undisturbed run of step 3."""
     for number, step in enumerate(["02", "03", "04", "05"]):
-        script = edited(tmp_path, step, *exact(3))
-        job = finished(forked(script, str(number + 1), *NARROW, nprocs=3), tmp_path)
+        job = finished(forked(step, str(number + 1), *NARROW), tmp_path)
         assert resumed(job) == ([number] if number else [])
         assert epochs(job) == [number + 1]
-    assert same_bits(job, trained_with("03", exact(3), FOUR_EPOCHS, nprocs=3))
-
-
-@SLOW
-def test_step_2_continues_the_checkpoint_of_step_1(trained, tmp_path):
-    shutil.copy(trained("01", *FOUR_EPOCHS).cwd / "checkpoint.pt", tmp_path)
-    job = finished(forked("02", "5", *NARROW), tmp_path)
-    assert resumed(job) == [4]
-    assert epochs(job) == [5]
-    assert float(losses(job)[0]) < float(losses(trained("01", *FOUR_EPOCHS))[-1]) + 0.05
-    states = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["OPTIMIZER_STATE"]["state"]
-    assert {int(state["step"]) for state in states.values()} == {4 * 102 + 51}
+    assert same_bits(job, trained("03", *FOUR_EPOCHS))
 
 
 # ---------------------------------------------------------------- bad input

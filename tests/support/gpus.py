@@ -4,15 +4,12 @@ import os
 from pathlib import Path
 
 VARIABLE = "DDP_LADDER_GPUS"  # environment variable with the number of GPUs; set only with --gpus
-HERE = Path(__file__).resolve().parent
-# The script that starts a rank on the first GPU:
-SHARE = HERE.parents[1] / "more" / "without_slurm" / "share_gpu.sh"
 
 # Bit-for-bit identical weights on GPUs need deterministic algorithms, cuBLAS workspaces of a fixed
 # size, float32 that is not rounded to TF32, and NCCL without NVLink SHARP, whose order of additions
 # varies.
 SAME_BITS = {
-    "PYTHONPATH": str(HERE / "deterministic"),
+    "PYTHONPATH": str(Path(__file__).resolve().with_name("deterministic")),
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NVIDIA_TF32_OVERRIDE": "0",
     "NCCL_NVLS_ENABLE": "0",

@@ -19,7 +19,7 @@ from support import gpus
 RESTARTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
-class Job:
+class Job(contextlib.AbstractContextManager):
     """A command that is running or has ended, and what it printed.
 
     The end of the `with` block kills all processes of the command that are still running.
@@ -42,9 +42,6 @@ class Job:
                 stderr=err,
                 start_new_session=True,
             )
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *error):
         for process in self.processes():
@@ -75,10 +72,6 @@ class Job:
         assert self.returncode is not None, f"it did not end within {timeout} s: {self}"
         return self
 
-    def result(self, timeout=300):
-        """Wait until the command and all processes that it started have ended."""
-        return self.wait(timeout).wait_until_gone()
-
     def wait_for(self, what, timeout=300):
         """Wait until `what()` is true or stdout matches the pattern `what`; return the result."""
         ready = what if callable(what) else lambda: re.search(what, self.stdout, re.MULTILINE)
@@ -100,18 +93,13 @@ class Job:
 
     def processes(self):
         """Return the processes of this job that are alive."""
-        return [process for process, _ in self._processes()]
+        every = psutil.process_iter(["environ"])  # None for a process that has ended
+        return [each for each in every if self.mark in (each.info["environ"] or {}).values()]
 
     def workers(self):
         """Return the training processes that torchrun started: {rank: process}."""
-        return {int(env["RANK"]): process for process, env in self._processes() if "RANK" in env}
-
-    def _processes(self):
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                alive, env = process.status() != psutil.STATUS_ZOMBIE, process.environ()
-                if alive and env.get("DDP_LADDER_JOB") == self.mark:
-                    yield process, env
+        workers = {process.info["environ"].get("RANK"): process for process in self.processes()}
+        return {int(rank): process for rank, process in workers.items() if rank}
 
 
 def environment(**changes):
@@ -125,7 +113,7 @@ def environment(**changes):
 def run(command, cwd, env=None, timeout=300):
     """Run a command, check that it leaves no process behind, and return the Job."""
     with Job(command, cwd, env) as job:
-        return job.result(timeout)
+        return job.wait(timeout).wait_until_gone()
 
 
 def finished(command, cwd, env=None, timeout=300):

@@ -41,11 +41,8 @@ def resumed(job):
 
 
 def said(job, rank):
-    """Return what `scripts.on_each_rank` printed on a rank.
-
-    The text may follow another rank's on one line, because `python -u` writes newlines separately.
-    """
-    return re.findall(f"rank {rank}: (.*)$", job.stdout, re.MULTILINE)
+    """Return what `scripts.on_each_rank` printed on a rank."""
+    return re.findall(f"rank {rank}: (.*)$", job.stdout, re.MULTILINE)  # even behind other text
 
 
 def error_lines(job):

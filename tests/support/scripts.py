@@ -1,9 +1,9 @@
 """The five scripts (steps): commands that run them, edited copies, and imports as modules."""
 
-import importlib.util
 import os
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 
 from support import gpus, server
@@ -27,7 +27,9 @@ def command(step, *args, nprocs=2, torchrun=()):
     if path.name.startswith("02"):
         return [sys.executable, path, f"--nprocs={nprocs}", *args]
     launch = [TORCHRUN, "--standalone", f"--nproc-per-node={nprocs}", *torchrun]
-    return [*launch, *(["--no-python", gpus.SHARE] if gpus.shared(nprocs) else []), path, *args]
+    if gpus.shared(nprocs):  # start each rank on the first GPU
+        launch += ["--no-python", ROOT / "more" / "without_slurm" / "share_gpu.sh"]
+    return [*launch, path, *args]
 
 
 def forked(step, *args, nprocs=2, restarts=0):
@@ -61,10 +63,7 @@ def edit(path, old, new):
 
 def load(step):
     """Import a step as a module."""
-    spec = importlib.util.spec_from_file_location(f"step{step}", SCRIPT[step])
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return import_module(SCRIPT[step].stem)  # pytest searches the folder of conftest.py, too
 
 
 # ---------------------------------------------------------------- changes for copies

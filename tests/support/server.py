@@ -24,7 +24,7 @@ VARIABLE = "DDP_LADDER_SERVER"  # environment variable with the path of the serv
 GRACE = 60  # number of seconds that the other ranks have to end after one rank has failed
 # A process that has asked CUDA for its GPUs cannot fork processes that use them.
 WITHOUT_CUDA = {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-SET_PARENT_DEATH_SIGNAL = 1  # for prctl
+FORK = multiprocessing.get_context("fork")
 
 
 def command(program, *args, nprocs=0, restarts=0):
@@ -55,14 +55,13 @@ def start():
         )
 
 
-def ask(nprocs, restarts, *argv):
+def ask(*request):
     """Ask the server to run a script, and exit as the script does."""
-    request = {"argv": argv, "cwd": os.getcwd(), "env": dict(os.environ)}
-    request |= {"nprocs": int(nprocs), "restarts": int(restarts)}
+    request = json.dumps([request, os.getcwd(), dict(os.environ)])
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(os.environ[VARIABLE])
         socket.send_fds(server, [b"\n"], [0, 1, 2])
-        server.sendall(json.dumps(request).encode() + b"\n")
+        server.sendall(f"{request}\n".encode())
         code = int(server.recv(64) or 1)
     if code < 0:  # a signal has killed the script
         os.kill(os.getpid(), -code)
@@ -71,7 +70,7 @@ def ask(nprocs, restarts, *argv):
 
 def serve(listener):
     """Fork a process for each request."""
-    ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die when the tests end
     sys.path[0] = os.path.dirname(os.path.dirname(__file__))  # so that `support` is found
     sys.modules["pandas"] = sys.modules["pyarrow"] = None  # these modules would start a thread
     import sklearn.metrics
@@ -84,15 +83,8 @@ def serve(listener):
     gc.freeze()  # so that forked processes share the memory of the imports
     while True:
         caller, _ = listener.accept()
-        fork(answer, caller)
+        FORK.Process(target=answer, args=[caller]).start()
         caller.close()
-
-
-def fork(function, *args):
-    """Call a function in a forked process."""
-    process = multiprocessing.get_context("fork").Process(target=function, args=args)
-    process.start()
-    return process
 
 
 def answer(caller):
@@ -100,19 +92,19 @@ def answer(caller):
     for number, fd in enumerate(socket.recv_fds(caller, 1, 3)[1]):
         os.dup2(fd, number)
         os.close(fd)
-    request = json.loads(caller.makefile("rb").readline())
-    nprocs = request["nprocs"]
-    os.chdir(request["cwd"])
+    (nprocs, restarts, *argv), folder, env = json.loads(caller.makefile("rb").readline())
+    os.chdir(folder)
     os.environ.clear()
-    os.environ |= request["env"]
-    for attempt in range(request["restarts"] + 1):
+    os.environ |= env
+    for attempt in range(int(restarts) + 1):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)  # as torchrun does
-        codes = run(request["argv"], nprocs, caller)
+        codes = run(argv, int(nprocs), caller)
         if not any(codes):
             break
-    if any(codes) and nprocs:
+    if nprocs != "0" and any(codes):
         print(f"exit codes of the ranks: {codes}", file=sys.stderr, flush=True)
-    caller.send(str(int(any(codes)) if nprocs else codes[0]).encode())
+        codes = [1]
+    caller.send(str(codes[0]).encode())
 
 
 def run(argv, nprocs, caller):
@@ -125,7 +117,10 @@ def run(argv, nprocs, caller):
 
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
         os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(nprocs))
-    ranks = [fork(be_rank, rank, nprocs, argv) for rank in range(max(nprocs, 1))]
+    each = [(rank, nprocs, argv) for rank in range(max(nprocs, 1))]
+    ranks = [FORK.Process(target=be_rank, args=args) for args in each]
+    for rank in ranks:
+        rank.start()
     while running := [rank for rank in ranks if rank.is_alive()]:
         failed = any(rank.exitcode for rank in ranks)
         ended = wait([caller, *(rank.sentinel for rank in running)], GRACE if failed else None)
