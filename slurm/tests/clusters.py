@@ -27,7 +27,7 @@ SIMPLE = """\
 import os, signal, sys, time
 told = []
 signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
-names = ("WORLD_SIZE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+names = "WORLD_SIZE", "OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK", "CUDA_VISIBLE_DEVICES"
 os.write(1, f"finds {' '.join(os.environ.get(name, '-') for name in names)}\\n".encode())
 while not told and not os.path.exists("go"):
     time.sleep(0.05)

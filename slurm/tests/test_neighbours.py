@@ -1,7 +1,6 @@
 """Jobs that share a cluster and a folder with others: who is requeued, and who waits for whom."""
 
 import contextlib
-import os
 import re
 import subprocess
 
@@ -12,13 +11,10 @@ from clusters import (
     ON_NODE_1,
     SIMPLE,
     TWO_BY_TWO,
-    Submitted,
     found,
     in_the_guide,
     second_launcher,
 )
-from practice.cluster import Cluster
-from support.jobs import environment
 from support.scripts import ROOT, edit, write
 
 pytestmark = [ON_A_CLUSTER, pytest.mark.slow]
@@ -67,7 +63,7 @@ def stranger(clone, submit):
 def test_a_train_py_of_your_own(stranger, launch, rank):
     """The file is whole without this repository; what failed and left the file is requeued."""
     job = stranger(launch, SIMPLE.replace("WORLD_SIZE", rank).replace("if told:\n", LEAVES_IT))
-    ranks = [f"{number} 1 0,1" for number in range(4)]
+    ranks = [f"{number} 1 {16 if launch == 'torchrun' else 8} 0,1" for number in range(4)]
     job.wait_for(lambda: found(job) == ranks)
     are_requeued(job)
     assert found(job) == sorted(ranks * 2)
@@ -226,51 +222,7 @@ def test_what_is_said_once_for_a_site(cluster, clone, simple, monkeypatch):
     cluster.run("bash", "-c", append.replace("/scratch/$USER", "."), cwd=clone)
     edit(clone / "04_multinode.py", '"CUDA_VISIBLE_DEVICES"', '"NCCL_SOCKET_IFNAME"')
     job = simple("04", *ON_NODE_1, go=False)
-    assert found(job) == ["1 1 ib0"]
+    assert found(job) == ["1 1 8 ib0"]
     assert (job.show("Partition"), job.show("Account")) == ("urgent", "project")
     job.cancel("--signal=TERM")
     job.wait_for((clone / "ladder" / "04_multinode.pt").exists)
-
-
-# ---------------------------------------------------------------- the CPUs of a task
-
-
-@pytest.fixture
-def with_affinity(tmp_path):
-    """Return a cluster that binds tasks to CPUs, and how many a node has: those of this machine."""
-    cpus = len(os.sched_getaffinity(0)) // 2 * 2
-    if not cpus:
-        pytest.skip("needs two CPUs")
-
-    class WithAffinity(Cluster):
-        def _write_files(self):
-            super()._write_files()
-            conf = self.folder / "slurm.conf"
-            edit(conf, "TaskPlugin=task/none", "TaskPlugin=task/affinity")
-            edit(conf, "CPUs=256 RealMemory=100000", f"CPUs={cpus} RealMemory=1000")
-            edit(conf, "SlurmdParameters=config_overrides", "")
-
-    (tmp_path / "cluster").mkdir()
-    with WithAffinity(tmp_path / "cluster", gpus=2, environment=environment()) as cluster:
-        yield cluster, cpus
-
-
-def test_a_task_has_all_cpus(with_affinity, clone):
-    """However the job asks for them."""
-    cluster, cpus = with_affinity
-    shows = "import os; print(len(os.sched_getaffinity(0)), os.environ['CUDA_VISIBLE_DEVICES'])"
-    (clone / "01_single_gpu.py").write_text(shows, encoding="utf-8")
-    text = (clone / BATCH["01"]).read_text(encoding="utf-8")
-    jobs = []
-    for options, line in (
-        ("", f"#SBATCH --cpus-per-gpu={cpus // 2}"),
-        ("--exclusive", "#SBATCH --cpus-per-gpu=1"),
-        ("--exclusive", ""),
-        (f"--cpus-per-task={cpus}", ""),
-        ("--exclusive --cpus-per-task=1", ""),
-    ):
-        write(clone / "own.sbatch", text, [("#SBATCH --cpus-per-gpu=8", line)])
-        words = "--gpus-per-node=2", *options.split(), "own.sbatch"
-        jobs.append(Submitted(cluster, clone, *words))
-    for job in jobs:
-        assert job.becomes("COMPLETED").stdout.splitlines()[-1] == f"{cpus} 0,1"

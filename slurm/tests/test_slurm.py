@@ -215,23 +215,29 @@ def test_what_is_refused(clone, submit):
 
 @SLOW
 def test_a_node_runs_as_many_processes_as_it_has_gpus(cluster, alone, clone, simple, monkeypatch):
-    """And each process sees all of them, with its share of the CPUs as threads."""
+    """And each process sees all of them, with its share of the CPUs as threads.
+
+    The numbers are those of all ranks, of threads, and of the CPUs of a task, which has all CPUs
+    of its node or, with the second launcher, of its rank.
+    """
     monkeypatch.delitem(cluster.environment, "OMP_NUM_THREADS")
-    spawned = SIMPLE.replace('"WORLD_SIZE", ', "")
+    spawned = SIMPLE.replace('"WORLD_SIZE"', '"SLURM_NNODES"')
     (clone / "02_multigpu_spawn.py").write_text(spawned, encoding="utf-8")
+    text = (clone / BATCH["04"]).read_text(encoding="utf-8")
+    write(clone / "own.sbatch", text, [("#SBATCH --cpus-per-gpu=8\n", "")])
     jobs = []
-    for step, options, ranks, finds, gpus in (
-        ("02", ["--exclusive"], 1, "64", 4),
-        ("04", ["--nodes=1", "--gpus-per-node=2", "--exclusive"], 4, "4 64", 4),
-        ("04", ["--nodes=1", "--gpus-per-node=a100:2"], 2, "2 8", 2),
-        ("04", ["--nodes=1", "--gpus-per-node=2", "--gpus-per-task=2", "--cpus-per-gpu=2"],
-         2, "2 2", 2),
-        ("04", ["--gpus-per-node=1", "--export=NONE"], 2, "2 8", 1),
-        (alone, ["--exclusive", "--gpus-per-node=2"], 8, "8 64", 4),
-        (alone, ["--gres=gpu:2"], 4, "4 8", 2),
-        (alone, ["--gpus-per-node=2", "--gpus-per-task=2", "--cpus-per-gpu=9"], 4, "4 9", 2),
-    ):  # fmt: skip
-        job = simple(step, f"--job-name=job{len(jobs)}", *options)
+    for file, options, ranks, finds, gpus in (
+        ("02", "--exclusive", 1, "1 64 256", 4),
+        ("04", "--nodes=1 --gpus-per-node=2 --exclusive", 4, "4 64 256", 4),
+        ("04", "--nodes=1 --gpus-per-node=a100:2", 2, "2 8 16", 2),
+        ("04", "--nodes=1 --gpus-per-task=2 --gpus-per-node=2 --cpus-per-gpu=2", 2, "2 2 4", 2),
+        ("04", "--gpus-per-node=1 --export=NONE", 2, "2 8 8", 1),
+        ("own.sbatch", "--gpus-per-node=2 --cpus-per-task=32", 4, "4 16 32", 2),
+        (alone, "--gpus-per-node=2 --exclusive", 8, "8 64 64", 4),
+        (alone, "--gres=gpu:2", 4, "4 8 8", 2),
+        (alone, "--gpus-per-task=2 --gpus-per-node=2 --cpus-per-gpu=9", 4, "4 9 9", 2),
+    ):
+        job = simple(file, f"--job-name=job{len(jobs)}", *options.split())
         jobs.append((job, [(finds, gpus)] * ranks))
     for job, expected in jobs:
         lines = [line.rpartition(" ") for line in found(job.becomes("COMPLETED"))]
