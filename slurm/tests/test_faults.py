@@ -17,7 +17,6 @@ from support.results import accuracy, epochs, same_bits, shape, weights
 from support.scripts import LONG, ON_PATH, ROOT, SMALL, command, edited, forked
 
 SLOW = pytest.mark.slow
-REPETITION = pytest.mark.weekly("the same fault on another step")
 
 
 def bad_data(lines):
@@ -76,14 +75,10 @@ def test_workers_of_a_dead_agent_train_on(trained, tmp_path):
     assert same_bits(job, trained("03", "1", *SMALL))
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("step", "number"),
-    [
-        pytest.param("01", signal.SIGTERM, marks=SLOW),
-        pytest.param("02", signal.SIGINT, marks=REPETITION),
-        pytest.param("03", signal.SIGTERM, marks=REPETITION),
-        ("04", signal.SIGINT),
-    ],
+    [("02", signal.SIGTERM), ("03", signal.SIGTERM), ("04", signal.SIGINT)],
 )
 def test_ctrl_c_and_in_steps_1_to_3_sigterm_end_all_at_once(tmp_path, step, number):
     """All processes get it, from a terminal or from Slurm. What was saved is left."""

@@ -174,16 +174,17 @@ def test_a_check_that_hangs():
     }
 
 
-def faults(column, *cells):
-    """Return the faults of nodes whose tasks report these cells."""
-    nodes = [f"node{number}" for number, _ in enumerate(cells, 1)]
-    reports = [{"node": node, "cells": {column: cell}} for node, cell in zip(nodes, cells)]
-    rows = preflight.node_rows(reports, nodes, 1, ("tasks", column))
-    return preflight.node_faults(rows, "node1")
+def test_a_node_without_a_gpu_among_nodes_with_one():
+    reports = [
+        {"node": "node1", "cells": {"GPU": (True, "ok")}},
+        {"node": "node2", "cells": {"GPU": (True, "no GPU")}},
+    ]
+    rows = preflight.node_rows(reports, ["node1", "node2"], 1, ("tasks", "GPU"))
+    assert preflight.node_faults(rows, "node1") == {"node2": ["GPU: none, others have"]}
 
 
-def test_which_node_is_to_blame():
-    """A node without a GPU among others with one, and a first node that no other reaches."""
-    assert faults("GPU", (True, "ok"), (True, "no GPU")) == {"node2": ["GPU: none, others have"]}
-    said = faults("network", (True, "ok"), (False, "no route"), (False, "no route"))
-    assert said == {"node1": ["network: all other nodes say no route"]}
+def test_if_no_other_node_reaches_the_first_that_one_is_to_blame():
+    cells = {"node1": (True, "ok"), "node2": (False, "no route"), "node3": (False, "no route")}
+    rows = {node: {"network": cell} for node, cell in cells.items()}
+    said = {"node1": ["network: all other nodes say no route"]}
+    assert preflight.node_faults(rows, "node1") == said

@@ -109,7 +109,6 @@ torch.cuda.current_device = lambda: current
 torch.cuda.get_device_name = lambda: "a pretended GPU"
 torch.cuda.set_device = set_device
 torch.accelerator.current_accelerator = lambda check_available=False: None
-torch.cuda.is_current_stream_capturing = lambda: False  # PyTorch 2.6 asks before each step
 FakeGPUs().__enter__()
 
 
