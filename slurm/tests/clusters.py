@@ -14,7 +14,6 @@ from support.jobs import environment
 from support.scripts import ROOT, SCRIPTS
 
 ON_A_CLUSTER = pytest.mark.skipif(bool(missing()), reason=str(missing()))
-GUIDE = (ROOT / "slurm" / "README.md").read_text(encoding="utf-8")
 BATCH = {path.name[:2]: f"slurm/{path.stem}.sbatch" for path in SCRIPTS}
 ON_NODE_1 = ("--nodes=1", "--nodelist=node1", "--gpus-per-node=1")
 ON_TWO_NODES = ("--nodes=2", "--gpus-per-node=1")
@@ -42,7 +41,8 @@ if told:
 
 def in_the_guide(pattern):
     """Return what the groups of a pattern match in the guide."""
-    found = re.search(pattern, GUIDE, re.MULTILINE).groups()
+    guide = (ROOT / "slurm" / "README.md").read_text(encoding="utf-8")
+    found = re.search(pattern, guide, re.MULTILINE).groups()
     return found if len(found) > 1 else found[0]
 
 

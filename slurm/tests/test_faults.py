@@ -1,7 +1,4 @@
-"""A rank fails, hangs or is busy: what it costs, and how to find it.
-
-The commands are those of slurm/README.md, which shows what they print.
-"""
+"""A rank fails, hangs or is told to stop: what it costs, and how the guide's commands find it."""
 
 import os
 import re
@@ -97,17 +94,13 @@ WIDE = ("--batch-size=64", "--width=16")  # its checkpoint is larger than its ou
 
 
 @SLOW
-def test_a_full_disk(trained, tmp_path):
+def test_a_full_disk(tmp_path):
     finished(forked("04", "1", *WIDE), tmp_path)
     saved = (tmp_path / "checkpoint.pt").read_bytes()
     job = run(forked(edited(tmp_path, "04", (SEED, FULL + SEED)), "3", *WIDE), tmp_path)
     assert not re.search(r"exit codes of the ranks: .*\b0\b", job.stderr), job
-    assert "in _save_checkpoint" in job.stderr
     assert re.search(r"OSError: .*(?s:.*)unexpected pos \d+ vs \d+", job.stderr), job
     assert (tmp_path / "checkpoint.pt").read_bytes() == saved
-    job = finished(forked("04", "3", *WIDE), tmp_path)
-    assert epochs(job) == [2, 3]
-    assert same_bits(job, trained("04", "3", *WIDE))
 
 
 # In the second epoch, the last rank waits for a sample for ever.
@@ -127,12 +120,9 @@ def test_a_rank_hangs_on_this_machine(tmp_path):
     """Found by where.py, which may list other training jobs as well."""
     with Job(command(edited(tmp_path, "04", *STUCK), *LONG), tmp_path) as job:
         job.wait_for("^epoch 1 ")
-        first, second = (job.workers()[rank].pid for rank in (0, 1))
-        waits = rf"^0 +\S+ +{first} .* (_engine_run_backward|all_reduce)$"
-        hangs = rf"^1 +\S+ +{second} +04_multinode.py:\d+ (BadData\.)?__getitem__ +<--$"
-        where = [sys.executable, ROOT / "slurm" / "where.py"]
-        both = re.compile(rf"{waits}\n{hangs}", re.MULTILINE).search
-        job.wait_for(lambda: both(finished(where, tmp_path, ON_PATH).stdout))
+        pid, where = job.workers()[1].pid, [sys.executable, ROOT / "slurm" / "where.py"]
+        hangs = rf"^1 +\S+ +{pid} +04_multinode.py:\d+ (BadData\.)?__getitem__ +<--$"
+        job.wait_for(lambda: re.search(hangs, finished(where, tmp_path, ON_PATH).stdout, re.M))
 
 
 @SLOW
@@ -150,12 +140,8 @@ def test_a_rank_hangs_on_a_cluster(cluster, clone, submit, monkeypatch):
         return cluster.run("bash", "-c", f"source .venv/bin/activate; {words}", cwd=clone)
 
     where, shown = in_the_guide(r"^\$ (python .*where.py 24)\n((?:.*\n)*?)```$")
-
-    def as_shown():
-        found = typed(where)
-        return shape(found) == shape(shown) and found
-
-    pid = re.search(r"^3 +node2 +(\d+) .*<--$", job.wait_for(as_shown), re.MULTILINE)[1]
+    job.wait_for(lambda: shape(typed(where)) == shape(shown))
+    pid = re.search(r"^3 +node2 +(\d+) .*<--$", typed(where), re.MULTILINE)[1]
     dump = typed(in_the_guide(r"^(srun .* py-spy dump .*)$"), pid)
     assert "    BadData.__getitem__ (04_multinode.py:" in dump
     typed(in_the_guide(r"^(python .*where.py 24 --signal.*)$"))

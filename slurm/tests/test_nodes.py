@@ -26,10 +26,7 @@ def test_a_node_that_falls_silent_is_an_error_and_not_a_hang(tmp_path):
 
 
 def start_node(folder, port, script, host=False):
-    """Start the agent of a node with one rank, in a folder that all nodes share.
-
-    A node waits a few seconds for a second one, then continues alone.
-    """
+    """Start the agent of a node with one rank, which waits a few seconds for a second node."""
     where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--node-rank=0"]  # ignored
     where += [f"--rdzv-conf=is_host={int(host)},last_call_timeout=10"]
     words = [TORCHRUN, "--nnodes=1:2", "--max-restarts=3", *where, script, *LONG]

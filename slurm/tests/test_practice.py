@@ -3,7 +3,6 @@
 import os
 import pwd
 import re
-import signal
 import tempfile
 from pathlib import Path
 
@@ -51,13 +50,14 @@ class Terminal(pexpect.spawn):
                 self.expect(r"\d[\d,.]*".join(map(re.escape, words)))
 
     def end(self, how):
-        """End the shell with `how`, check that no process is left, and return the exit code."""
+        """End the shell with `how`; check that no process and no temporary file is left."""
         processes = psutil.Process(self.pid).children(recursive=True)
         assert {"munged", "slurmctld", "slurmd", "bash"} <= {each.name() for each in processes}
         how()
         _, alive = psutil.wait_procs(processes, timeout=30)
         assert not alive
-        return self.wait()
+        assert self.wait() == 0
+        assert [*self.cwd.parent.iterdir()] == [self.cwd]
 
 
 @pytest.fixture
@@ -72,60 +72,47 @@ def clone():
         yield clone
 
 
-@pytest.fixture
-def start(clone):
-    """Return a function that starts the program for a user; it must leave no temporary file."""
-    terminals = []
-    (clone.parent / "tmp").mkdir()
-
-    def start(user="0"):
-        command = SESSION[0][0].removeprefix("sudo ")
-        env = environment(SUDO_UID=user, TMPDIR=str(clone.parent / "tmp"), TERM="dumb")
-        options = {"env": env, "encoding": "utf-8", "timeout": 300, "dimensions": (50, 200)}
-        terminals.append(Terminal(command, cwd=clone, **options))
-        return terminals[-1]
-
-    yield start
-    for terminal in terminals:
-        terminal.kill(signal.SIGTERM)
-        terminal.expect(pexpect.EOF)
-    assert not list((clone.parent / "tmp").iterdir())
+def started(clone, user="0"):
+    """Return a terminal in which the guide's command has been typed by this user of sudo."""
+    env = environment(SUDO_UID=user, TMPDIR=str(clone.parent), TERM="dumb")
+    options = {"env": env, "encoding": "utf-8", "timeout": 300, "dimensions": (50, 200)}
+    return Terminal(SESSION[0][0].removeprefix("sudo "), cwd=clone, **options)
 
 
-def test_the_session_of_the_guide(clone, start, trained):
+def test_the_session_of_the_guide(clone, trained):
     """As shown, but with fewer epochs and a smaller model; it ends like an undisturbed run."""
     files = set(clone.rglob("*"))
-    terminal = start()
-    terminal.shows(SESSION[0][1])
-    terminal.prompt()
-    for typed, output in SESSION[1:-1]:
-        if typed == "rm practice*":
-            assert same_bits(clone / "practice.pt", trained("03", *ARGS))
-        if typed.startswith("scontrol"):
-            terminal.run(HAS_ENDED)
-        terminal.sendline(typed.replace(" 60", f" {' '.join(ARGS)}"))
-        terminal.shows(output)
-        if "^C" in output:
-            terminal.sendintr()
+    with started(clone) as terminal:
+        terminal.shows(SESSION[0][1])
         terminal.prompt()
-    assert SESSION[-1] == ["exit", ""]
-    assert terminal.end(lambda: terminal.sendline("exit")) == 0
+        for typed, output in SESSION[1:-1]:
+            if typed == "rm practice*":
+                assert same_bits(clone / "practice.pt", trained("03", *ARGS))
+            if typed.startswith("scontrol"):
+                terminal.run(HAS_ENDED)
+            terminal.sendline(typed.replace(" 60", f" {' '.join(ARGS)}"))
+            terminal.shows(output)
+            if "^C" in output:
+                terminal.sendintr()
+            terminal.prompt()
+        assert SESSION[-1] == ["exit", ""]
+        terminal.end(lambda: terminal.sendline("exit"))
     assert set(clone.rglob("*")) == files
 
 
-def test_the_shell_belongs_to_the_user_of_sudo(clone, start):
+def test_the_shell_belongs_to_the_user_of_sudo(clone):
     """The user's jobs do, too. A cable can be pulled and plugged in."""
     user = pwd.getpwnam("nobody")
     os.chown(clone, user.pw_uid, user.pw_gid)
-    terminal = start(str(user.pw_uid))
-    terminal.prompt()
-    assert terminal.run("id -un") == "nobody\n"
-    assert "Submitted" in terminal.run("sbatch --wait --output=job.out --wrap='id -un; id -Gn'")
-    assert (clone / "job.out").read_text(encoding="utf-8") == "nobody\nnogroup\n"
-    reach = "timeout 1 bash -c ': < /dev/tcp/node2/6818' && echo reached"
-    assert terminal.run(reach) == "reached\n"
-    assert terminal.run(f"pull-cable node2; {reach}") == ""
-    terminal.run("plug-in node2")
-    assert "reached" in terminal.run(f"for n in {{1..30}}; do {reach} && break; done")
-    assert terminal.run("power-off node3") == "usage: power-off NODE, one of node1, node2\n"
-    terminal.end(terminal.sendeof)  # Ctrl-D
+    with started(clone, str(user.pw_uid)) as terminal:
+        terminal.prompt()
+        assert terminal.run("id -un") == "nobody\n"
+        assert "Submitted" in terminal.run("sbatch --wait --output=job.out --wrap='id -un; id -Gn'")
+        assert (clone / "job.out").read_text(encoding="utf-8") == "nobody\nnogroup\n"
+        reach = "timeout 1 bash -c ': < /dev/tcp/node2/6818' && echo reached"
+        assert terminal.run(reach) == "reached\n"
+        assert terminal.run(f"pull-cable node2; {reach}") == ""
+        terminal.run("plug-in node2")
+        assert "reached" in terminal.run(f"for n in {{1..30}}; do {reach} && break; done")
+        assert terminal.run("power-off node3") == "usage: power-off NODE, one of node1, node2\n"
+        terminal.end(terminal.sendeof)  # Ctrl-D

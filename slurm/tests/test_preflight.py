@@ -125,7 +125,6 @@ def test_each_node_has_a_fault_of_its_own(cluster, clone, fly, tmp_path):
         flight = fly("FAILED", "--nodes=8")
     blames(flight, {f"node{node}": why for node, (_, why) in faults.items() if why})
     assert [row(flight, n) for n in (1, 2)] == [good_row(1), good_row(2)]
-    assert row(flight, 6) == [*good_row(6)[:-2], "not shared with node1", "no GPU"]
     assert "all_reduce" not in flight.stdout
 
 
@@ -165,13 +164,9 @@ def test_gpu(monkeypatch):
 
 def test_a_check_that_hangs():
     end = threading.Event()
-    cells = preflight.at_once({"one": lambda: "ok", "two": end.wait, "three": lambda: {}["k"]}, 1)
+    cells = preflight.at_once({"one": lambda: "ok", "two": end.wait}, 1)
     end.set()
-    assert cells == {
-        "one": (True, "ok"),
-        "two": (False, "not finished after 1 s"),
-        "three": (False, "'k'"),
-    }
+    assert cells == {"one": (True, "ok"), "two": (False, "not finished after 1 s")}
 
 
 def test_a_node_without_a_gpu_among_nodes_with_one():

@@ -7,7 +7,7 @@ import pytest
 from pretended import SHIM
 from support.jobs import finished, run
 from support.positions import TOLD, at
-from support.results import accuracy, same_bits
+from support.results import same_bits
 from support.scripts import SMALL, command, edited, forked
 
 pytestmark = pytest.mark.slow
@@ -23,7 +23,6 @@ def test_each_rank_uses_its_own_gpu_and_nothing_warns(tmp_path, trained, step):
     job = finished(command(step, *TWO) if step == "02" else forked(step, *TWO), tmp_path, SHIM)
     assert not re.search("warning", job.stderr, re.IGNORECASE), job
     assert same_bits(job, trained("03", *TWO))
-    assert accuracy(job)[2] == 359
 
     processes = [json.loads(path.read_text("utf-8")) for path in tmp_path.glob(".calls/*")]
     assert len(processes) == (4 if step == "04" else 2)
