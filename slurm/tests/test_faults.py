@@ -10,7 +10,7 @@ import pytest
 from clusters import ON_A_CLUSTER, TWO_BY_TWO, in_the_guide
 from support.jobs import Job, finished, kill, run
 from support.positions import GATE, KILLED, ON_RANK_1, at, open_the_gate, wait_at_the_gate
-from support.results import accuracy, epochs, same_bits, shape, weights
+from support.results import epochs, same_bits, shape, weights
 from support.scripts import LONG, ON_PATH, ROOT, SMALL, command, edited, forked
 
 SLOW = pytest.mark.slow
@@ -68,7 +68,6 @@ def test_workers_of_a_dead_agent_train_on(trained, tmp_path):
         job.wait()
         open_the_gate(job)
         job.wait_until_gone()
-    assert accuracy(job)
     assert same_bits(job, trained("03", "1", *SMALL))
 
 
@@ -85,7 +84,6 @@ def test_ctrl_c_and_in_steps_1_to_3_sigterm_end_all_at_once(tmp_path, step, numb
         assert job.wait().returncode != 0
         job.wait_until_gone()
     assert weights(job)
-    assert "accuracy" not in job.stdout
 
 
 SEED = "    torch.manual_seed(args.seed)\n"

@@ -114,7 +114,6 @@ def test_a_job_outlives_all_of_this(cluster, clone, submit, trained):
     job.becomes("PENDING")
     cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=9")
     assert "interrupted after 5,120 samples of the epoch" in job.stdout  # 40 steps of 2 x 64
-    assert re.search(r"SignalException: Process \d+ got signal: 15", job.stdout)  # harmless
 
     # The node is switched off before it returns: then, Slurm cleans up the old run there, and has
     # been seen to kill the new one, whose step has the same number.
