@@ -33,7 +33,7 @@ WELCOME = """\
 {version} with {nodes} nodes of {gpus} GPUs each. This shell is on the login node.
 
 Real: Slurm, and for each node a network address, a host name and processes of its own.
-Not real: {not_real}. All nodes
+Not real: the GPUs, which are only names, so the scripts train on the CPU over gloo. All nodes
 share the cores and the file system of this machine, and none of them reaches the internet.
 
 {help}
@@ -41,30 +41,23 @@ share the cores and the file system of this machine, and none of them reaches th
 Jobs run as {user}. Ctrl-D or exit ends the cluster and its jobs, and leaves the files they wrote.
 """
 
-NAMES = "the GPUs, which are only names, so the scripts train on the CPU over gloo"
-SHARED = "GPUs of their own: the nodes share this machine's first, over NCCL, so it is slow"
-
 
 # ---------------------------------------------------------------- trouble
 
 
-def power_on(cluster, number, say):
+def power_on(cluster, number):
     """Boot a node once Slurm has marked it down: a real machine takes minutes to boot."""
-    if cluster.is_on(number):
-        return
-    if not cluster.is_down(number):
-        say(f"node{number} boots when Slurm has marked it down, within a minute ...")
     end = time.monotonic() + 60
-    while not cluster.is_down(number) and time.monotonic() < end:
+    while not (cluster.is_on(number) or cluster.is_down(number) or time.monotonic() > end):
         time.sleep(0.5)
     cluster.switch_on(number)
 
 
 TROUBLE = {
-    "power-off": lambda cluster, number, _: cluster.cut_the_power(number),
+    "power-off": Cluster.cut_the_power,
     "power-on": power_on,
-    "pull-cable": lambda cluster, number, _: cluster.cable(number, "down"),
-    "plug-in": lambda cluster, number, _: cluster.cable(number, "up"),
+    "pull-cable": lambda cluster, number: cluster.cable(number, "down"),
+    "plug-in": lambda cluster, number: cluster.cable(number, "up"),
 }
 
 
@@ -75,11 +68,11 @@ def serve(cluster):
         verb, *names = (cluster.folder / "ask").read_text(encoding="utf-8").split()
         with (
             contextlib.suppress(BrokenPipeError),  # Ctrl-C: the shell no longer listens
-            (cluster.folder / "answer").open("w", encoding="utf-8", buffering=1) as answer,
+            (cluster.folder / "answer").open("w", encoding="utf-8") as answer,
         ):
             if number := numbers.get(" ".join(names)):
                 with contextlib.suppress(subprocess.CalledProcessError):  # it has said why
-                    TROUBLE[verb](cluster, number, lambda text: print(text, file=answer))
+                    TROUBLE[verb](cluster, number)
             else:
                 print(f"usage: {verb} NODE, one of {', '.join(numbers)}", file=answer)
 
@@ -93,14 +86,14 @@ def open_shell(cluster, user):
         os.mkfifo(cluster.folder / name, 0o600)
         os.chown(cluster.folder / name, user.pw_uid, user.pw_gid)
     threading.Thread(target=serve, args=[cluster], daemon=True).start()
+    version = cluster.run("sinfo", "--version").strip()
     values = {"nodes": cluster.nodes, "gpus": cluster.gpus, "help": HELP, "user": user.pw_name}
-    values["not_real"] = SHARED if cluster.options else NAMES
-    print(WELCOME.format(version=cluster.run("sinfo", "--version").strip(), **values), flush=True)
+    print(WELCOME.format(version=version, **values), flush=True)
     enter = ["nsenter", *SPACES, "-t", str(child(cluster.outer.pid))]
     become = ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--init-groups"]
-    values = ["env", f"--chdir={HERE.parents[1]}", f"CLUSTER={cluster.folder}"]
-    bash = ["bash", "--rcfile", HERE / "shell.rc", "-i"]
-    subprocess.run([*enter, *become, "--reset-env", *values, *bash], check=False)
+    shell = ["env", f"--chdir={HERE.parents[1]}", f"CLUSTER={cluster.folder}"]
+    shell += ["bash", "--rcfile", HERE / "shell.rc", "-i"]
+    subprocess.run([*enter, *become, "--reset-env", *shell], check=False)
 
 
 def main():
@@ -113,19 +106,16 @@ def main():
     number = {"type": int, "choices": range(1, 33), "metavar": "N"}
     parser.add_argument("--nodes", **number, default=2, help="default: 2")
     parser.add_argument("--gpus", **number, default=4, help="per node; default: 4")
-    words = "give each node, instead of names, this machine's first GPU (not tested yet)"
-    parser.add_argument("--real-gpu", action="store_true", help=words)
     args = parser.parse_args()
     if reason := missing():
         sys.exit(reason)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
-    gpus = 1 if args.real_gpu else args.gpus
     os.umask(0o022)  # the user has to read slurm.conf
     user = pwd.getpwuid(int(os.environ.get("SUDO_UID", "0")))
     with tempfile.TemporaryDirectory(prefix="cluster-", ignore_cleanup_errors=True) as folder:
         os.chmod(folder, 0o755)
-        with Cluster(folder, args.nodes, gpus, real_gpu=args.real_gpu) as cluster:
+        with Cluster(folder, args.nodes, args.gpus) as cluster:
             open_shell(cluster, user)
 
 

@@ -39,9 +39,8 @@ def missing():
 class Cluster:
     """A cluster that runs inside a `with` block; it ends with the thread that started it."""
 
-    def __init__(self, folder, nodes=2, gpus=4, environment=os.environ, real_gpu=False):
+    def __init__(self, folder, nodes=2, gpus=4, environment=os.environ):
         self.folder, self.nodes, self.gpus = Path(folder), nodes, gpus
-        self.options = ["--real-gpu"] if real_gpu else []
         slurm = {"PATH": with_sbin(environment), "SLURM_CONF": f"{folder}/slurm.conf"}
         self.environment = {**environment, **slurm}
 
@@ -49,7 +48,6 @@ class Cluster:
         self._write_files()
         alone = ["setpriv", "--pdeathsig", "KILL", "unshare", *SPACES, "--fork", "--kill-child"]
         program = ["bash", self.folder / "controller.sh", self.folder, NETWORK, str(self.nodes)]
-        program += self.options
         with (self.folder / "controller.log").open("wb") as log:
             self.outer = subprocess.Popen(
                 [*alone, "--mount-proc", *program],

@@ -1,11 +1,11 @@
 #!/bin/bash
 # Process 1 of the outer namespaces: sets up the network, the controller and the nodes.
-#     controller.sh FOLDER NETWORK NODES [--real-gpu]
+#     controller.sh FOLDER NETWORK NODES
 set -e
-folder=$1 network=$2 nodes=$3 real=$4
+folder=$1 network=$2 nodes=$3
 
 for gpu in /dev/nvidia* /dev/dxg /dev/kfd; do  # hide real GPUs: those of the cluster are only names
-    [ "$real" ] || [ ! -c "$gpu" ] || mount --bind /dev/null "$gpu"
+    [ ! -c "$gpu" ] || mount --bind /dev/null "$gpu"
 done
 mount -t tmpfs none /run
 mount --bind "$folder/hosts" /etc/hosts

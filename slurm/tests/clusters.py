@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,7 +14,6 @@ from support.jobs import environment
 from support.scripts import ROOT, SCRIPTS
 
 ON_A_CLUSTER = pytest.mark.skipif(bool(missing()), reason=str(missing()))
-GUIDE = (ROOT / "slurm" / "README.md").read_text(encoding="utf-8")
 BATCH = {path.name[:2]: f"slurm/{path.stem}.sbatch" for path in SCRIPTS}
 ON_NODE_1 = ("--nodes=1", "--nodelist=node1", "--gpus-per-node=1")
 ON_TWO_NODES = ("--nodes=2", "--gpus-per-node=1")
@@ -28,7 +26,7 @@ SIMPLE = """\
 import os, signal, sys, time
 told = []
 signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
-names = ("WORLD_SIZE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+names = "WORLD_SIZE", "OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK", "CUDA_VISIBLE_DEVICES"
 os.write(1, f"finds {' '.join(os.environ.get(name, '-') for name in names)}\\n".encode())
 while not told and not os.path.exists("go"):
     time.sleep(0.05)
@@ -43,7 +41,8 @@ if told:
 
 def in_the_guide(pattern):
     """Return what the groups of a pattern match in the guide."""
-    found = re.search(pattern, GUIDE, re.MULTILINE).groups()
+    guide = (ROOT / "slurm" / "README.md").read_text(encoding="utf-8")
+    found = re.search(pattern, guide, re.MULTILINE).groups()
     return found if len(found) > 1 else found[0]
 
 
@@ -77,9 +76,9 @@ def clone(tmp_path):
 class Submitted:
     """A job in the queue."""
 
-    def __init__(self, cluster, folder, *words, become=()):
+    def __init__(self, cluster, folder, *words):
         self.cluster, self.folder = cluster, folder
-        self.number = int(cluster.run(*become, "sbatch", "--parsable", *words, cwd=folder))
+        self.number = int(cluster.run("sbatch", "--parsable", *words, cwd=folder))
 
     @property
     def stdout(self):
@@ -119,16 +118,6 @@ class Submitted:
         self.wait_for(lambda: self.show("JobState") == state)
         return self
 
-    def lose_its_port(self):
-        """Give a held job's port to another program and release the job; return the port."""
-        port = 20000 + self.number % 10000
-        listen = f"import socket, time; s = socket.create_server(('', {port})); time.sleep(120)"
-        start = f'"{sys.executable}" -c "{listen}" > /dev/null 2>&1 &'
-        until = f"until (: < /dev/tcp/node1/{port}) 2> /dev/null; do sleep 0.1; done"
-        self.cluster.run("bash", "-c", f"{start} {until}", node=1)
-        self.cluster.run("scontrol", "release", self.number)
-        return port
-
 
 @pytest.fixture
 def submit(cluster, clone):
@@ -148,11 +137,9 @@ def submit(cluster, clone):
 @pytest.fixture
 def simple(clone, submit):
     """Submit a step in a clone whose step 4 is SIMPLE; it goes on at once unless `go` is false."""
+    (clone / "04_multinode.py").write_text(SIMPLE, encoding="utf-8")
 
-    def submit_simple(
-        step, *options, go=True, change=("", ""), name="04_multinode.py", arguments=()
-    ):
-        (clone / name).write_text(SIMPLE.replace(*change), encoding="utf-8")
+    def submit_simple(step, *options, go=True, arguments=()):
         if go:
             (clone / "go").touch()
         job = submit(step, *arguments, options=options)
@@ -180,52 +167,3 @@ def alone(clone):
     text = text.replace("train.py", "04_multinode.py").replace('--output="', '--checkpoint-path="')
     (clone / "alone.sbatch").write_text(text, encoding="utf-8")
     return "alone.sbatch"
-
-
-# ---------------------------------------------------------------- Slurm 24.11
-
-TRIXIE = Path("/var/tmp/ladder-slurm-24.11")  # Debian 13, which is built once
-PACKAGES = "slurmctld,slurmd,slurm-client,slurm-wlm-basic-plugins,munge,iproute2,libffi8"
-
-# Process 1 of the outer namespaces moves to Debian 13 before it starts the controller; what the
-# jobs need of this machine is mounted there at the same places.
-MOVE = """\
-set -e
-mount --make-rprivate /
-mount --bind {root} {root}
-for folder in /dev /sys /tmp {shared}; do
-    mkdir -p {root}$folder
-    mount --rbind $folder {root}$folder
-done
-mount -t proc proc {root}/proc
-cd {root}
-mkdir -p old
-pivot_root . old
-umount -l /old
-cd /
-exec bash {script} "$@"
-"""
-
-
-class NewerCluster(Cluster):
-    """A cluster with the Slurm of Debian 13."""
-
-    def _write_files(self):
-        super()._write_files()
-        script = self.folder / "controller.sh"
-        shared = f"{sys.prefix} {sys.base_prefix}"
-        text = MOVE.format(root=TRIXIE, shared=shared, script=script.rename(f"{script}.moved"))
-        script.write_text(text, encoding="utf-8")
-
-
-@pytest.fixture(scope="session")
-def newer():
-    """Build Debian 13 unless it is there, and return the class of a cluster that runs on it."""
-    if not shutil.which("debootstrap"):
-        pytest.skip("apt-get install debootstrap")
-    if not (TRIXIE / "done").exists():
-        command = ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", "trixie", TRIXIE]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        (TRIXIE / "etc" / "hosts").touch()
-        (TRIXIE / "done").touch()
-    return NewerCluster

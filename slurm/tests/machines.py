@@ -21,13 +21,6 @@ export PATH={python}:$PATH SLURM_NODEID={number}
 """
 
 
-def ended(*jobs, code=0):
-    """Wait until these jobs have ended with this exit code, and left no process."""
-    for job in jobs:
-        assert job.wait().returncode == code, job
-        job.wait_until_gone()
-
-
 class Machines:
     """Two machines, node1 and node2, and the login node; a test chooses their names' addresses."""
 
@@ -55,7 +48,8 @@ class Machines:
         """Run a command on two machines, as `srun` does, until both end with this exit code."""
         with self.terminal(1, command, folder) as one, self.terminal(2, command, folder) as two:
             meanwhile(one, two)
-            ended(one, two, code=code)
+            for job in (one, two):
+                assert job.result().returncode == code, job
         return one, two
 
 

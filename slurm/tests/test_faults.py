@@ -1,25 +1,19 @@
-"""A rank fails, hangs or is busy: what it costs, and how to find it.
-
-The commands are those of slurm/README.md, which shows what they print.
-"""
+"""A rank fails, hangs or is told to stop: what it costs, and how the guide's commands find it."""
 
 import os
 import re
 import shlex
 import signal
-import socketserver
 import sys
-from threading import Thread
 
 import pytest
 from clusters import ON_A_CLUSTER, TWO_BY_TWO, in_the_guide
 from support.jobs import Job, finished, kill, run
 from support.positions import GATE, KILLED, ON_RANK_1, at, open_the_gate, wait_at_the_gate
-from support.results import accuracy, epochs, same_bits, shape, weights
-from support.scripts import LONG, ON_PATH, ROOT, SCRIPT, SMALL, TORCHRUN, command, edited, forked
+from support.results import epochs, same_bits, shape, weights
+from support.scripts import LONG, ON_PATH, ROOT, SMALL, command, edited, forked
 
 SLOW = pytest.mark.slow
-REPETITION = pytest.mark.weekly("the same fault on another step")
 
 
 def bad_data(lines):
@@ -44,23 +38,23 @@ BAD_SAMPLE = bad_data('if index == 1234: raise ValueError("the first cause")')  
 SOON = ("signal.alarm(60)", "signal.alarm(3)")
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=SLOW, id="in-a-loader-worker")])
-def test_an_exception_on_one_rank(tmp_path, workers):
-    script = edited(tmp_path, "04", *BAD_SAMPLE, *([SOON] if workers else []))
-    job = run(command(script, "4", *SMALL, f"--num-workers={workers}"), tmp_path)
-    assert job.returncode != 0
-    assert epochs(job) == []
-    assert 'raise ValueError("the first cause")' in job.stderr  # the whole traceback
-    report = job.stderr.split(" FAILED\n")[1]  # the first, unless others failed that second
-    assert "ValueError: the first cause" in report, job
-
-
-def test_a_killed_rank_is_named(tmp_path):
-    """torchrun sends SIGTERM to the others. 04 handles it, but its next collective fails."""
-    script = edited(tmp_path, "04", at(0, 15, KILLED, ON_RANK_1))
-    job = run(command(script, *LONG), tmp_path)
+@pytest.mark.parametrize(
+    ("changes", "workers", "cause"),
+    [
+        (BAD_SAMPLE, 0, "ValueError: the first cause"),
+        pytest.param((*BAD_SAMPLE, SOON), 2, "ValueError: the first cause", marks=SLOW),
+        ([at(0, 15, KILLED, ON_RANK_1)], 0, "Signal 9 (SIGKILL) received by PID"),
+    ],
+    ids=["an exception", "in a loader worker", "killed"],
+)
+def test_torchrun_names_the_rank_that_failed(tmp_path, changes, workers, cause):
+    """It sends SIGTERM to the others. Step 4 handles it, but the next collective fails."""
+    script = edited(tmp_path, "04", *changes)
+    job = run(command(script, *LONG, f"--num-workers={workers}"), tmp_path)
     assert job.returncode == 1
-    assert "Signal 9 (SIGKILL) received by PID" in job.stderr
+    assert epochs(job) == []
+    report = job.stderr.split(" FAILED\n")[1]  # the first, unless others failed that second
+    assert cause in report, job
     assert "forcefully exiting via" not in job.stderr  # the others had ended by then
     assert not (tmp_path / "checkpoint.pt.interrupted").exists()
 
@@ -74,52 +68,20 @@ def test_workers_of_a_dead_agent_train_on(trained, tmp_path):
         job.wait()
         open_the_gate(job)
         job.wait_until_gone()
-    assert accuracy(job)
     assert same_bits(job, trained("03", "1", *SMALL))
 
 
-@pytest.mark.parametrize(
-    ("step", "number"),
-    [
-        pytest.param("01", signal.SIGTERM, marks=SLOW),
-        pytest.param("02", signal.SIGINT, marks=REPETITION),
-        pytest.param("03", signal.SIGTERM, marks=REPETITION),
-        ("04", signal.SIGINT),
-    ],
-)
-def test_ctrl_c_and_in_steps_1_to_3_sigterm_end_all_at_once(tmp_path, step, number):
+@SLOW
+@pytest.mark.parametrize("step", ["01", "02", "03", "04"])
+def test_ctrl_c_and_in_steps_1_to_3_sigterm_end_all_at_once(tmp_path, step):
     """All processes get it, from a terminal or from Slurm. What was saved is left."""
+    number = signal.SIGINT if step == "04" else signal.SIGTERM
     with Job(command(step, "99", *SMALL), tmp_path) as job:
         job.wait_for("^epoch 2 ")
         os.killpg(job.process.pid, number)
         assert job.wait().returncode != 0
         job.wait_until_gone()
     assert weights(job)
-    assert "accuracy" not in job.stdout
-
-
-def seek(endpoint):
-    """Return a command that gives up after a few times read_timeout (60 s by default)."""
-    where = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
-    return [TORCHRUN, *where, "--rdzv-conf=read_timeout=2", SCRIPT["04"]]
-
-
-@pytest.mark.parametrize(
-    "host",
-    [
-        "no-such-host.invalid",
-        pytest.param("localhost", marks=SLOW),  # another program has the port, and hangs up
-        pytest.param("192.0.2.1", marks=REPETITION),  # reserved by RFC 5737, so nobody answers
-    ],
-)
-def test_a_rendezvous_that_cannot_be_reached(tmp_path, host):
-    with socketserver.ThreadingTCPServer(("", 0), socketserver.BaseRequestHandler) as other:
-        Thread(target=other.serve_forever, daemon=True).start()
-        job = run(seek(f"{host}:{other.server_address[1]}"), tmp_path, timeout=120)
-        other.shutdown()
-    assert job.returncode == 1
-    assert "RendezvousConnectionError" in job.stderr
-    assert not list(tmp_path.glob("[!.]*"))
 
 
 SEED = "    torch.manual_seed(args.seed)\n"
@@ -128,17 +90,13 @@ WIDE = ("--batch-size=64", "--width=16")  # its checkpoint is larger than its ou
 
 
 @SLOW
-def test_a_full_disk(trained, tmp_path):
+def test_a_full_disk(tmp_path):
     finished(forked("04", "1", *WIDE), tmp_path)
     saved = (tmp_path / "checkpoint.pt").read_bytes()
     job = run(forked(edited(tmp_path, "04", (SEED, FULL + SEED)), "3", *WIDE), tmp_path)
     assert not re.search(r"exit codes of the ranks: .*\b0\b", job.stderr), job
-    assert "in _save_checkpoint" in job.stderr
     assert re.search(r"OSError: .*(?s:.*)unexpected pos \d+ vs \d+", job.stderr), job
     assert (tmp_path / "checkpoint.pt").read_bytes() == saved
-    job = finished(forked("04", "3", *WIDE), tmp_path)
-    assert epochs(job) == [2, 3]
-    assert same_bits(job, trained("04", "3", *WIDE))
 
 
 # In the second epoch, the last rank waits for a sample for ever.
@@ -158,12 +116,9 @@ def test_a_rank_hangs_on_this_machine(tmp_path):
     """Found by where.py, which may list other training jobs as well."""
     with Job(command(edited(tmp_path, "04", *STUCK), *LONG), tmp_path) as job:
         job.wait_for("^epoch 1 ")
-        first, second = (job.workers()[rank].pid for rank in (0, 1))
-        waits = rf"^0 +\S+ +{first} .* (_engine_run_backward|all_reduce)$"
-        hangs = rf"^1 +\S+ +{second} +04_multinode.py:\d+ (BadData\.)?__getitem__ +<--$"
-        where = [sys.executable, ROOT / "slurm" / "where.py"]
-        both = re.compile(rf"{waits}\n{hangs}", re.MULTILINE).search
-        job.wait_for(lambda: both(finished(where, tmp_path, ON_PATH).stdout))
+        pid, where = job.workers()[1].pid, [sys.executable, ROOT / "slurm" / "where.py"]
+        hangs = rf"^1 +\S+ +{pid} +04_multinode.py:\d+ (BadData\.)?__getitem__ +<--$"
+        job.wait_for(lambda: re.search(hangs, finished(where, tmp_path, ON_PATH).stdout, re.M))
 
 
 @SLOW
@@ -181,12 +136,8 @@ def test_a_rank_hangs_on_a_cluster(cluster, clone, submit, monkeypatch):
         return cluster.run("bash", "-c", f"source .venv/bin/activate; {words}", cwd=clone)
 
     where, shown = in_the_guide(r"^\$ (python .*where.py 24)\n((?:.*\n)*?)```$")
-
-    def as_shown():
-        found = typed(where)
-        return shape(found) == shape(shown) and found
-
-    pid = re.search(r"^3 +node2 +(\d+) .*<--$", job.wait_for(as_shown), re.MULTILINE)[1]
+    job.wait_for(lambda: shape(typed(where)) == shape(shown))
+    pid = re.search(r"^3 +node2 +(\d+) .*<--$", typed(where), re.MULTILINE)[1]
     dump = typed(in_the_guide(r"^(srun .* py-spy dump .*)$"), pid)
     assert "    BadData.__getitem__ (04_multinode.py:" in dump
     typed(in_the_guide(r"^(python .*where.py 24 --signal.*)$"))
@@ -194,9 +145,6 @@ def test_a_rank_hangs_on_a_cluster(cluster, clone, submit, monkeypatch):
     for rank in range(4):
         assert f"[rank{rank}] Fatal Python error: Aborted" in job.stdout
     # The agent may end before it has copied all lines of a rank to its own output.
-    files = [*clone.glob("logs/*/attempt_0/?/stderr.log")]
-    dumps = "".join(path.read_text(encoding="utf-8") for path in files)
-    assert re.search(r"04_multinode.py\", line \d+ in __getitem__$", dumps, re.MULTILINE)
+    files = [*clone.glob(f"logs/{job.number}_*/attempt_0/?/stderr.log")]
     assert len(files) == 4
-    folders = [path.name for path in (clone / "logs").iterdir()]  # one per node
-    assert [re.sub(r"_\w{8}$", "", name) for name in folders] == [str(job.number)] * 2
+    assert sum("in __getitem__" in path.read_text(encoding="utf-8") for path in files) == 1

@@ -6,16 +6,14 @@ import signal
 
 import psutil
 import pytest
-from machines import ended
 from support.jobs import RESTARTS, Job, finished, free_port, kill, run
 from support.positions import GATE, ON_RANK_1, TOLD, at, open_the_gate, wait_at_the_gate
 from support.results import epochs, resumed, said, same_bits
 from support.scripts import LONG, SMALL, TORCHRUN, edited, forked, on_each_rank
 
-SLOW = pytest.mark.slow
+pytestmark = pytest.mark.slow
 
 
-@SLOW
 def test_a_node_that_falls_silent_is_an_error_and_not_a_hang(tmp_path):
     """A stopped process keeps its connections open, like a lost node."""
     short = ("timedelta(minutes=5)", "timedelta(seconds=8)")
@@ -27,24 +25,21 @@ def test_a_node_that_falls_silent_is_an_error_and_not_a_hang(tmp_path):
         assert job.wait().returncode == 1
 
 
-def start_node(folder, port, script, nnodes="1:2", host=False):
-    """Start the agent of a node with one rank, in a folder that all nodes share.
-
-    A node waits a few seconds for a second one, then continues alone.
-    """
+def start_node(folder, port, script, host=False):
+    """Start the agent of a node with one rank, which waits a few seconds for a second node."""
     where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--node-rank=0"]  # ignored
     where += [f"--rdzv-conf=is_host={int(host)},last_call_timeout=10"]
-    words = [TORCHRUN, f"--nnodes={nnodes}", "--max-restarts=3", *where, script, *LONG]
+    words = [TORCHRUN, "--nnodes=1:2", "--max-restarts=3", *where, script, *LONG]
     return Job(words, folder, RESTARTS)
 
 
 @contextlib.contextmanager
-def two_nodes(folder, script, **options):
+def two_nodes(folder, script):
     """Start the rendezvous host and another node; yield (port, host, other) at the gate."""
     port = free_port()
     with (
-        start_node(folder, port, script, host=True, **options) as host,
-        start_node(folder, port, script, **options) as other,
+        start_node(folder, port, script, host=True) as host,
+        start_node(folder, port, script) as other,
     ):
         wait_at_the_gate(host)
         yield port, host, other
@@ -58,7 +53,6 @@ def cut_the_power(job):
     job.wait_until_gone()
 
 
-@SLOW
 def test_a_node_is_lost_and_comes_back_and_no_step_is_lost(tmp_path):
     """The other goes on alone from the last checkpoint, until its agent hears of the new node."""
     folder = tmp_path / "elastic"
@@ -72,7 +66,7 @@ def test_a_node_is_lost_and_comes_back_and_no_step_is_lost(tmp_path):
         open_the_gate(host)
         host.wait_for(lambda: 2 in epochs(host))
         with start_node(folder, port, script) as again:
-            ended(host, again)
+            assert host.result().returncode == again.result().returncode == 0, (host, again)
     # After the node's return, rank 0, which prints, may be on either node.
     assert resumed(host)[0] == 1
     assert re.findall(r"interrupted after ([\d,]+)", host.stdout) == ["1,280"]  # 20 steps of one
@@ -89,14 +83,12 @@ def test_a_node_is_lost_and_comes_back_and_no_step_is_lost(tmp_path):
     assert same_bits(steady / "checkpoint.pt", folder / "checkpoint.pt")
 
 
-@SLOW
 def test_the_host_of_the_rendezvous_is_lost(tmp_path, trained):
     """The job fails on every node. Started again anywhere, it resumes."""
     with two_nodes(tmp_path, edited(tmp_path, "04", at(2, 15, GATE))) as (_, host, other):
         cut_the_power(host)
         open_the_gate(other)
-        ended(other, code=1)
-    assert "accuracy" not in host.stdout + other.stdout
+        assert other.result().returncode == 1, other
     job = finished(forked("04", *LONG), tmp_path)
     assert resumed(job) == [2]
     assert same_bits(job, trained("03", *LONG))

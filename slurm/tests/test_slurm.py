@@ -7,19 +7,10 @@ import subprocess
 import time
 
 import pytest
-from clusters import (
-    BATCH,
-    ON_A_CLUSTER,
-    ON_NODE_1,
-    ON_TWO_NODES,
-    SIMPLE,
-    found,
-    in_the_guide,
-)
+from clusters import BATCH, ON_A_CLUSTER, ON_TWO_NODES, SIMPLE, found, in_the_guide
 from support.results import accuracy, epochs, same_bits
-from support.scripts import ROOT, SMALL, edit
+from support.scripts import ROOT, SMALL, edit, write
 
-FILES = sorted((ROOT / "slurm").glob("*.sbatch"))
 SLOW = pytest.mark.slow
 ONE, TWO = ("1", *SMALL), ("2", *SMALL)
 
@@ -29,35 +20,15 @@ pytestmark = ON_A_CLUSTER
 # ---------------------------------------------------------------- the text
 
 
-def test_what_is_the_same_is_the_same_to_the_letter():
-    """The lines to edit, but for numbers, and all lines of steps 4 and 5."""
-    texts = {path.stem: path.read_text(encoding="utf-8") for path in FILES}
-    five = texts["04_multinode"].replace("04_multinode", "05_gather_eval")
-    assert five == texts["05_gather_eval"]
-    edits = {}
-    for name, text in texts.items():
-        part = re.search(r"^# EDIT .*?^source .*?\n", text, re.MULTILINE | re.DOTALL)[0]
-        own = r"^# .*\n(?=#SBATCH --time=)|^(?:max_requeues|checkpoint_dir)=.*\n"
-        edits[name] = re.sub(own, "", re.sub(r"=[\d:]+$", "=", part, flags=re.M), flags=re.M)
-    assert len(set(edits.values())) == 1, edits
+def test_the_files_of_steps_4_and_5_are_the_same():
+    four, five = ((ROOT / BATCH[step]).read_text(encoding="utf-8") for step in ("04", "05"))
+    assert four.replace("04_multinode", "05_gather_eval") == five
 
 
 def test_torchrun_kills_before_slurm_does():
     text = (ROOT / BATCH["04"]).read_text(encoding="utf-8")
     warned, allowed = re.search(r"=TERM@(\d+)\n(?s:.*)_SHUTDOWN_TIMEOUT=(\d+) ", text).groups()
     assert 30 < int(allowed) < int(warned)  # 30 is torchrun's default
-
-
-def test_every_line_is_read(cluster):
-    """A misspelt #SBATCH would be a mere comment; sbatch -v prints the options that it has read."""
-    for path in FILES:
-        text = path.read_text(encoding="utf-8")
-        lines = [line for line in text.splitlines() if re.search("SBATCH *--", line)]
-        lines = [line for line in lines if not line.startswith("##")]
-        read = cluster.run("bash", "-c", f"sbatch -v --test-only {path} 2>&1")
-        understood = set(re.findall(r"^sbatch: ([a-z-]+) +: ", read, re.MULTILINE)) - {"verbose"}
-        written = {re.fullmatch(r"#SBATCH --([a-z-]+)(=\S+)?", line)[1] for line in lines}
-        assert understood == written | {"test-only"}, path
 
 
 # ---------------------------------------------------------------- unchanged
@@ -68,7 +39,6 @@ def test_the_first_small_job(cluster, submit, trained):
     seen = cluster.run("bash", "-c", in_the_guide("^(sinfo .*)$"))
     assert seen.split("\n")[1].split() == ["gpu*", "2", "gpu:a100:4", "256", "100000"]
     job = submit("01", *ONE, options=["--export=ALL,SLURM_STEP_ID=0,port=1"]).becomes("COMPLETED")
-    assert epochs(job) == [1]
     assert accuracy(job)
     assert same_bits(job.checkpoint, trained("01", *ONE))
 
@@ -79,10 +49,6 @@ def test_the_first_small_job(cluster, submit, trained):
 def test_submitted_as_it_is(submit, trained, step):
     size = {"02": 2, "03": 2}.get(step, 8)
     job = submit(step, *ONE).becomes("COMPLETED")
-    if size > 2:
-        port = 20000 + job.number % 10000
-        assert f"world size {size} on node[1-2], meet at node1:{port}\n" in job.stdout
-    assert epochs(job) == [1]
     assert not re.search(r"^\[W\d+ ", job.stdout, re.MULTILINE)  # a warning of PyTorch's C++ code
     assert same_bits(job.checkpoint, trained("03", *ONE, nprocs=size))
 
@@ -134,10 +100,7 @@ def move_the_limit(cluster, job):
 @SLOW
 @pytest.mark.usefixtures("healed")
 def test_a_job_outlives_all_of_this(cluster, clone, submit, trained):
-    """Its cable is pulled for a while, its time is up, a node is cut off, another reboots.
-
-    It ends with the weights of an undisturbed run.
-    """
+    """Its cable is pulled for a while, its time is up, a node is cut off, another reboots."""
     job = submit_gated(clone, submit, "gate-0-15", "gate-0-35", "gate-1-15", "gate-2-15")
     gate = wait_at(job, "gate-0-15")
     cluster.cable(2, "down")
@@ -151,7 +114,6 @@ def test_a_job_outlives_all_of_this(cluster, clone, submit, trained):
     job.becomes("PENDING")
     cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=9")
     assert "interrupted after 5,120 samples of the epoch" in job.stdout  # 40 steps of 2 x 64
-    assert re.search(r"SignalException: Process \d+ got signal: 15", job.stdout)  # harmless
 
     # The node is switched off before it returns: then, Slurm cleans up the old run there, and has
     # been seen to kill the new one, whose step has the same number.
@@ -174,18 +136,14 @@ def test_a_job_outlives_all_of_this(cluster, clone, submit, trained):
     assert same_bits(job.checkpoint, trained("03", *TWO))
 
 
-@pytest.mark.weekly("takes minutes, twice: Slurm gives up the lost task late")
-@pytest.mark.parametrize("end", ["shut_down", "cut_the_power"])
+@pytest.mark.weekly("takes minutes: Slurm gives up the lost task late")
 @pytest.mark.usefixtures("healed")
-def test_a_node_reboots_before_slurm_misses_it(cluster, clone, submit, trained, end):
-    """Its task is lost: the other ranks fail, srun gives up, and Slurm does not requeue the job.
-
-    After a shutdown, which closes the connections, srun would wait without end for that task.
-    """
+def test_a_node_reboots_before_slurm_misses_it(cluster, clone, submit, trained):
+    """Its task is lost: the other ranks fail, srun gives up, and Slurm does not requeue the job."""
     edit(clone / BATCH["04"], "--wait=300", "--wait=5")
     job = submit_gated(clone, submit, "gate-0-15")
     gate = wait_at(job, "gate-0-15")
-    getattr(cluster, end)(2)
+    cluster.shut_down(2)  # this closes the connections: without --wait, srun would wait for ever
     cluster.switch_on(2)
     gate.unlink()  # at the latest, the next collective fails
     assert job.becomes("FAILED").show("Restarts") == "0"
@@ -194,35 +152,25 @@ def test_a_node_reboots_before_slurm_misses_it(cluster, clone, submit, trained, 
     assert same_bits(job.checkpoint, trained("03", *TWO))
 
 
-@SLOW
-def test_a_save_that_takes_longer_than_the_batch_file_allows(clone, simple):
-    edit(clone / BATCH["04"], "SHUTDOWN_TIMEOUT=60", "SHUTDOWN_TIMEOUT=2")
-    slow = ("if told:\n", "if told:\n    time.sleep(15)\n")
-    job = simple("04", *ON_NODE_1, go=False, change=slow)
-    job.cancel("--signal=TERM")
-    assert "SignalException: Process" in job.becomes("FAILED").stdout
-    assert not job.interrupted
-
-
 # ---------------------------------------------------------------- does not start
 
-TWO_LINES = (
-    "/bin/activate: No such file or directory\nno .venv: submit from the top of the repository"
-)
-REFUSED = (  # step, option of sbatch, arguments of the script, message
+CHANGED = {  # batch files with a change: name -> (step, text, what is in its place)
+    "few.sbatch": ("02", "#SBATCH --cpus-per-gpu=8\n", ""),
+    "lost.sbatch": ("04", "host=$(scontrol show hostnames | head -n 1)", "host=lost.invalid"),
+    "taken.sbatch": ("04", "port=$((20000 + SLURM_JOB_ID % 10000))", "port=6818"),  # slurmd's
+}
+REFUSED = (  # file or step, option of sbatch, arguments of the script, message
     ("few.sbatch", "--job-name=few", [], "the job has fewer CPUs than GPUs"),
-    ("01", "--chdir=/", [], TWO_LINES),
+    ("lost.sbatch", "--job-name=lost", [], "host 'lost.invalid' cannot be resolved"),
+    ("taken.sbatch", "--job-name=taken", [], "port 6818 of node1 is already in use"),
+    ("01", "--chdir=/", [], "no .venv: submit from the top of the repository"),
     ("01", "--gpus-per-node=0", [], "the job has no GPU"),
     ("01", "--job-name=theirs", [], "./theirs.pt belongs to another user: choose another --job-n"),
+    ("01", "--job-name=both", [], "./both.pt.owner belongs to another user"),
     ("01", "--export=ALL,SLURM_ARRAY_TASK_ID=1", [], "submitted from inside an array"),
     ("03", "--job-name=a", ["--checkpoint-path=my runs/x.pt"], "must not contain a space"),
     ("03", "--job-name=b", ["--checkpoint-path", "my runs/x.pt"], "must not contain a space"),
-    (
-        "04",
-        "--job-name=c",
-        ["--checkpoint-path=far/x.pt"],
-        "no file can be created beside far/x.pt",
-    ),
+    ("04", "--job-name=c", ["--checkpoint-path=far/x.pt"], "no file can be created beside far/x"),
     ("04", "--array=7", ["--checkpoint-path=x.pt"], "array tasks need a checkpoint each"),
     ("01", "--job-name=d", ["--checkpoint=x.pt"], "write --checkpoint-path instead of --check"),
     ("03", "--nodes=2", [], "steps 1 to 3 run on one node"),
@@ -232,47 +180,18 @@ REFUSED = (  # step, option of sbatch, arguments of the script, message
 
 @SLOW
 def test_what_is_refused(clone, submit):
-    """A job that would hang, or harm another, ends at once with one line that says why."""
-    slash = submit("01", options=["--job-name=wide/256"])
-    text = (clone / BATCH["02"]).read_text(encoding="utf-8")
-    few = text.replace("#SBATCH --cpus-per-gpu=8\n", "")
-    (clone / "few.sbatch").write_text(few, encoding="utf-8")
-    (clone / "theirs.pt").touch()
-    os.chown(clone / "theirs.pt", 65534, 65534)
-    jobs = {}
-    for number, (step, option, arguments, message) in enumerate(REFUSED):
-        output = f"--output={clone}/{number}_%j.out"
-        jobs[submit(step, *arguments, options=[option, output])] = message
-    taken = submit("04", options=(*ON_NODE_1, "--hold", "--job-name=taken"))
-    jobs[taken] = f"port {taken.lose_its_port()} of node1 is already in use"
-    for job, message in jobs.items():
-        assert message in job.becomes("FAILED").stdout
-        assert job.stdout.count("\n") == (2 if message is TWO_LINES else 1)
-    assert slash.becomes("FAILED").show("ExitCode") == "0:53"
-    assert not slash.stdout
-
-
-@SLOW
-def test_a_container_starts_where_the_guide_says(clone, submit):
-    """There is no container here, but the error shows that srun tries to start one."""
-    images = in_the_guide(r"^```bash\n(apptainer .*)\n(--container.*)\n```")
-    text = (clone / BATCH["04"]).read_text(encoding="utf-8")
-    for words, message in zip(images, ("error: execve(): apptainer: No such file", "unrecognized")):
-        inside = text.replace(" env SLURM", f" {words} env SLURM")
-        (clone / BATCH["04"]).write_text(inside, encoding="utf-8")
-        assert message in submit("04", options=ON_NODE_1).becomes("FAILED").stdout
-
-
-@SLOW
-def test_a_first_node_that_cannot_be_resolved(cluster, submit):
-    hosts = cluster.folder / "hosts"
-    text = hosts.read_text(encoding="utf-8")
-    try:
-        hosts.write_text(text.replace("node1\n", "other\n"), encoding="utf-8")
-        job = submit("04", options=ON_NODE_1).becomes("FAILED")
-    finally:
-        hosts.write_text(text, encoding="utf-8")
-    assert "host 'node1' cannot be resolved" in job.stdout
+    """A job that would hang, or harm another, ends at once with a line that says why."""
+    for name, (step, *change) in CHANGED.items():
+        write(clone / name, (clone / BATCH[step]).read_text(encoding="utf-8"), [change])
+    for name in ("theirs.pt", "both.pt.owner"):
+        (clone / name).touch()
+        os.chown(clone / name, 65534, 65534)
+    jobs = []
+    for file, option, arguments, _ in REFUSED:
+        options = [option, f"--output={clone}/refused_%j.out"]
+        jobs.append(submit(file, *arguments, options=options))
+    for job, (*_, message) in zip(jobs, REFUSED):
+        assert message in job.becomes("FAILED").stdout.splitlines()[-1]
 
 
 # ---------------------------------------------------------------- ways to ask for nodes and GPUs
@@ -280,23 +199,25 @@ def test_a_first_node_that_cannot_be_resolved(cluster, submit):
 
 @SLOW
 def test_a_node_runs_as_many_processes_as_it_has_gpus(cluster, alone, clone, simple, monkeypatch):
-    """And each process sees all of them, with its share of the CPUs as threads."""
+    """What a rank finds: the world size, its threads, the CPUs of its task, and GPUs."""
     monkeypatch.delitem(cluster.environment, "OMP_NUM_THREADS")
-    spawned = SIMPLE.replace('"WORLD_SIZE", ', "")
+    spawned = SIMPLE.replace('"WORLD_SIZE"', '"SLURM_NNODES"')
     (clone / "02_multigpu_spawn.py").write_text(spawned, encoding="utf-8")
+    text = (clone / BATCH["04"]).read_text(encoding="utf-8")
+    write(clone / "own.sbatch", text, [("#SBATCH --cpus-per-gpu=8\n", "")])
     jobs = []
-    for step, options, ranks, finds, gpus in (
-        ("02", ["--exclusive"], 1, "64", 4),
-        ("04", ["--nodes=1", "--gpus-per-node=2", "--exclusive"], 4, "4 64", 4),
-        ("04", ["--nodes=1", "--gpus-per-node=a100:2"], 2, "2 8", 2),
-        ("04", ["--nodes=1", "--gpus-per-node=2", "--gpus-per-task=2", "--cpus-per-gpu=2"],
-         2, "2 2", 2),
-        ("04", ["--gpus-per-node=1", "--export=NONE"], 2, "2 8", 1),
-        (alone, ["--exclusive", "--gpus-per-node=2"], 8, "8 64", 4),
-        (alone, ["--gres=gpu:2"], 4, "4 8", 2),
-        (alone, ["--gpus-per-node=2", "--gpus-per-task=2", "--cpus-per-gpu=9"], 4, "4 9", 2),
-    ):  # fmt: skip
-        job = simple(step, f"--job-name=job{len(jobs)}", *options)
+    for file, options, ranks, finds, gpus in (
+        ("02", "--exclusive", 1, "1 64 256", 4),
+        ("04", "--nodes=1 --gpus-per-node=2 --exclusive", 4, "4 64 256", 4),
+        ("04", "--nodes=1 --gpus-per-node=a100:2", 2, "2 8 16", 2),
+        ("04", "--nodes=1 --gpus-per-task=2 --gpus-per-node=2 --cpus-per-gpu=2", 2, "2 2 4", 2),
+        ("04", "--gpus-per-node=1 --export=NONE", 2, "2 8 8", 1),
+        ("own.sbatch", "--gpus-per-node=2 --cpus-per-task=32", 4, "4 16 32", 2),
+        (alone, "--gpus-per-node=2 --exclusive", 8, "8 64 64", 4),
+        (alone, "--gres=gpu:2", 4, "4 8 8", 2),
+        (alone, "--gpus-per-task=2 --gpus-per-node=2 --cpus-per-gpu=9", 4, "4 9 9", 2),
+    ):
+        job = simple(file, f"--job-name=job{len(jobs)}", *options.split())
         jobs.append((job, [(finds, gpus)] * ranks))
     for job, expected in jobs:
         lines = [line.rpartition(" ") for line in found(job.becomes("COMPLETED"))]

@@ -8,7 +8,6 @@ GPU_SHIM_RECORD, in the order of their first use.
 
 import json
 import os
-import warnings
 from pathlib import Path
 
 import torch
@@ -109,7 +108,6 @@ torch.cuda.current_device = lambda: current
 torch.cuda.get_device_name = lambda: "a pretended GPU"
 torch.cuda.set_device = set_device
 torch.accelerator.current_accelerator = lambda check_available=False: None
-torch.cuda.is_current_stream_capturing = lambda: False  # PyTorch 2.6 asks before each step
 FakeGPUs().__enter__()
 
 
@@ -122,8 +120,6 @@ def init_process_group(backend, *args, device_id=None, **kwargs):
     rank = kwargs.get("rank", os.environ.get("RANK"))  # step 2 has no local rank
     ranks = int(rank), int(os.environ.get("LOCAL_RANK", rank))
     record("init_process_group", backend, *ranks, device_id)
-    if device_id is None and "cpu" not in backend:  # as torch 2.13's barrier() would
-        warnings.warn("barrier(): using the device under current context", stacklevel=2)
     backends.update(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map())
     return join("gloo", *args, **kwargs)
 
