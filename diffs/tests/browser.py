@@ -50,12 +50,3 @@ def check(page, part="body"):
     page.evaluate("hidden => document.querySelectorAll(hidden).forEach(o => o.remove())", hidden)
     found = Axe().run(page, part)
     assert found.violations_count == 0, found.generate_report()
-
-
-def check_figure(page, figure):
-    """Check one figure of the visible tab, and that the page is not wider than the screen."""
-    others = ":is(article, details):not([id^='fig-'] *)"
-    page.evaluate("others => document.querySelectorAll(others).forEach(o => o.remove())", others)
-    check(page, figure)
-    width = page.viewport_size["width"]
-    assert page.evaluate("document.documentElement.scrollWidth") == width
