@@ -1,6 +1,5 @@
 """The figures compute what PyTorch does, and are played by keyboard."""
 
-import json
 from ast import literal_eval
 from itertools import product
 
@@ -10,21 +9,10 @@ from playwright.sync_api import expect
 from support import server
 from support.jobs import finished
 from support.results import said
-from support.scripts import ROOT, on_each_rank
+from support.scripts import on_each_rank
 from torch.utils.data.distributed import DistributedSampler
 
-FIGURES = ROOT / "diffs" / "figures"
 pytestmark = NEEDS_BROWSER
-
-
-@pytest.fixture(scope="module")
-def script(browser):
-    """The figures' scripts, on an empty page."""
-    page = browser.new_page()
-    for path in (ROOT / "diffs" / "generator" / "figures.js", *FIGURES.glob("*.js")):
-        page.add_script_tag(path=path)
-    return page
-
 
 # ---------------------------------------------------------------- one step
 
@@ -60,26 +48,29 @@ dist.destroy_process_group()
 """
 
 
-def test_an_epoch_of_steps_is_that_of_ddp(script, tmp_path):
-    figure = script.evaluate("figures['one-step']")
+def test_an_epoch_of_steps_is_that_of_ddp(visit, tmp_path):
+    page = visit()
+    figure = page.evaluate("figures['one-step']")
     (tmp_path / "train.py").write_text(f"figure = {figure}\n{DDP}")
     job = finished(server.command("train.py", nprocs=3), tmp_path)
     trained = [map(literal_eval, said(job, rank)) for rank in range(3)]
-    for drawn, weights in zip(script.evaluate(EPOCH), zip(*trained), strict=True):
+    for drawn, weights in zip(page.evaluate(EPOCH), zip(*trained), strict=True):
         assert drawn == [pytest.approx(each) for each in weights]
 
 
 # ---------------------------------------------------------------- who gets which sample
 
-DEAL = """([every, data]) => every.map(sets => figures["who-gets-which"].deal(sets, data))"""
+DEAL = """every => {
+    const data = JSON.parse(document.getElementById("who-gets-which-data").textContent);
+    return every.map(sets => figures["who-gets-which"].deal(sets, data));
+}"""
 
 
-def test_all_deals_are_those_of_the_sampler(script):
+def test_all_deals_are_those_of_the_sampler(visit):
     choices = {"epoch": range(5), "samples": range(1, 31), "ranks": [3, 8]}
     choices |= dict.fromkeys(("shuffle", "dropLast", "setEpoch"), (False, True))
     every = [dict(zip(choices, values)) for values in product(*choices.values())]
-    data = json.loads((FIGURES / "who-gets-which.json").read_text(encoding="utf-8"))
-    for sets, deal in zip(every, script.evaluate(DEAL, [every, data]), strict=True):
+    for sets, deal in zip(every, visit().evaluate(DEAL, every), strict=True):
         samples, ranks = sets["samples"], sets["ranks"]
         options = {"shuffle": sets["shuffle"], "drop_last": sets["dropLast"]}
         for rank, *dealt in zip(range(ranks), deal["distributed"], deal["range"], strict=True):
