@@ -7,7 +7,6 @@ from support.jobs import finished, run
 from support.scripts import ROOT, forked, write
 
 BEFORE = """\
-import os
 from collections import OrderedDict
 import torch
 import torch.distributed as dist
