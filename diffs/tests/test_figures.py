@@ -14,8 +14,6 @@ from torch.utils.data.distributed import DistributedSampler
 
 pytestmark = NEEDS_BROWSER
 
-# ---------------------------------------------------------------- one step
-
 EPOCH = """[false, true].map(module => figures["one-step"].train({ranks: 3, module}, 4).weights)"""
 DDP = f"""
 import torch
@@ -58,8 +56,6 @@ def test_an_epoch_of_steps_is_that_of_ddp(visit, tmp_path):
         assert drawn == [pytest.approx(each) for each in weights]
 
 
-# ---------------------------------------------------------------- who gets which sample
-
 DEAL = """every => {
     const data = JSON.parse(document.getElementById("who-gets-which-data").textContent);
     return every.map(sets => figures["who-gets-which"].deal(sets, data));
@@ -77,9 +73,6 @@ def test_all_deals_are_those_of_the_sampler(visit):
             sampler = DistributedSampler(range(samples), ranks, rank, **options)
             sampler.set_epoch(sets["epoch"] if sets["setEpoch"] else 0)
             assert dealt == [list(sampler), list(range(rank, samples, ranks))], sets
-
-
-# ---------------------------------------------------------------- played
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pytest
 from nbclient import NotebookClient
 from pretended import SHIM
 from support.jobs import environment
+from support.results import shape
 from support.scripts import ROOT
 
 RUNS = ["run-01", "run-02", "run-03", "run-03-again", "run-04", "run-05"]
@@ -36,7 +37,8 @@ def test_the_notebook_shows_that_every_script_learned_and_leads_nowhere_else(boo
     for name in RUNS:
         percent = re.search(r"^accuracy (\d+\.\d\d)% \(\d+/359\)$", texts[name], re.MULTILINE)
         assert losses(texts[name]) and float(percent[1]) > 95, texts[name]
-    assert texts["run-03-again"].startswith("resuming from 03.pt after epoch 2\nepoch 3 ")
+    assert "\nresuming from 03.pt after epoch 2\nepoch 3 " in texts["run-03-again"]
+    assert all(cell.outputs for cell in book.cells if cell.id.startswith("picture-"))
     assert not re.search(rf"\]\(\.\./|\]\(pictures/|/tmp/|{ROOT}", json.dumps(book))
 
 
@@ -53,4 +55,5 @@ def test_the_notebook_runs_on_any_machine(book, tmp_path, gpus):
     assert texts["setup"].endswith(f"Two ranks will train on {where}\n")
     for name in RUNS:  # one rank, or a second run, would print a different loss
         assert losses(texts[name]) == pytest.approx(losses(stored[name]), rel=0.03), name
+        assert shape(texts[name])[1:] == shape(stored[name])[1:], name  # the first line: where
     assert {path.name for path in tmp_path.iterdir()} <= {".calls"}
