@@ -16,16 +16,14 @@ try:
     from notebook import run, write_book
     from page import render
     from patches import KINDS, collect, index, readme
-    from rooms import CONVERT, EXERCISE
 except ModuleNotFoundError as error:
     sys.exit(f"generate.py: {error}: pip install -r diffs/requirements.txt")
 
 WRITTEN = "Written by diffs/generate.py from the scripts: edit those."
 
 
-def front_page(root):
+def front_page(root, diff):
     """Return README.md with an up-to-date diff of the scripts in convert/."""
-    diff = Diff(root / CONVERT / "train.py", root / CONVERT / "train_ddp.py", context=1)
     lines = [line for hunk in diff.hunks for line in hunk.lines[hunk.brief]]
     block = "\n".join([*lines, ""])
     text = (root / "README.md").read_text(encoding="utf-8")
@@ -36,19 +34,21 @@ def generate(root=HERE.parent):
     """Yield the path and the text of each generated file, starting with the front page."""
     diffs = annotated_diffs(root)
     folder = root / "diffs"
-    yield root / "README.md", front_page(root)
+    front_diff = Diff(root / "convert" / "train.py", root / "convert" / "train_ddp.py", context=1)
+    yield root / "README.md", front_page(root, front_diff)
     for diff in diffs:
         yield folder / f"{diff.slug.replace('-', '_')}.diff", f"{WRITTEN}\n{diff.text}"
     yield folder / "README.md", updated_readme(root, diffs)
     book = folder / "walkthrough.ipynb"
     yield book, write_book(book, diffs)
-    solution = Diff(root / EXERCISE / "train.py", root / EXERCISE / "solution.py")
+    exercise = root / "more" / "exercise"
+    solution = Diff(exercise / "train.py", exercise / "solution.py")
     yield solution.new.with_suffix(".diff"), f"{WRITTEN}\n{solution.text}"
     pages = [page for kind in KINDS for page in collect(root, kind)]
     yield from ((root / page.path, page.text) for page in pages)
     for kind in KINDS:
         yield root / kind / "README.md", index(readme(root, kind), pages)
-    yield folder / "index.html", render(root, diffs, pages)
+    yield folder / "index.html", render(root, front_diff, diffs, pages)
 
 
 def main():

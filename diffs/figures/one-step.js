@@ -229,5 +229,5 @@
     restart();
   }
 
-  figures["one-step"] = { start, train, SAMPLES, SHUFFLES, FIRST, RATE, BATCH };
+  figures["one-step"] = { start, train, SAMPLES, FIRST, RATE, BATCH };
 }

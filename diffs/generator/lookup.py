@@ -4,7 +4,16 @@ import re
 from itertools import pairwise
 
 from hunks import anchor, sections, split_words
-from rooms import LOOKUP, SEARCHED
+
+LOOKUP = "more/lookup"
+SEARCHED = (  # pages elsewhere whose sections the search also finds
+    "convert/README.md",
+    "more/without_slurm/README.md",
+    "slurm/README.md",
+    "slurm/faults.md",
+    "more/benchmarks/README.md",
+    "more/checker/README.md",
+)
 
 
 def paths(root):

@@ -4,7 +4,7 @@ import re
 
 import nbformat
 from hunks import FIGURE
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from templates import ENV, HERE
 
 CELL = re.compile(r"^<!-- (\w+): (\S+) -->\n", re.MULTILINE)  # kind and id of the cell that follows
@@ -51,22 +51,17 @@ def write_book(path, diffs):
 
 
 def run(path):
-    """Execute the notebook in its folder and store what it prints."""
+    """Execute the notebook in its folder and store what it prints on stdout, and its pictures."""
     from nbclient import NotebookClient  # here, because the import takes a second
 
     book = nbformat.read(path, 4)
     metadata = dict(book.metadata)
+    options = {"timeout": 600, "record_timing": False, "coalesce_streams": True}
     resources = {"metadata": {"path": str(path.parent)}}
-    NotebookClient(book, timeout=600, record_timing=False, resources=resources).execute()
+    NotebookClient(book, **options, resources=resources).execute()
     book.metadata = metadata  # the stored metadata, without this machine's version of Python
     for cell in book.cells:
         if cell.cell_type == "code":
-            cell.outputs = [] if cell.id.startswith("script-") else merged(cell.outputs)
+            outputs = [] if cell.id.startswith("script-") else cell.outputs
+            cell.outputs = [output for output in outputs if output.get("name") != "stderr"]
     path.write_text(nbformat.writes(book) + "\n", encoding="utf-8", newline="\n")
-
-
-def merged(outputs):
-    """Return the pictures, and stdout as one output, because its pieces depend on timing."""
-    kept = [output for output in outputs if output.output_type == "display_data"]
-    text = "".join(output.text for output in outputs if output.get("name") == "stdout")
-    return kept + ([new_output("stream", name="stdout", text=text)] if text else [])

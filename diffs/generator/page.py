@@ -7,13 +7,12 @@ from html import escape
 from itertools import groupby, pairwise, takewhile
 from pathlib import Path
 
-from hunks import FIGURE, Diff, anchor, sections
+from hunks import FIGURE, anchor, sections
 from lookup import entries
 from markupsafe import Markup
-from patches import KINDS, readme
+from patches import KINDS, RECIPES, readme
 from pygments.lexers import PythonLexer
 from pygments.token import STANDARD_TYPES
-from rooms import CONVERT, RECIPES
 from templates import ENV, FIGURES
 
 # Pygments' short name of a kind of token, or its first letter -> HTML element that page.css colours
@@ -144,12 +143,11 @@ def fold(diff, code, start, end):
 # ---------------------------------------------------------------- the page
 
 
-def front(root):
+def front(root, diff):
     """Return the section of the front page that shows which lines a script needs."""
     text = (root / "README.md").read_text(encoding="utf-8")
     title, body = next((title, body) for _, title, body in sections(text) if "```diff\n" in body)
     before, after = re.split(r"```diff\n.*?^```\n", body, flags=re.DOTALL | re.MULTILINE)
-    diff = Diff(root / CONVERT / "train.py", root / CONVERT / "train_ddp.py", context=1)
     code = Code(diff)
     lines = [code.hunk(hunk, hunk.brief) for hunk in diff.hunks]
     return {"slug": "start", "title": title, "before": before, "lines": lines, "after": after}
@@ -182,7 +180,7 @@ def figures(kind):
         yield path.stem, Markup(path.read_text(encoding="utf-8").replace("</", r"<\/"))
 
 
-def render(root, diffs, pages):
+def render(root, front_diff, diffs, pages):
     """Return the page as HTML. A link to a section that is on this page leads to that section."""
     ids = {page.path: page.slug for page in pages}  # {path, with #anchor: id on this page}
     for diff in diffs:
@@ -192,7 +190,7 @@ def render(root, diffs, pages):
     lookup = {"slug": "troubleshooting", "title": "Troubleshooting: look up what you see"}
     lookup["entries"] = entries(root, ids)
     steps, tabs = list(map(step, diffs)), [tab(root, pages, kind) for kind in KINDS]
-    start = front(root)
+    start = front(root, front_diff)
     for section, following in pairwise([start, *steps, *tabs, lookup]):
         section["next"] = following
     shown = {"start": start, "steps": steps, "tabs": tabs, "lookup": lookup, "figures": figures}

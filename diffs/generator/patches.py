@@ -6,11 +6,10 @@ import tempfile
 from pathlib import Path
 
 from hunks import DETAILS, Diff, Problem, split_words
-from rooms import EXERCISE, PITFALLS, RECIPES
 
-KINDS = (RECIPES, PITFALLS)
+KINDS = RECIPES, PITFALLS = "more/recipes", "more/pitfalls"
 NOT_PATCHES = ("README",)
-GPT = f"{EXERCISE}/solution.py"
+GPT = "more/exercise/solution.py"
 LIMITS = {RECIPES: 40, PITFALLS: 15, GPT: 95}  # number of lines that may change
 SHARED = "test_pitfall", "test_trains_like_ddp"  # tests with a page as their parameter
 WIDTH = 95  # number of characters that fit into the column in which GitHub shows a page
@@ -35,8 +34,8 @@ class Patch:
         (self.command, *_) = COMMAND.findall(text) or [""]
         if not patch.startswith("--- ") or not self.command:
             raise Problem(f"{self.path}: has no command, or not exactly one patch")
-        tests = "".join(DETAILS.findall(text))
-        self.tests = re.findall(r"`(test_[^`]+)`", tests) or tests_of(root, self.name)
+        listed = re.findall(r"`(test_[^`]+)`", "".join(DETAILS.findall(text)))
+        self.tests = listed or tests_of(root, self.name)
         self.text_without_patch = DETAILS.sub("", PATCH.sub("", below)).strip()
         # The names after --- and +++: the script that it applies to, and the patched script.
         self.old, self.new, *_ = (line[4:] for line in patch.splitlines())
@@ -68,8 +67,6 @@ class Patch:
             yield "has no tests"
         if self.opening.startswith("|") != (self.kind == PITFALLS):
             yield "does not begin with its purpose, or a pitfall with a table of symptoms"
-        if self.kind == PITFALLS and "writes the *broken* script" not in self.text_without_patch:
-            yield "does not say below its command that this writes the *broken* script"
         if max(map(len, self.command.splitlines())) > WIDTH:
             yield f"a line of its command has more than {WIDTH} characters"
         typed = " ".join(self.command.replace("\\\n", "").split())
@@ -106,8 +103,7 @@ def collect(root, kind):
 
 def tests_of(root, name):
     """Return the tests of a page: the one with its name, or those that get it as a parameter."""
-    files = (root / RECIPES).parent.glob("*/tests/test_*.py")
-    texts = [path.read_text(encoding="utf-8") for path in files]
+    texts = [path.read_text(encoding="utf-8") for path in root.glob("more/*/tests/test_*.py")]
     if any(f"def test_{name}(" in text for text in texts):
         return [f"test_{name}"]
     cases = [text for text in texts if f'"{name}"' in text]

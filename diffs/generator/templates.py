@@ -3,7 +3,6 @@
 from pathlib import Path
 from urllib.parse import urljoin
 
-import rooms
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from markdown_it import MarkdownIt
 from markupsafe import Markup
@@ -19,7 +18,6 @@ ENV = Environment(
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
-ENV.globals["rooms"] = rooms
 PARSER = MarkdownIt("commonmark").enable("table")
 
 
@@ -42,7 +40,7 @@ def adapt(state):
 
 def picture(_, tokens, index, __, env):
     """Return a picture as HTML, but only on pages of diffs/, more/recipes/ and more/pitfalls/."""
-    if not env["place"].startswith(("diffs/", rooms.RECIPES, rooms.PITFALLS)):
+    if not env["place"].startswith(("diffs/", "more/recipes/", "more/pitfalls/")):
         return ""
     path = ROOT / urljoin(env["place"], tokens[index].attrs["src"])
     svg = path.read_text(encoding="utf-8")

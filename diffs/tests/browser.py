@@ -25,13 +25,12 @@ def browser():
 @pytest.fixture
 def visit(browser):
     """Return a function that opens the page; it must not load other files or log errors."""
-    pages, errors, requested = [], [], set()
+    errors, requested = [], set()
 
     def visit(anchor="", size="wide", **options):
         width, height = SIZES[size]
         viewport = {"width": width, "height": height}
         page = browser.new_page(viewport=viewport, offline=True, **options)
-        pages.append(page)
         page.on("console", lambda message: errors.append(message.text))
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("request", lambda request: requested.add(request.url.partition("#")[0]))
@@ -39,8 +38,6 @@ def visit(browser):
         return page
 
     yield visit
-    for page in pages:
-        page.close()  # and its context
     assert (errors, requested) == ([], {PAGE.as_uri()})
 
 
@@ -50,12 +47,3 @@ def check(page, part="body"):
     page.evaluate("hidden => document.querySelectorAll(hidden).forEach(o => o.remove())", hidden)
     found = Axe().run(page, part)
     assert found.violations_count == 0, found.generate_report()
-
-
-def check_figure(page, figure):
-    """Check one figure of the visible tab, and that the page is not wider than the screen."""
-    others = ":is(article, details):not([id^='fig-'] *)"
-    page.evaluate("others => document.querySelectorAll(others).forEach(o => o.remove())", others)
-    check(page, figure)
-    width = page.viewport_size["width"]
-    assert page.evaluate("document.documentElement.scrollWidth") == width

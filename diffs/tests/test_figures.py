@@ -1,125 +1,78 @@
-"""The figures compute what PyTorch and the scripts do, and are played by keyboard."""
+"""The figures compute what PyTorch does, and are played by keyboard."""
 
-import json
 from ast import literal_eval
 from itertools import product
 
 import pytest
-import torch
 from browser import NEEDS_BROWSER
 from playwright.sync_api import expect
 from support import server
 from support.jobs import finished
-from support.scripts import ROOT
-from torch.testing import assert_close
+from support.results import said
+from support.scripts import on_each_rank
 from torch.utils.data.distributed import DistributedSampler
 
-FIGURES = ROOT / "diffs" / "figures"
 pytestmark = NEEDS_BROWSER
 
-
-@pytest.fixture(scope="module")
-def script(browser):
-    """The figures' scripts, on an empty page."""
-    page = browser.new_page()
-    for path in (ROOT / "diffs" / "generator" / "figures.js", *FIGURES.glob("*.js")):
-        page.add_script_tag(path=path)
-    return page
-
-
-def combinations(**choices):
-    return [dict(zip(choices, values)) for values in product(*choices.values())]
-
-
-# ---------------------------------------------------------------- one step
-
-STEPS = 3
-SWITCHES = combinations(sameData=[False, True], module=[False, True])
-DDP = '''
-from itertools import cycle
-
+EPOCH = """[false, true].map(module => figures["one-step"].train({ranks: 3, module}, 4).weights)"""
+DDP = f"""
 import torch
 import torch.distributed as dist
 import torch.distributed.nn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 torch.set_default_dtype(torch.float64)
-samples = torch.tensor(given["SAMPLES"])
 dist.init_process_group("gloo")
-rank, world_size = dist.get_rank(), dist.get_world_size()
-
-
-def run(switches):
-    """Return the weights of all ranks after each step."""
-    plain, weights = nn.Linear(2, 1, bias=False), []
-    plain.weight.data = torch.tensor([given["FIRST"]]).double() + rank  # DDP makes them rank 0's
+samples = torch.tensor(figure["SAMPLES"])
+sampler = DistributedSampler(samples, shuffle=False)
+for through_module in False, True:
+    plain = nn.Linear(2, 1, bias=False)
+    plain.weight.data = torch.tensor([figure["FIRST"]], dtype=torch.float64)
     model = DistributedDataParallel(plain)
-    optimizer = torch.optim.SGD(model.parameters(), lr=given["RATE"])
-    order = [*DistributedSampler(samples, shuffle=False)]
-    if switches["sameData"]:
-        stride, count = given["SHUFFLES"][rank], len(samples)
-        order = [(at + 3 * rank) * stride % count for at in range(count)]
-    batches = cycle(samples[order].split(given["BATCH"]))
-    forward = plain if switches["module"] else model
-    for _ in range(given["steps"]):
+    optimizer = torch.optim.SGD(model.parameters(), lr=figure["RATE"])
+    for batch in DataLoader(samples, figure["BATCH"], sampler=sampler):
         optimizer.zero_grad()
-        source, targets = next(batches).split([2, 1], dim=1)
-        nn.functional.mse_loss(forward(source), targets).backward()
+        source, target = batch.split([2, 1], dim=1)
+        output = (plain if through_module else model)(source)
+        nn.functional.mse_loss(output, target).backward()
         optimizer.step()
-        weights.append([None] * world_size)
-        dist.all_gather_object(weights[-1], plain.weight[0].tolist())
-    return weights
-
-
-found = [run(switches) for switches in given["switches"]]
-if rank == 0:
-    print(found, flush=True)
+    {on_each_rank("plain.weight[0].tolist()")}
 dist.barrier()
+del model
 dist.destroy_process_group()
-'''
-TRAIN = """([all, ranks, steps]) => all.map(switches => [...Array(steps).keys()].map(
-  done => figures["one-step"].train({ ...switches, ranks }, done + 1).weights))"""
+"""
 
 
-def test_one_step_is_that_of_ddp(script, tmp_path):
-    names = ("SAMPLES", "SHUFFLES", "FIRST", "RATE", "BATCH")
-    given = script.evaluate("names => names.map(name => figures['one-step'][name])", names)
-    given = dict(zip(names, given)) | {"switches": SWITCHES, "steps": STEPS}
-    (tmp_path / "train.py").write_text(f"given = {given}{DDP}")
-    trained = literal_eval(finished(server.command("train.py", nprocs=3), tmp_path).stdout)
-    drawn = script.evaluate(TRAIN, [SWITCHES, 3, STEPS])
-    assert_close(*(torch.tensor(weights, dtype=torch.float64) for weights in (drawn, trained)))
+def test_an_epoch_of_steps_is_that_of_ddp(visit, tmp_path):
+    page = visit()
+    figure = page.evaluate("figures['one-step']")
+    (tmp_path / "train.py").write_text(f"figure = {figure}\n{DDP}")
+    job = finished(server.command("train.py", nprocs=3), tmp_path)
+    trained = [map(literal_eval, said(job, rank)) for rank in range(3)]
+    for drawn, weights in zip(page.evaluate(EPOCH), zip(*trained), strict=True):
+        assert drawn == [pytest.approx(each) for each in weights]
 
 
-# ---------------------------------------------------------------- who gets which sample
-
-DEAL = """([all, data]) => all.map(settings => figures["who-gets-which"].deal(settings, data))"""
-
-
-def sampled(settings, rank):
-    """Return the indices that DistributedSampler deals to a rank in an epoch."""
-    options = {"shuffle": settings["shuffle"], "drop_last": settings["dropLast"]}
-    sampler = DistributedSampler(range(settings["samples"]), settings["ranks"], rank, **options)
-    if settings["setEpoch"]:
-        sampler.set_epoch(settings["epoch"])
-    return list(sampler)
+DEAL = """every => {
+    const data = JSON.parse(document.getElementById("who-gets-which-data").textContent);
+    return every.map(sets => figures["who-gets-which"].deal(sets, data));
+}"""
 
 
-def test_all_deals_are_those_of_the_sampler(script):
-    switches = {name: [False, True] for name in ("shuffle", "dropLast", "setEpoch")}
-    all_settings = combinations(epoch=range(5), samples=range(1, 31), ranks=[3, 8], **switches)
-    data = json.loads((FIGURES / "who-gets-which.json").read_text(encoding="utf-8"))
-    deals = script.evaluate(DEAL, [all_settings, data])
-    for settings, deal in zip(all_settings, deals, strict=True):
-        ranks = range(settings["ranks"])
-        assert deal["distributed"] == [sampled(settings, rank) for rank in ranks], settings
-        shards = [list(range(rank, settings["samples"], len(ranks))) for rank in ranks]
-        assert deal["range"] == shards
-
-
-# ---------------------------------------------------------------- played
+def test_all_deals_are_those_of_the_sampler(visit):
+    choices = {"epoch": range(5), "samples": range(1, 31), "ranks": [3, 8]}
+    choices |= dict.fromkeys(("shuffle", "dropLast", "setEpoch"), (False, True))
+    every = [dict(zip(choices, values)) for values in product(*choices.values())]
+    for sets, deal in zip(every, visit().evaluate(DEAL, every), strict=True):
+        samples, ranks = sets["samples"], sets["ranks"]
+        options = {"shuffle": sets["shuffle"], "drop_last": sets["dropLast"]}
+        for rank, *dealt in zip(range(ranks), deal["distributed"], deal["range"], strict=True):
+            sampler = DistributedSampler(range(samples), ranks, rank, **options)
+            sampler.set_epoch(sets["epoch"] if sets["setEpoch"] else 0)
+            assert dealt == [list(sampler), list(range(rank, samples, ranks))], sets
 
 
 @pytest.mark.slow

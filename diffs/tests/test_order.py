@@ -1,13 +1,12 @@
-"""The lines of "The order of everything" run on two ranks, and its arrows point the right way."""
+"""The lines of "The order of everything" run on two ranks; a layer cannot be frozen after DDP."""
 
 import re
 
 import pytest
-from support.jobs import run
-from support.scripts import ROOT, forked
+from support.jobs import finished, run
+from support.scripts import ROOT, forked, write
 
 BEFORE = """\
-import os
 from collections import OrderedDict
 import torch
 import torch.distributed as dist
@@ -43,32 +42,16 @@ dist.barrier()
 del ddp_model
 dist.destroy_process_group()
 """
+FREEZE = "model.backbone.requires_grad_(False)\n"
+WRAP = "ddp_model = DDP(compiled)\n"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("early", "late", "error"),
-    [
-        ("", "", ""),
-        ("model.backbone.requires_grad_", "model.backbone.requires_grad_", "finished reduction"),
-        (
-            "model.load_state_dict",
-            "ddp_model.load_state_dict",
-            'Missing key(s) in state_dict: "mod',
-        ),
-    ],
-    ids=["as printed", "frozen after DDP", "loaded after DDP"],
-)
-def test_the_order_of_everything(tmp_path, early, late, error):
+def test_the_order_of_everything(tmp_path):
     text = (ROOT / "diffs" / "README.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     code = code.replace("compile(model)", 'compile(model, backend="eager")')
-    if early:
-        (arguments,) = re.findall(rf"^{early}(\(.*\n)", code, re.MULTILINE)
-        code = code.replace(f"{early}{arguments}", "")
-        code = code.replace("DDP(compiled)\n", f"DDP(compiled)\n{late}{arguments}")
-    script = tmp_path / "order.py"
-    script.write_text("\n".join([BEFORE, code, AFTER]), encoding="utf-8")
-    job = run(forked(script), tmp_path)
-    assert bool(job.returncode) == bool(error), job
-    assert error in job.stderr
+    script = write(tmp_path / "order.py", f"{BEFORE}{code}{AFTER}")
+    finished(forked(script), tmp_path)
+    late = write(tmp_path / "late.py", script.read_text(), [(FREEZE, ""), (WRAP, WRAP + FREEZE)])
+    assert "finished reduction" in run(forked(late), tmp_path).stderr

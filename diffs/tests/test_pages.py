@@ -2,61 +2,41 @@
 
 import html
 import re
-from functools import cache
 
 import hunks
-import nbformat
 import pytest
 from support import server
 from support.jobs import finished
 from support.scripts import ROOT, SCRIPTS
 
-PAGES = [ROOT / "README.md", *ROOT.glob("[!.]*/**/*.md")]
-PAGES += [ROOT / "diffs" / name for name in ("index.html", "walkthrough.ipynb")]
+PAGES = [ROOT / "README.md", *ROOT.glob("[!.]*/**/*.md"), ROOT / "diffs" / "index.html"]
+TEXTS = {path: path.read_text(encoding="utf-8") for path in PAGES}
 
 
-def text_of(path):
-    if path.suffix != ".ipynb":
-        return path.read_text(encoding="utf-8")
-    cells = nbformat.read(path, 4).cells
-    return "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
-
-
-TEXTS = {path: text_of(path) for path in PAGES}
-
-
-def links(path):
-    """Return the links on a page that lead to this repository."""
-    pattern = r'href="([^"$]+)"' if path.suffix == ".html" else r"\]\(([^)\s]+)\)"
-    found = {html.unescape(link) for link in re.findall(pattern, TEXTS[path])}
-    return {link for link in found if not re.match("https?:|mailto:", link)}
-
-
-@cache
-def anchors(path):
-    """Return what a link to this page may name after its #."""
-    text = text_of(path)
+def anchors(text):
+    """Return what a link to a page with this text may name after its #."""
     titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    if path.suffix == ".ipynb":
-        return {title.replace(" ", "-") for title in titles}  # as Jupyter names them
     return {*map(hunks.anchor, titles), *re.findall(r'id="([^"]+)"', text)}
 
 
 def test_links_lead_somewhere():
+    known = {path: anchors(text) for path, text in TEXTS.items()}
     broken = []
-    for page in PAGES:
-        for target in links(page):
-            name, _, anchor = target.partition("#")
+    for page, text in TEXTS.items():
+        pattern = r'href="([^"$]+)"' if page.suffix == ".html" else r"\]\(([^)\s]+)\)"
+        for link in map(html.unescape, re.findall(pattern, text)):
+            name, _, anchor = link.partition("#")
             path = (page.parent / name).resolve() if name else page
-            if not path.exists() or (anchor and anchor not in anchors(path)):
-                broken.append(f"{page.relative_to(ROOT)}: {target}")
+            leads = path.exists() and (not anchor or anchor in known[path])
+            if not leads and not re.match("https?:|mailto:", link):
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
     steps = {name for text in TEXTS.values() for name in re.findall(r"\b0\d_\w+\.py", text)}
     assert not broken and steps == {path.name for path in SCRIPTS}, (steps, broken)
 
 
 def test_the_tests_that_pages_name_exist():
     """A name stands between backticks, perhaps with the parameters of one case behind it."""
-    files = [path for path in ROOT.glob("**/test_*.py") if ".venv" not in path.parts]
+    files = [*ROOT.glob("[!.]*/**/test_*.py")]
     names = {path.stem for path in files}
     for path in files:
         names |= {*re.findall(r"def (test_\w+)\(", path.read_text(encoding="utf-8"))}

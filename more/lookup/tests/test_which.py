@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import which
-from browser import NEEDS_BROWSER, check_figure
+from browser import NEEDS_BROWSER, check
 from patching import page
 from support.jobs import finished
 
@@ -52,4 +52,4 @@ def test_the_figure_computes_the_same_and_is_accessible(visit):
         assert found["recommended"] == way or way is None
         chosen.add(way)
     assert chosen == {*which.WAYS, None}
-    check_figure(figure, FIGURE)
+    check(figure, FIGURE)
