@@ -4,6 +4,7 @@ import os
 import signal
 import tempfile
 import textwrap
+from collections import Counter, defaultdict
 
 import pytest
 from support import gpus, server
@@ -58,6 +59,18 @@ def pytest_runtest_makereport(item):
         report.outcome = "failed"
         report.longrepr = f"skipped in CI: {report.longrepr}"
     return report
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print a line for each file, because with `-n`, the lines of several files are mixed."""
+    files = defaultdict(Counter)
+    for outcome in ("passed", "failed", "error", "skipped", "xfailed"):
+        for report in terminalreporter.getreports(outcome):
+            files[report.nodeid.partition("::")[0]][outcome] += 1
+    terminalreporter.section("the outcome of each file")
+    for path, outcomes in sorted(files.items()):
+        counts = ", ".join(f"{number} {outcome}" for outcome, number in outcomes.items())
+        terminalreporter.write_line(f"{path:42} {counts}")
 
 
 # ---------------------------------------------------------------- training
