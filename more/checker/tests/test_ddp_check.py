@@ -14,10 +14,8 @@ from support.results import same_bits
 from support.scripts import LONG, write
 
 pytestmark = pytest.mark.usefixtures("own_folder")
-UNSHOWN = {"clipping_comes_last", "random_numbers_differ"}
-UNSHOWN |= {"gradients_pass_collectives"}
-# Where rank 0 evaluates.
-OF_ONE_RANK = {"each_sample_is_evaluated_once", "result_is_of_all"}
+UNSHOWN = {"clipping_comes_last", "random_numbers_differ", "gradients_pass_collectives"}
+OF_ONE_RANK = {"each_sample_is_evaluated_once", "result_is_of_all"}  # where rank 0 evaluates
 HANDLES = before(
     "    torch.manual_seed(rank)\n",
     "    import signal\n    signal.signal(signal.SIGTERM, lambda *_: None)\n",

@@ -94,11 +94,8 @@ def test_a_script_for_two_launchers(script, fork_ranks):
     lines = "import os, sys\nfrom torch.multiprocessing import spawn\n"
     lines += "spawn(print) if sys.argv[1:] else int(os.environ['RANK'])"
     with planned(script(lines)) as plan:
-        assert (plan.launcher, plan.undisturbed.returncode, plan.launcher) == (
-            "python",
-            0,
-            "torchrun",
-        )
+        first = plan.launcher
+        assert (plan.undisturbed.returncode, first, plan.launcher) == (0, "python", "torchrun")
     with planned(script(lines), launcher="python") as plan:
         assert plan.undisturbed.end.text == "KeyError: 'RANK'"
 
@@ -255,9 +252,6 @@ raise Exception("bad")""": (WRONG, "^Exception: bad$", "train.py:7"),
     ),
     "open('../data/train.csv')": (UNSURE, "NotFound.+ use absolute paths", "train.py:1"),
     "open('https://example.org/data.csv')": (UNSURE, f"NotFound.+ {NETWORK}", "train.py:1"),
-    "raise OSError('cannot reach https://huggingface.co')": (
-        *(UNSURE, f"OSError.+ {NETWORK}", "train.py:1"),
-    ),
 }
 LAUNCHED = [("python", text) for text in ENDINGS]
 BY_TORCHRUN = pytest.param("torchrun", CRASH, marks=pytest.mark.slow)
