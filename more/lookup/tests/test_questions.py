@@ -95,7 +95,7 @@ touch /dev/shm/nccl-1; rm /dev/shm/nccl-*
 pip install -U torch
 torchrun --standalone --nproc-per-node=2 lines.py && ls model.pt
 python spawn.py
-torchrun --standalone --nproc-per-node=2 debug.py <<< $'up\np t * 50\nc' | grep "tensor.*50"
+torchrun --standalone --nproc-per-node=2 debug.py <<< $'up\\np t * 50\\nc' | grep "tensor.*50"
 """  # each command inside a sentence, completed if it is an option or a variable
 IN_THE_BATCH_FILE = """\
 #SBATCH --export=NONE --partition=gpu --account=group --mem=200G --gres=gpu:4
@@ -161,7 +161,7 @@ def test_each_command(half, folder):
         shown = line.replace("HOST", "127.0.0.1").replace("29400", free_port())
         shown = shown.replace("/dev/shm/nccl", f"{folder}/nccl")  # others may be using theirs
         if "PID" in line:
-            shown = f"sleep 60 & {shown.replace('PID', '$!')}; kill $! || true"
+            shown = f"sleep 60 & {shown.replace('PID', '$!')} || exit 1; kill $! || true"
         if "--nnodes=2" in line:
             shown = shown.replace("--nproc-per-node=2", "--nproc-per-node=1")
             shown = f"{shown} & {shown} & wait"
