@@ -1,11 +1,16 @@
 """What the pages of more/lookup/ say, entry by entry, and the code that they do not mark with †."""
 
 import re
+from itertools import pairwise
 from typing import NamedTuple
 
 from support.scripts import ROOT
 
 FENCE = re.compile(r"(?P<before>.*\n)\n```(?P<language>\w+)\n(?P<code>(?s:.*?))^```$", re.MULTILINE)
+COMMAND = re.compile(
+    r"`((?:[A-Z][A-Z_0-9]+=[^`\s]*|(?:export|unset|kill|rm|ulimit|free|ps|pip|scontrol|sudo) |"
+    r"srun (?!python|torchrun|bash -c)|torchrun -)[^`]*)`(?! †)"
+)
 
 
 class Block(NamedTuple):
@@ -31,6 +36,17 @@ def tried():
             if not block["before"].rstrip().endswith("†:"):
                 lines = [line for line in block["code"].splitlines() if "†" not in line]
                 found.append(Block(page, title, block["language"], "\n".join([*lines, ""])))
+    return found
+
+
+def inside_sentences():
+    """Return the commands and settings of variables inside sentences and lists, without a †."""
+    found = []
+    for _, _, text in entries():
+        paragraphs = re.sub("^<!--.*|^```(?s:.*?)^```", "", text, flags=re.M).split("\n\n")
+        for before, paragraph in pairwise(["", *paragraphs]):
+            if not before.endswith("†:"):
+                found += [" ".join(code.split()) for code in COMMAND.findall(paragraph)]
     return found
 
 

@@ -1,8 +1,6 @@
 """The code that more/lookup/ prints works: each command, and each block of Python, without a †."""
 
-import inspect
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -10,37 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from clusters import ON_A_CLUSTER, Submitted
-from pages import blocks, tried
+from clusters import ON_A_CLUSTER, SIMPLE, Submitted
+from pages import blocks, inside_sentences, tried
 from support.jobs import finished, free_port, run
-from support.once import once
-from support.results import said
 from support.scripts import ON_PATH, ROOT, forked
-from torch.distributed.run import get_args_parser
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 SLOW = pytest.mark.slow
 ANSWERS = Path(__file__).with_name("answers.py")
-TRAIN = """\
-import os
-
-import torch
-import torch.distributed as dist
-
-dist.init_process_group("gloo")
-loss = torch.tensor(1.0 + dist.get_rank())
-dist.all_reduce(loss)
-print(f"rank {dist.get_rank()}: {loss.item()}\\n", end="", flush=True)
-dist.destroy_process_group()
-"""
-
-
-def typed(command, cwd, code=0):
-    """Run a command as a reader would type it; return the lines that it prints, sorted."""
-    job = run(["bash", "-c", command], cwd, {**ON_PATH, "HOME": str(cwd)})
-    assert job.returncode <= code, job
-    return sorted(filter(None, job.stdout.splitlines()))
-
+TRAIN = blocks("Is it my script, or the machine?")[0].replace("2**24", "2")
 
 # ---------------------------------------------------------------- Python
 
@@ -50,128 +25,111 @@ ENTRIES = {  # function of answers.py: entry
     "clipped": "Where do I clip gradients",
     "evaluation": "How do I evaluate: validation loss",
     "resume": "How do I save and resume",
+    "told_to_stop": "My job was stopped at its time limit",
+    "stopping": "Early stopping: one rank",
+    "shortest": "It hangs at the end of an epoch",
+    "skipped": "How do I skip a bad batch",
     "stream": "Every GPU gets the same data from",
     "inference": "How do I run inference",
     "archive": "Loading many small files",
     "adapters": "How do I train LoRA",
 }
-ELSEWHERE = (  # each has a test of its own, here or in test_frameworks.py
-    "`mp.spawn`:",
-    "How do I make a script for one GPU train",
-    "Is it my script, or the machine?",
-    "How do I debug one rank",
-    "My job was stopped at its time limit",
-    "Every rank tokenizes",
-    "The Hugging Face Trainer on several",
-)
-PACKAGES = {"adapters": "peft", "with_packages": "wandb"}  # what these two need
+PACKAGES = re.compile(r"tqdm|wandb|accelerator\.|Accelerator\(|training_args|trainer\.")
+PROGRAMS_OF = ("`mp.spawn`:", "How do I make a script for", "Is it my script", "How do I debug one")
 
 
-def rest():
-    """Return (title, code) of each block of Python that no other test tries."""
-    starts = (*ENTRIES.values(), *ELSEWHERE)
-    found = [block for block in tried() if block.language == "python"]
-    found = [block[1::2] for block in found if not block.title.startswith(starts)]
-    return [(title, code) for title, code in found if "accelerator.pad" not in code]
-
-
-def codes_beside(name):
-    """Return {function of answers.py: blocks} for the run that includes this one."""
-    if name == "adapters":
-        return {name: blocks(ENTRIES[name])}
-    if name in ENTRIES:
-        return {each: blocks(start) for each, start in ENTRIES.items() if each != "adapters"}
-    needs = [bool(re.search(r"\btqdm|\bwandb|Accelerator\(", code)) for _, code in rest()]
-    return {"others": [it for it, need in zip(rest(), needs) if need == (name in PACKAGES)]}
-
-
-SLOWER = [pytest.param(name, marks=SLOW) for name in PACKAGES]
-
-
-@pytest.mark.parametrize("name", [*sorted({*ENTRIES, "others"} - {*PACKAGES}), *SLOWER])
-def test_on_two_ranks(name):
-    if name in PACKAGES:
-        pytest.importorskip(PACKAGES[name], reason="pip install -r more/lookup/requirements.txt")
-    codes, env = codes_beside(name), {"WANDB_MODE": "offline", "HOME": os.environ["TMPDIR"]}
-    job = once(codes, lambda cwd: finished(forked(ANSWERS, json.dumps(codes)), cwd, env))
-    for rank in (0, 1):
-        assert f"{name if name in ENTRIES else 'others'}: works" in said(job, rank), job
-
-
-@pytest.mark.weekly("changes with PyTorch alone")
-def test_the_release_that_brought_an_option():
-    """The pages name it; this also holds on the oldest PyTorch."""
-    since = {"--signals-to-handle": "2.10", "--virtual-local-rank": "2.10"}
-    since |= {"--shutdown-timeout": "2.12", "forward_sync_buffers": "2.13"}
-    known = get_args_parser().format_help() + str(inspect.signature(DDP))
-    release = tuple(map(int, torch.__version__.split(".")[:2]))
-    for name, first in since.items():
-        assert (name in known) == (release >= tuple(map(int, first.split(".")))), name
+@pytest.mark.parametrize("packages", [False, pytest.param(True, marks=SLOW)])
+def test_python_on_two_ranks(packages, tmp_path):
+    if packages:
+        pytest.importorskip("peft", reason="pip install -r more/lookup/requirements.txt")
+    names = [name for name in ENTRIES if (name == "adapters") == packages]
+    codes = {name: blocks(ENTRIES[name]) for name in names} | {"others": []}
+    for block in tried():
+        here = block.language == "python" and bool(PACKAGES.search(block.code)) == packages
+        if here and not block.title.startswith((*ENTRIES.values(), *PROGRAMS_OF)):
+            codes["others"].append((block.title, block.code))
+    env = {"WANDB_MODE": "offline", "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    finished(forked(ANSWERS, json.dumps(codes)), tmp_path, env)
 
 
 # ---------------------------------------------------------------- programs and commands
 
+
+def typed(command, cwd, code=0):
+    """Run a command as a reader would type it; return the lines that it prints, sorted."""
+    env = {**ON_PATH, "HOME": str(cwd), "PIP_NO_INDEX": "1"}
+    job = run(["bash", "-c", command], cwd, env)
+    assert job.returncode <= code, job
+    return sorted(filter(None, job.stdout.splitlines()))
+
+
 DATA = """\
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
-data, epochs = TensorDataset(torch.rand(128, 4)), 2
-build_model = lambda: nn.Linear(4, 1)
+data, epochs, build_model = torch.rand(128, 4), 2, lambda: nn.Linear(4, 1)
 
 def train_one_epoch(model, loader):
-    for (x,) in loader:
+    for x in loader:
         model(x).sum().backward()
-        print(f"rank {dist.get_rank()}: {len(x)}\\n", end="", flush=True)
+    print(f"rank {dist.get_rank()}: {len(loader)} batches\\n", end="", flush=True)
 
 """
-TORCHRUN = "torchrun --standalone --nproc-per-node=2 program.py"
-PROGRAMS = {  # entry: what stands above its code, the command, and lines that it prints
-    "How do I make a script for one GPU": (
-        f"import os\n{DATA}CODE",
-        f"{TORCHRUN} && ls model.pt",
-        [*["rank 0: 32"] * 4, *["rank 1: 32"] * 4, "model.pt"],
-    ),
-    "`mp.spawn`:": (
-        "from torch import multiprocessing as mp\n\n\nCODE",
-        "python program.py",
-        ["rank 0 of 2", "rank 1 of 2"],
-    ),
-    "How do I debug one rank": (
-        TRAIN.replace("dist.all_reduce", "CODEdist.all_reduce"),
-        f"{TORCHRUN} <<< $'up\\np loss * 100\\nc' | grep -o -e 'tensor(.*' -e 'rank [01].*'",
-        ["rank 0: 3.0", "rank 1: 3.0", "tensor(100.)"],
-    ),
-}
+ELASTIC = "torchrun --nnodes=1:2 --max-restarts=3 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400"
+SENTENCES = f"""\
+{ELASTIC} --rdzv-conf=is_host=1 train.py & {ELASTIC} --rdzv-conf=is_host=0 train.py & wait
+export GLOO_SOCKET_IFNAME=lo; torchrun --rdzv-backend=c10d --rdzv-endpoint=localhost:0 train.py
+TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120 OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 \
+CUDA_VISIBLE_DEVICES=0,1 torchrun --virtual-local-rank --standalone --nproc-per-node=2 train.py
+CUDA_VISIBLE_DEVICES= torchrun --standalone --nproc-per-node=gpu predict.py
+export TMPDIR=/tmp
+export HF_HOME=/scratch/$USER/hf TORCH_HOME=/scratch/$USER/torch
+unset OMP_PLACES OMP_PROC_BIND GOMP_CPU_AFFINITY
+ulimit -n 65536
+free -h
+ps -C python -o pid,rss,pss,cmd --sort -rss
+kill PID
+kill -9 PID
+touch /dev/shm/nccl-1; rm /dev/shm/nccl-*
+pip install -U torch
+torchrun --standalone --nproc-per-node=2 lines.py && ls model.pt
+python spawn.py
+torchrun --standalone --nproc-per-node=2 debug.py <<< $'up\\np t * 50\\nc' | grep "tensor.*50"
+"""  # each command inside a sentence, completed if it is an option or a variable
+IN_THE_BATCH_FILE = """\
+#SBATCH --export=NONE --partition=gpu --account=group --mem=200G --gres=gpu:4
+export SLURM_EXPORT_ENV=ALL
+unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE
+source .venv/bin/activate
+srun bash train.sh
+"""
+ABOUT_A_HELD_JOB = "scontrol update job=JOB ExcNodeList=NODE && scontrol release JOB"
+MAY_FAIL = re.compile(r"^(?!.*<<<).*\b(grep|pgrep|getent|timeout|ulimit)\b")
 
 
-@SLOW
-@pytest.mark.parametrize("start", PROGRAMS)
-def test_program(start, tmp_path):
-    text, command, lines = PROGRAMS[start]
-    (tmp_path / "program.py").write_text(text.replace("CODE", blocks(start)[0]), encoding="utf-8")
-    assert typed(command, tmp_path) == sorted(lines)
+def test_each_command_inside_a_sentence_is_run_or_marked():
+    printed = "".join(block.code for block in tried() if block.language == "bash")
+    known = f"{printed}{SENTENCES}{IN_THE_BATCH_FILE}{ABOUT_A_HELD_JOB}"
+    assert [command for command in inside_sentences() if command not in known] == []
 
 
-MAY_FIND_NOTHING = re.compile(r"\b(grep|pgrep|getent|find|timeout)\b")
-TWO_MACHINES = re.compile(r"torchrun --nnodes=2 .*--rdzv-endpoint=HOST:\d+.*")
-
-
-def commands():
-    """Return the commands of all pages but Slurm's, each once, without their comments."""
-    found = {}
-    for block in tried():
-        if block.language == "bash" and block.page != "slurm":
-            code = re.sub(r"\\\n *", "", block.code)
-            code = re.sub("--nproc-per-node=(gpu|4)", "--nproc-per-node=2", code)
-            code = re.sub("--rdzv-endpoint=HOST:[0-9]+", "--rdzv-endpoint=HOST:29400", code)
-            code = re.sub(r"(with_accelerate.py)", r"\1 1 --width=4", code)  # a short run
-            for line in re.sub(r"(^|\s+)#.*", "", code, flags=re.MULTILINE).splitlines():
-                found[re.sub(r"^(CUDA_VISIBLE_DEVICES=\S* )?!?", "", line.strip())] = block.title
-    (settings,) = blocks("How do I debug one rank", "json")
-    start = json.loads(settings)["configurations"][0]
-    found[f"python -m {start['module']} {' '.join(start['args'])}"] = "VS Code"
-    return {line: title for line, title in found.items() if line}
+def commands(pages):
+    """Return the commands of these pages, or in sentences, each once, without their comments."""
+    bash = [block for block in tried() if block.language == "bash"]
+    code = "".join(block.code for block in bash if re.match(pages, block.page))
+    if pages == "sentences":
+        start = json.loads(blocks("How do I debug one rank", "json")[0])["configurations"][0]
+        code = f"{SENTENCES}python -m {start['module']} {' '.join(start['args'])}\n"
+    for pattern, new in (
+        (r"\\\n *", ""),
+        ("--nproc-per-node=(gpu|4)", "--nproc-per-node=2"),
+        ("--rdzv-endpoint=HOST:[0-9]+", "--rdzv-endpoint=HOST:29400"),
+        ("with_accelerate.py", "with_accelerate.py 1 --width=4"),  # a short run
+        (r"(^|\s+)#.*|^(CUDA_VISIBLE_DEVICES=\S* )?!?", ""),
+    ):
+        code = re.sub(pattern, new, code, flags=re.MULTILINE)
+    return list(dict.fromkeys(filter(None, map(str.strip, code.splitlines()))))
 
 
 @pytest.fixture
@@ -180,114 +138,92 @@ def folder(tmp_path):
     dcp.save({"weight": torch.zeros(1)}, checkpoint_id=tmp_path / "FOLDER", no_dist=True)
     for path in [ROOT / "more", *ROOT.glob("0*.py")]:
         (tmp_path / path.name).symlink_to(path)
-    (test,) = blocks("Is it my script, or the machine?")
-    (tmp_path / "test.py").write_text(test.replace("2**24", "2"), encoding="utf-8")
     for name in ("package", "images", ".venv/bin"):
         (tmp_path / name).mkdir(parents=True)
-    for name in ("train.py", "package/train.py"):
-        (tmp_path / name).write_text(TRAIN, encoding="utf-8")
-    (tmp_path / ".venv" / "bin" / "activate").write_text(f"export PATH={ON_PATH['PATH']}\n")
-    python = tmp_path / ".venv" / "bin" / "python"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n', encoding="utf-8")
-    python.chmod(0o755)
+    files = dict.fromkeys(("train.py", "test.py", "predict.py", "package/train.py"), TRAIN)
+    files["lines.py"] = DATA + blocks("How do I make a script for")[0]
+    files["spawn.py"] = f"import torch.multiprocessing as mp\n{blocks('`mp.spawn`:')[0]}"
+    stop = blocks("How do I debug one rank")[0]
+    files["debug.py"] = TRAIN.replace("dist.all_reduce", f"{stop}dist.all_reduce")
+    files |= {"train.sh": "echo from train.sh"}
+    files[".venv/bin/activate"] = f"export PATH={ON_PATH['PATH']}\n"
+    files[".venv/bin/python"] = f'#!/bin/sh\nexec "{sys.executable}" "$@"\n'
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / ".venv" / "bin" / "python").chmod(0o755)
     return tmp_path
 
 
 @SLOW
-def test_each_command(folder):
-    for line, title in commands().items():
-        assert not re.search("[…]|[.]{3}", line), (title, line)
-        shown = line.replace("HOST", "127.0.0.1").replace("PID", str(os.getpid()))
-        if TWO_MACHINES.fullmatch(line):
-            shown = re.sub(r":\d+", f":{free_port()}", shown)
+@pytest.mark.parametrize("pages", ["[a-g]", "(?!slurm)[h-z]", "sentences"])
+def test_each_command(pages, folder):
+    for line in commands(pages):
+        assert not re.search("[…]|[.]{3}", line), line
+        shown = line.replace("HOST", "127.0.0.1").replace("29400", free_port())
+        shown = shown.replace("/dev/shm/nccl", f"{folder}/nccl")  # others may be using theirs
+        if "PID" in line:
+            shown = f"sleep 60 & {shown.replace('PID', '$!')} || exit 1; kill $! || true"
+        if "--nnodes=2" in line:
             shown = shown.replace("--nproc-per-node=2", "--nproc-per-node=1")
             shown = f"{shown} & {shown} & wait"
-        printed = typed(shown, folder, code=bool(MAY_FIND_NOTHING.search(line)))
-        if "torch" in line.split()[0] and "train.py" in line and "--redirects" not in line:
-            assert any("rank 0: " in each for each in printed), (title, printed)
+        printed = typed(shown, folder, code=bool(MAY_FAIL.search(line)))
+        if re.search("torch.* t[a-z]+.py", line) and not re.search("redirects|nohup", line):
+            assert any("rank 0: " in each for each in printed), (line, printed)
 
 
 # ---------------------------------------------------------------- Slurm
+
+
+ABOUT_JOBS = "squeue|scontrol show|sinfo|grep|sed|head|mkdir|tail|sbatch|srun --jobid"
 
 
 @SLOW
 @ON_A_CLUSTER
 def test_slurm(cluster, folder):
     """The batch files run, and what a reader types about a job finds it."""
-    lines = [line for block in tried() if block.page == "slurm" for line in block.code.splitlines()]
-    first, about = blocks("How do I submit my script as a job?", "bash")
-    submit, listed, shell, cancelled = about.splitlines()
 
-    def typed_there(line, job=None):
-        line = line.split("  #")[0].replace("JOB", str(job and job.number))
-        return cluster.run("bash", "-c", line, cwd=folder)
-
-    def submitted(text, program, *wanted):
-        """Submit a batch file; return the job once it has printed these lines."""
-        text = re.sub("--cpus-per-task=[0-9]+", "--cpus-per-task=2", text)
-        text = re.sub(" --mem=[0-9]+G", "", text)  # nodes of the practice cluster are smaller
+    def submitted(text, program=TRAIN, options=(), prints=()):
+        """Submit a batch file, for smaller nodes; return the job when it has printed these."""
+        heading = "" if text.startswith("#!") else "#!/bin/bash\n#SBATCH --output=%x_%j.out\n"
+        text = heading + re.sub("--mem=([0-9]+)G", r"--mem=\1M", text)
         (folder / "train.sbatch").write_text(text, encoding="utf-8")
         (folder / "train.py").write_text(program, encoding="utf-8")
-        job = Submitted(cluster, folder, "train.sbatch")
-        job.wait_for(lambda: set(wanted) <= set(job.stdout.splitlines()), timeout=120)
+        job = Submitted(cluster, folder, *options, "train.sbatch")
+        job.wait_for(lambda: all(text in job.stdout for text in prints), timeout=120)
         return job
 
-    job = submitted(first, "print('hello', flush=True)\nimport time\ntime.sleep(600)\n", "hello")
-    assert str(job.number) in typed_there(listed)
-    assert "Submitted batch job" in typed_there(submit)
-    for line in lines:
-        if line.startswith(("squeue", "scontrol show", "sinfo", "grep", "sed", "head", "mkdir")):
-            typed_there(f"{line.split('  #')[0]}{' || [ $? = 1 ]' * line.startswith('grep')}", job)
-    assert typed_there(shell.replace("--pty bash", "hostname"), job).startswith("node")
-    (follow,) = [line for line in lines if line.startswith("tail -f")]
-    followed = follow.replace("slurm-JOB.out", f"train_{job.number}.out").split("  #")[0]
-    assert "hello" in typed_there(f"timeout 2 {followed} || true")
-    typed_there(cancelled.replace("JOB", "--me"))
+    def typed_there(line, job):
+        line = line.replace("slurm-JOB", "train_JOB").replace("JOB", str(job.number))
+        return cluster.run("bash", "-c", line.replace("=NODE", "=node2"), cwd=folder)
 
+    first, about = blocks("How do I submit my script as a job?", "bash")
+    sleeps = "print('hello', flush=True)\nimport time\ntime.sleep(600)\n"
+    job, printed = submitted(first, sleeps, prints=["hello"]), ""
+    code = "".join(block.code for block in tried() if block.page == "slurm")
+    for line, program in re.findall(f"^(({ABOUT_JOBS}) .*?)(?:  #.*)?$", code, re.MULTILINE):
+        ends = {"grep": 1, "tail": 124}.get(program, 0)
+        shown = f"timeout 5 {line.replace('--pty bash', 'hostname')} || [ $? = {ends} ]"
+        printed += typed_there(shown, job)
+    for expected in str(job.number), "Submitted batch job", "hello", "node1\n":
+        assert expected in printed
+    typed_there(about.splitlines()[-1].replace("JOB", "--me"), job)
+
+    held = submitted(IN_THE_BATCH_FILE, options=["--hold"])
+    typed_there(ABOUT_A_HELD_JOB, held)
+    held.wait_for(lambda: "from train.sh" in held.stdout)
+    assert held.show("ExcNodeList") == "node2"
     (four,) = blocks("How do I ask for one machine with four GPUs?", "bash")
-    submitted(four, TRAIN, *(f"rank {rank}: 10.0" for rank in range(4)))
+    submitted(four, prints=[f"rank {rank}: [4.0]" for rank in range(4)])
     (share,) = blocks("How many CPUs and how much memory", "bash")
     (once_per_node,) = blocks("Each line is printed several times", "bash")
     (sees,) = blocks("CUDA_VISIBLE_DEVICES and LOCAL_RANK under srun", "bash")
-    text = f"#!/bin/bash\n{share}#SBATCH --output=%x_%j.out\nsource .venv/bin/activate\n{sees}"
-    job = submitted(text + once_per_node, TRAIN, "rank 0: 3.0", "rank 1: 3.0")
+    text = f"{share}source .venv/bin/activate\n{sees}{once_per_node}"
+    job = submitted(text, prints=["rank 0: [2.0]", "rank 1: [2.0]"])
     assert re.search(r"^node\d 0: 0,1$", job.stdout, re.MULTILINE)
 
-
-STOPPED = """\
-import os, signal, sys, time
-from pathlib import Path
-import torch
-import torch.distributed as dist
-
-dist.init_process_group("gloo")
-path, loader, batches = sys.argv[1].removeprefix("--path="), range(10**6), []
-
-def train(batch):
-    if not batches:
-        print(f"rank {dist.get_rank()}: trains\\n", end="", flush=True)
-    batches.append(batch)
-    time.sleep(0.01)
-
-def save(epoch, step):
-    if dist.get_rank() == 0:
-        Path(f"{path}.interrupted").touch()
-
-"""
-
-
-@SLOW
-@ON_A_CLUSTER
-def test_a_job_that_is_told_to_stop_saves_and_is_requeued(cluster, folder):
-    title = "My job was stopped at its time limit"
-    (code,), (lines,) = blocks(title), blocks(title, "bash")
-    (folder / "train.py").write_text(f"{STOPPED}{code}\nrun_epoch(0)\n", encoding="utf-8")
-    options = "#SBATCH --job-name=train --output=%x_%j.out --cpus-per-task=2\n"
-    text = f"#!/bin/bash\n{options}{lines.replace('--nproc-per-node=4', '--nproc-per-node=2')}"
-    text = text.replace("export", "source .venv/bin/activate\nexport", 1)
-    (folder / "train.sbatch").write_text(text, encoding="utf-8")
-    job = Submitted(cluster, folder, "train.sbatch")
-    job.wait_for(lambda: job.stdout.count(": trains") == 2)
+    (requeues,) = blocks("My job was stopped at its time limit", "bash")
+    job = submitted(requeues.replace("export", "source .venv/bin/activate\nexport", 1), SIMPLE)
+    job.wait_for(lambda: job.stdout.count("finds") == 4)
     job.cancel("--signal=TERM")
     job.wait_for(lambda: job.show("Restarts") == "1")
     job.cancel()
