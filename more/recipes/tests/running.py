@@ -30,9 +30,9 @@ class Patched:
         """Write it with changes; return the path."""
         return patched(self.folder, self.page, *changes)
 
-    def ran(self, *changes, args=ONE, env=None, code=0, **options):
+    def ran(self, *changes, args=ONE, env=None, code=0, start=forked, **options):
         """Run it to its end; return the Job."""
-        job = run(forked(self.script(*changes), *args, **options), self.folder, env)
+        job = run(start(self.script(*changes), *args, **options), self.folder, env)
         assert job.returncode == code, job
         return job
 
