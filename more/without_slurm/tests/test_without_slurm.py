@@ -40,7 +40,6 @@ def test_two_terminals(machines, tmp_path, trained):
 
 # ---------------------------------------------------------------- ssh
 
-SSHD_OPTIONS = ["PidFile=none", "UsePAM=no", "PermitRootLogin=yes", "PasswordAuthentication=no"]
 UNTIL_REACHED = "for n in node1 node2; do until (: < /dev/tcp/$n/22) 2> /dev/null; do :; done; done"
 
 
@@ -61,22 +60,21 @@ def alive(folder):
 def laptop(machines, tmp_path):
     """Return a folder with the script, and a function that types there on a third machine.
 
-    Two machines have an sshd, which lets the third one in.
+    Two machines have an sshd, which lets the third one in. All use the same key.
     """
     keys, folder = tmp_path / "keys", tmp_path / "repository"
     keys.mkdir(mode=0o700)
     folder.mkdir()
-    for name in ("host", "id_ed25519"):
-        subprocess.run(["ssh-keygen", "-qN", "", "-t", "ed25519", "-f", keys / name], check=True)
-    shutil.copy(keys / "id_ed25519.pub", keys / "authorized_keys")
-    public = " ".join((keys / "host.pub").read_text(encoding="utf-8").split()[:2])
-    (keys / "known_hosts").write_text(f"node1,node2 {public}\n", encoding="utf-8")
+    key = keys / "id_ed25519"
+    subprocess.run(["ssh-keygen", "-qN", "", "-t", "ed25519", "-f", key], check=True)
+    public = key.with_suffix(".pub").read_text(encoding="utf-8")
+    (keys / "authorized_keys").write_text(public, encoding="utf-8")
+    (keys / "known_hosts").write_text(f"node1,node2 {public}", encoding="utf-8")
     (folder / ".venv").symlink_to(Path(sys.executable).parent.parent)
     shutil.copy(FOLDER / "over_ssh.sh", folder)
     edit(folder / "over_ssh.sh", "nproc=gpu", "nproc=1")
     edit(folder / "over_ssh.sh", "activate'\n", "activate && export OMP_NUM_THREADS=1'\n")
-    options = [*SSHD_OPTIONS, f"HostKey={keys}/host", "AuthorizedKeysFile=.ssh/authorized_keys"]
-    start = f"exec {SSHD} -D -e -f /dev/null " + " ".join(f"-o {option}" for option in options)
+    start = f"exec {SSHD} -D -e -f /dev/null -h {key} -o PidFile=none -o PermitRootLogin=yes"
     sshds = [machines.terminal(number, home(keys, start), folder) for number in (1, 2)]
     try:
         typed = f"{UNTIL_REACHED}; exec {{}}"
@@ -118,15 +116,13 @@ def test_kubernetes_accepts_the_file(manifests):
     for document in manifests:
         schemas.validate(document, "1.33", strict=True)  # unknown fields are errors
     service, job = manifests
-    spec, name = job["spec"], job["metadata"]["name"]
-    pod = spec["template"]["spec"]
+    name, pod = job["metadata"]["name"], job["spec"]["template"]["spec"]
     assert service["spec"]["selector"] == {"job-name": name}
     assert pod["subdomain"] == service["metadata"]["name"]
     [container] = pod["containers"]
     command, gpus = container["command"][-1], container["resources"]["limits"]["nvidia.com/gpu"]
     assert f"host={name}-0.{pod['subdomain']}\n" in command
-    assert f"--nnodes={spec['completions']} --nproc-per-node={gpus} " in command
-    assert spec["completions"] == spec["parallelism"]
+    assert f"--nnodes={job['spec']['completions']} --nproc-per-node={gpus} " in command
     values = {variable["name"]: variable.get("value") for variable in container["env"]}
     assert pod["terminationGracePeriodSeconds"] > int(values["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
 
