@@ -84,7 +84,7 @@ def test_uneven_inputs(recipe):
     line = "    sampler = UnevenSampler("
     odd = "    data.tensors = [part[:12_929] for part in data.tensors]\n"
     changes = INDEXED, (line, odd + line), (f"    {BATCH}", indent(SHOWN, "    "))
-    job = recipe.ran(*changes, args=TWO)
+    job = recipe.ran(*changes, IMPATIENT, args=TWO)
     for epoch in (0, 1):
         mine, others = (seen(job, rank, epoch) for rank in (0, 1))
         assert [len(mine), len(others)] == [102, 101]
