@@ -1,6 +1,5 @@
 """The benchmarks run and count correctly; no test checks how fast anything is."""
 
-import importlib
 import json
 import sys
 
@@ -10,13 +9,6 @@ from support.scripts import ROOT, forked
 
 BENCHMARKS = ROOT / "more" / "benchmarks"
 PARTS = ("forward", "backward", "waiting", "optimizer")
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    """Return a function that imports a benchmark by name."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module
 
 
 def run(folder, name, command):
@@ -30,17 +22,14 @@ def is_sorted(step, parts):
     return moments == sorted(moments)
 
 
-def test_ratios_are_taken_within_a_round(benchmark):
+def test_ratios_are_taken_within_a_round(monkeypatch):
     """The speed of the machine drifts a hundredfold, which must not change any ratio."""
-    shared, speeds = benchmark("shared"), {"one": [100, 1000, 10], "four": [200, 3000, 40]}
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import shared
+
+    speeds = {"one": [100, 1000, 10], "four": [200, 3000, 40]}
     found = shared.rounds({name: iter(own).__next__ for name, own in speeds.items()}, 3)
     assert shared.relative(found["four"], found["one"]) == {"low": 2.5, "median": 3, "high": 3.5}
-
-
-def test_the_changed_programs_can_be_compiled(benchmark):
-    """changed() ends the program unless the text to replace occurs exactly once."""
-    for name, text in benchmark("peers").programs().items():
-        compile(text, name, "exec")
 
 
 @pytest.mark.weekly("trains seven times under torchrun, once with torch.compile")
@@ -52,14 +41,12 @@ def test_peers(tmp_path):
 
 def test_breakdown(tmp_path):
     """Gradients of 4 kB or more each fill a bucket; smaller ones share one."""
-    figure = tmp_path / "figure.json"
-    figure.write_text('{"records": {}}', encoding="utf-8")
-    options = ("--width=4", "--bucket-mb=0.004", "--batch-size=8", f"--figure={figure}")
+    (tmp_path / "figure.json").write_text('{"records": {}}', encoding="utf-8")
+    options = ("--width=4", "--bucket-mb=0.004", "--batch-size=8", "--figure=figure.json")
     found = run(tmp_path, "breakdown", forked(BENCHMARKS / "breakdown.py", *options))
-    assert json.loads(figure.read_text(encoding="utf-8")) == {"records": {"2": found}}
-    sizes = found["bucket_bytes"]
-    assert len(sizes) > 1
-    assert sum(sizes) == 4 * (4 * 9 + 4 + 8 * 36 + 8 + 16 * 72 + 16 + 10 * 256 + 10)
+    figure = json.loads((tmp_path / "figure.json").read_text(encoding="utf-8"))
+    assert figure == {"records": {"2": found}}
+    assert len(found["bucket_bytes"]) > 1
     for rank, means in zip(found["ranks"], found["milliseconds_by_rank"], strict=True):
         assert is_sorted(rank, ("data", *PARTS))
         for (ready, _), (start, end) in zip(rank["ready"], rank["all-reduce"], strict=True):
@@ -72,7 +59,7 @@ def test_ddp_by_hand(tmp_path):
     options = ("--width=8", "--rounds=1", "--steps=1", "--profiled=3")
     found = run(tmp_path, "by_hand", forked(BENCHMARKS / "by_hand.py", *options))
     after, during, buckets, ddp = found["ways"].values()
-    assert len({row["bytes"] for row in found["ways"].values()}) == 1
+    assert after["bytes"] == during["bytes"] == buckets["bytes"] == ddp["bytes"]
     assert buckets["all_reduces"] == ddp["all_reduces"] == 1
     assert after["all_reduces"] == during["all_reduces"] == 8
     assert after["first_starts"] > 1 > during["first_starts"]

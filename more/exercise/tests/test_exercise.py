@@ -28,21 +28,19 @@ def small(folder, name, batch, *changes):
 
 
 def report_on(script, *words):
-    """Run the checker's command on a script; return what it printed."""
+    """Run the checker's command in a script's folder; return what it printed."""
     env = {"PYTHONPATH": str(ROOT / "more" / "checker"), **ON_PATH}
     return run([sys.executable, "-m", "ddp_check", *words], script.parent, env, timeout=900).stdout
 
 
-def parts(job):
-    """Return the held-out loss and the text at the end of an output."""
+def held_out(job):
+    """Return the held-out loss, and the text that the GPT has written."""
     loss, text = re.search(r"^held-out loss ([\d.]+)\n((?s:.*))\n\Z", job.stdout, re.M).groups()
     return float(loss), text
 
 
 def test_it_learns_and_writes(tmp_path):
-    job = finished(forked(FOLDER / "train.py", "1", nprocs=0), tmp_path)
-    assert epochs(job) == [1]
-    loss, text = parts(job)
+    loss, text = held_out(finished(forked(FOLDER / "train.py", "1", nprocs=0), tmp_path))
     assert loss < 2.5
     assert len(text.split()) > 20  # it has learned to write words
 
@@ -54,9 +52,8 @@ def test_two_ranks_follow_one_with_twice_the_batch(tmp_path):
     one = finished(forked(small(tmp_path, "train.py", 16), "6", nprocs=0), tmp_path)
     two = finished(forked(small(tmp_path / "two", "solution.py", 8), "6"), tmp_path / "two")
     assert epochs(one) == epochs(two) == [1, 2, 3, 4, 5, 6]
-    for ours, theirs in zip(losses(two), losses(one)):
-        assert float(ours) == pytest.approx(float(theirs), rel=0.04)
-    assert parts(two)[0] == pytest.approx(parts(one)[0], rel=0.04)
+    ours, theirs = ([*map(float, losses(job)), held_out(job)[0]] for job in (two, one))
+    assert ours == pytest.approx(theirs, rel=0.04)
     more = finished(forked(small(tmp_path, "solution.py", 8), "7", nprocs=1), tmp_path)
     assert more.stdout.startswith("resuming from gpt.pt after epoch 6\nepoch 7  loss ")
     saved = torch.load(tmp_path / "gpt.pt", weights_only=True)["optimizer"]

@@ -8,8 +8,6 @@ STEP = "        self.optimizer.step()\n"
 TRAIN = "    trainer.train("
 TRAINED = "    if not trainer.interrupted:\n"  # before evaluation
 ENDED = "    return trainer.interrupted"
-SUM = "        dist.all_reduce(total)"
-LENGTH = (SUM, f"        assert step + 1 == len(self.train_loader)\n{SUM}")  # also after a stop
 IMPATIENT = ("timedelta(minutes=5)", "timedelta(seconds=5)")
 ALL = "os.killpg(0, signal.SIGTERM)"  # tells a rank and its DataLoader workers to stop
 RESUMED = '        log(f"resuming from '

@@ -26,25 +26,18 @@ class Patched:
         (self.folder / name).mkdir(exist_ok=True)
         return Patched(self.page, self.folder / name)
 
-    def script(self, *changes):
-        """Write it with changes; return the path."""
-        return patched(self.folder, self.page, *changes)
-
-    def ran(self, *changes, args=ONE, env=None, code=0, **options):
-        """Run it to its end; return the Job."""
-        job = run(forked(self.script(*changes), *args, **options), self.folder, env)
+    def ran(self, *changes, args=ONE, env=None, code=0, start=forked, **options):
+        """Run it with changes to its end; return the Job."""
+        script = patched(self.folder, self.page, *changes)
+        job = run(start(script, *args, **options), self.folder, env)
         assert job.returncode == code, job
         return job
 
     def refused(self, *changes, **options):
         """Run it until it fails as its page says; return the Job."""
         job = self.ran(*changes, code=1, **options)
-        assert all(text in job.stderr for text in self.on_screen()), job
+        assert all(text in job.stderr for text in on_screen(self.page)), job
         return job
-
-    def on_screen(self):
-        """Return the messages that its page quotes in its table of symptoms."""
-        return on_screen(self.page)
 
     def stopped(self, *changes, samples=30 * 128, **options):
         """Run it until it is told to stop, and check that it saves in mid-epoch."""
@@ -62,15 +55,6 @@ class Patched:
         assert [resumed(job) for job in (stopped, undisturbed)] == [[0], []]
         assert same(saved(stopped), saved(undisturbed))
         return stopped, undisturbed
-
-
-def writes_nothing_again(path, *args):
-    """Resume a script that is told to stop AT_ONCE; no file in its checkpoint's folder changes."""
-    before = {file: file.stat().st_mtime_ns for file in path.parent.glob("*/*.distcp")}
-    job = run(forked(path, *args), path.parent)
-    assert "interrupted after 0 samples" in job.stdout, job
-    assert [*path.parent.glob("*.pt.interrupted")]
-    assert {file: file.stat().st_mtime_ns for file in before} == before != {}
 
 
 def saved(job, name="checkpoint.pt"):

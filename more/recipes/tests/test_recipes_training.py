@@ -12,8 +12,8 @@ from running import ONE, TWO, same, same_but_for_rounding, saved
 from support import gpus
 from support.jobs import finished
 from support.positions import BATCH
-from support.results import accuracy, epochs, resumed, said, same_bits, weights
-from support.scripts import DOUBLE, SMALL, digest, edited, exact, forked, on_each_rank, write
+from support.results import accuracy, epochs, said, same_bits, weights
+from support.scripts import DOUBLE, SMALL, digest, forked, on_each_rank, write
 
 pytestmark = pytest.mark.slow
 WEIGHTS = digest("model.parameters()")
@@ -49,11 +49,10 @@ def test_learning_rate(recipe):
 
 @pytest.mark.gpu
 def test_bf16(recipe):
-    """All ranks clip to the same norm, and end with the same weights."""
+    """All ranks clip to the same norm; the weights stay in float32."""
     norm = "nn.utils.get_total_norm([p.grad for p in self.model.parameters()]).item()"
-    show = f"        if self.samples_run == 0:\n            {on_each_rank(f'logits.dtype, {norm}')}"
-    smaller = ("max_norm=1.0", "max_norm=0.1")
-    job = recipe.ran(smaller, (STEP, show + STEP), said_at_the_end(WEIGHTS))
+    show = (STEP, f"        {on_each_rank(f'logits.dtype, {norm}')}{STEP}")
+    job = recipe.ran(("max_norm=1.0", "max_norm=0.1"), show)
     assert said(job, 0) == said(job, 1)
     dtype, norm = said(job, 0)[0].strip("()").split(", ")
     assert dtype == "torch.bfloat16"
@@ -66,32 +65,25 @@ def test_fp16_scaler(recipe):
     """The gradient overflows once, on the last rank: all ranks skip only that step."""
     scale = "        self.scaler.scale(loss)"
     infinite = "(self.epochs_run, self.samples_run, dist.get_rank()) == (0, 1280, 1)"
-    steps = "optimizer.state_dict()['state'][0]['step'].item()"
-    small = "GradScaler(device.type, init_scale=1024.0)"  # never overflows by itself
     changes = (
         (scale, f"        loss = loss * (float('inf') if {infinite} else 1)\n{scale}"),
-        ("GradScaler(device.type)", small),
+        ("GradScaler(device.type)", "GradScaler(device.type, init_scale=1024.0)"),
         ("            logits =", "            logits = self.logits ="),
-        said_at_the_end(f"trainer.logits.dtype, {steps}, {WEIGHTS}"),
+        said_at_the_end(f"trainer.logits.dtype, {WEIGHTS}"),
     )
     for job in recipe.with_and_without_a_stop(*changes):
         assert said(job, 0)[-1] == said(job, 1)[-1]
-        assert said(job, 0)[-1].startswith(f"(torch.float16, {STEPS - 1:.1f}, ")
-        state = saved(job)["SCALER_STATE"]
-        assert state["scale"] == 512
-        assert state["_growth_tracker"] == STEPS - 11  # steps since the scale was halved
+        assert said(job, 0)[-1].startswith("(torch.float16, ")
+        assert saved(job)["SCALER_STATE"]["scale"] == 512
+        assert saved(job)["OPTIMIZER_STATE"]["state"][0]["step"] == STEPS - 1
 
 
 def test_bitwise_resume(recipe, trained, tmp_path):
     """Four ranks, started again after an epoch; without the recipe the bits differ."""
     args = ("--batch-size=256", "--width=4")
-    assert text_of("more/recipes/bitwise_resume") == edited(tmp_path, "05", *exact(4)).read_text(
-        "utf-8"
-    )
     for number in "1", "2":
-        step_5 = finished(forked("05", number, *args, nprocs=4), tmp_path)
         again = recipe.at("again").ran(args=(number, *args), nprocs=4)
-        assert resumed(step_5) == resumed(again) == [1] * (number == "2")
+        step_5 = finished(forked("05", number, *args, nprocs=4), tmp_path)
     assert same_bits(again, recipe.at("undisturbed").ran(args=("2", *args), nprocs=4))
     assert not same_bits(step_5, trained("05", "2", *args, nprocs=4))
 
@@ -108,26 +100,14 @@ def test_ema(recipe):
     assert [said(job, rank) for job in jobs for rank in (0, 1)] == [[f"{total}"]] * 4
 
 
-MEAN = "trainer.model.module[1].running_mean.tolist()"
-TRAINED_MEAN = said_at_the_end(MEAN, TRAINED)
-
-
-def test_sync_batchnorm_on_a_cpu(recipe):
-    """Each rank has statistics of its own; those of rank 0 are saved, and evaluated by all."""
-    job = recipe.ran(TRAINED_MEAN, said_at_the_end(MEAN))
-    from_rank_0 = f"{weights(job)['1.running_mean'].tolist()}"
-    (trained, evaluated), (other_trained, other_evaluated) = said(job, 0), said(job, 1)
-    assert other_trained != from_rank_0
-    assert trained == evaluated == other_evaluated == from_rank_0
-
-
 @pytest.mark.gpu
-@pytest.mark.skipif(not gpus.count(), reason="runs on GPUs: pytest --gpus")
-def test_sync_batchnorm_on_gpus(recipe):
-    """Each rank updates its statistics from the batches of all ranks."""
-    job = recipe.ran(TRAINED_MEAN)
-    assert len(said(job, 0)) == 1
-    assert said(job, 0) == said(job, 1)
+def test_sync_batchnorm(recipe):
+    """Only on GPUs, the ranks have equal statistics; those of rank 0 are saved and evaluated."""
+    mean = "trainer.model.module[1].running_mean.tolist()"
+    job = recipe.ran(said_at_the_end(mean, TRAINED), said_at_the_end(mean))
+    (trained, evaluated), (other_trained, other_evaluated) = said(job, 0), said(job, 1)
+    assert (trained == other_trained) == bool(gpus.count())
+    assert trained == evaluated == other_evaluated == f"{weights(job)['1.running_mean'].tolist()}"
 
 
 @pytest.mark.gpu
@@ -172,16 +152,14 @@ def test_log_wandb(recipe):
 def test_profiler(recipe):
     """Of three ranks, two are profiled: each writes a trace of three steps with an all-reduce."""
     recipe.ran(("range(8)", "range(2)"), nprocs=3)
-    traces = sorted(recipe.folder.glob("trace-*"))
-    assert [path.name for path in traces] == ["trace-0.json", "trace-1.json"]
-    for rank, path in enumerate(traces):
-        trace = json.loads(path.read_text("utf-8"))
+    assert len([*recipe.folder.glob("trace-*")]) == 2
+    for rank in 0, 1:
+        trace = json.loads((recipe.folder / f"trace-{rank}.json").read_text("utf-8"))
         assert trace["distributedInfo"]["rank"] == rank
         names = [event["name"] for event in trace["traceEvents"]]
-        assert {f"ProfilerStep#{n}" for n in range(12, 15)} <= {*names}
-        assert not {"ProfilerStep#11", "ProfilerStep#15"} & {*names}
+        steps = {name for name in names if name.startswith("ProfilerStep")}
+        assert steps == {f"ProfilerStep#{number}" for number in (12, 13, 14)}
         assert names.count("gloo:all_reduce") == 3
-        assert names.count("DistributedDataParallel.forward") == 3
 
 
 # What torch.accelerator would say on a machine with the shim's GPUs. The optimizers of PyTorch ask
@@ -202,9 +180,10 @@ def test_any_accelerator(trained, tmp_path):
     path = write(tmp_path / "05_gather_eval.py", text)
     job = finished(forked(path, *ONE), tmp_path, SHIM)
     assert same_bits(job, trained("05", *ONE))
-    calls = [json.loads(file.read_text("utf-8")) for file in (tmp_path / ".calls").iterdir()]
-    for rank, (first, second, *others) in enumerate(sorted(calls)):
-        assert first == ["set_device", rank, str(rank)]
-        assert second[:2] == ["init_process_group", "cpu:gloo,cuda:nccl"]
+    for file in (tmp_path / ".calls").iterdir():
+        first, second, *others = json.loads(file.read_text("utf-8"))
+        _, backend, _, local_rank, gpu = second
+        assert first[:2] == ["set_device", local_rank]
+        assert (backend, gpu) == ("cpu:gloo,cuda:nccl", f"cuda:{local_rank}")
         assert ["DDP", "cuda"] in others
-        assert ["pin_memory", f"cuda:{rank}"] in others
+        assert ["pin_memory", gpu] in others
