@@ -3,16 +3,21 @@
 import re
 import shutil
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
+import psutil
 import pytest
 from clusters import SIMPLE
 from machines import LIVE
-from support.jobs import Job, kill
+from support.jobs import kill
 from support.results import epochs, same_bits
-from support.scripts import LONG, ON_PATH, ROOT, SCRIPT, SMALL, edit
+from support.scripts import LONG, ROOT, SCRIPT, SMALL, edit
 
 FOLDER = ROOT / "more" / "without_slurm"
 PAGE = (FOLDER / "README.md").read_text(encoding="utf-8")
+SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
 VALIDATE = "needs: pip install kubernetes-validate"
 
 pytestmark = pytest.mark.xdist_group("machines")  # these tests mostly wait
@@ -35,33 +40,65 @@ def test_two_terminals(machines, tmp_path, trained):
 
 # ---------------------------------------------------------------- ssh
 
-SSH = """\
-#!/bin/bash
-# In place of ssh: like sshd, it runs the command in a shell, which reads what is sent.
-shift
-exec bash -c "$*"
-"""
+UNTIL_REACHED = "for n in node1 node2; do until (: < /dev/tcp/$n/22) 2> /dev/null; do :; done; done"
+
+
+def home(keys, command):
+    """Return a command with these keys in place of the user's, on this machine only."""
+    own = "$(getent passwd 0 | cut -d: -f6)/.ssh"
+    return f"mkdir -p /run/sshd {own}; mount --bind {keys} {own} && {command}"
+
+
+def alive(folder):
+    """Return the Python processes in a folder; sshd gives them an environment of their own."""
+    every = psutil.process_iter(["cwd", "exe"])
+    inside = [process for process in every if process.info["cwd"] == str(folder)]
+    return [process for process in inside if "python" in process.info["exe"]]
+
+
+@pytest.fixture
+def laptop(machines, tmp_path):
+    """Return a folder with the script, and a function that types there on a third machine.
+
+    Two machines have an sshd, which lets the third one in. All use the same key.
+    """
+    keys, folder = tmp_path / "keys", tmp_path / "repository"
+    keys.mkdir(mode=0o700)
+    folder.mkdir()
+    key = keys / "id_ed25519"
+    subprocess.run(["ssh-keygen", "-qN", "", "-t", "ed25519", "-f", key], check=True)
+    public = key.with_suffix(".pub").read_text(encoding="utf-8")
+    (keys / "authorized_keys").write_text(public, encoding="utf-8")
+    (keys / "known_hosts").write_text(f"node1,node2 {public}", encoding="utf-8")
+    (folder / ".venv").symlink_to(Path(sys.executable).parent.parent)
+    shutil.copy(FOLDER / "over_ssh.sh", folder)
+    edit(folder / "over_ssh.sh", "nproc=gpu", "nproc=1")
+    edit(folder / "over_ssh.sh", "activate'\n", "activate && export OMP_NUM_THREADS=1'\n")
+    start = f"exec {SSHD} -D -e -f /dev/null -h {key} -o PidFile=none -o PermitRootLogin=yes"
+    sshds = [machines.terminal(number, home(keys, start), folder) for number in (1, 2)]
+    try:
+        typed = f"{UNTIL_REACHED}; exec {{}}"
+        yield folder, lambda line: machines.terminal(None, home(keys, typed.format(line)), folder)
+    finally:  # sshd has overwritten the environment by which Job knows its processes
+        for process in [*alive(folder), *(sshd.process for sshd in sshds)]:
+            kill(process)
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not SSHD, reason="apt-get install openssh-server openssh-client")
 @pytest.mark.parametrize("end", ["Ctrl-C", "a rank is killed", "the shell is killed"])
-def test_over_ssh(tmp_path, end):
+def test_over_ssh(laptop, end):
     """Ctrl-C is SIGTERM for the ranks on both. All end if one fails, or if the shell dies."""
-    shutil.copy(FOLDER / "over_ssh.sh", tmp_path)
-    edit(tmp_path / "over_ssh.sh", "nproc=gpu", "nproc=1")
-    edit(tmp_path / "over_ssh.sh", "source .venv/bin/activate", "cd .")
-    edit(tmp_path / "over_ssh.sh", "GLOO_SOCKET_IFNAME=eth0", "GLOO_SOCKET_IFNAME=lo")
-    (tmp_path / "simple.py").write_text(SIMPLE, encoding="utf-8")
-    (tmp_path / "ssh").write_text(SSH, encoding="utf-8")
-    (tmp_path / "ssh").chmod(0o755)
-    env = {"PATH": f"{tmp_path}:{ON_PATH['PATH']}"}
-    words = ["bash", "over_ssh.sh", "localhost,localhost", "simple.py", "--checkpoint-path=run"]
-    with Job(words, tmp_path, env) as job:
+    folder, type_there = laptop
+    (folder / "simple.py").write_text(SIMPLE, encoding="utf-8")
+    with type_there("bash over_ssh.sh node1,node2 simple.py --checkpoint-path=run") as job:
         job.wait_for(lambda: job.stdout.count("finds 2 ") == 2)
-        ends = job.workers()[1] if end == "a rank is killed" else job.process
+        started = sorted(alive(folder), key=psutil.Process.create_time)
+        assert len(started) == 4
+        ends = started[-1] if end == "a rank is killed" else job.process
         kill(ends, signal.SIGINT if end == "Ctrl-C" else signal.SIGKILL)
         assert job.wait(60).returncode in (1, -signal.SIGKILL), job
-        job.wait_until_gone(60)
+        assert not psutil.wait_procs(started, timeout=60)[1]
     assert end != "Ctrl-C" or job.stdout.count("told\n") == 2, job
 
 
