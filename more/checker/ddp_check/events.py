@@ -107,8 +107,7 @@ class Batch(Event):
     """A DataLoader has returned a batch."""
 
     pass_number: int
-    indices: list[int] | None  # indices of its samples, as the sampler gave them
-    base_indices: list[int] | None  # their indices in the data set inside all Subsets
+    indices: list[int] | None  # indices of its samples in the data set inside all Subsets
     checksums: list[int] | None  # checksum of each sample
     label_checksums: list[int] | None  # checksum of each sample's smallest part, if it has several
 

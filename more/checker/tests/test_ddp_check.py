@@ -68,8 +68,7 @@ def test_whatever_is_missing_each_rule_has_a_verdict(tmp_path, fork_ranks):
 # ---------------------------------------------------------------- drills
 
 DRILLS = ["05 kill", "05 sigterm", "05 world-size"]
-OTHERS = ["04 kill", "04 sigterm", "04 world-size"]
-OTHERS += ["03 kill", "03 world-size", "02 kill"]  # these do not handle SIGTERM
+OTHERS = ["04 kill", "04 sigterm", "04 world-size", "03 kill", "03 world-size", "02 kill"]
 
 
 @pytest.mark.slow

@@ -630,6 +630,24 @@ RIGHT = {  # changes to the base: rules that pass, or have nothing to look at
         ],
         {"result_is_of_all": UNSEEN},
     ),
+    # https://github.com/pytorch/examples/blob/main/imagenet/main.py
+    "the rest of the samples, which each rank evaluates": (
+        [
+            ("shuffle=False)", "shuffle=False, drop_last=True)"),
+            ("[test.indices])", "[test.indices[:20]])"),
+            before(SHOW, "        estimate(net, DataLoader(Subset(test, [20]), 1))\n"),
+            before(EVALUATE, ESTIMATE),
+        ],
+        {"each_sample_is_evaluated_once": PASS},
+    ),
+    # https://docs.pytorch.org/tutorials/intermediate/dist_tuto.html
+    "parts that the script deals out anew in each epoch": (
+        [
+            before(EPOCH, "        order = torch.randperm(96, generator=split)[rank::size]\n"),
+            before(EPOCH, "        loader = DataLoader(Points(x[order]), 8)\n"),
+        ],
+        {"ranks_share_data": UNSEEN, "order_changes": PASS},
+    ),
     "two data sets in turn": (
         [
             before(

@@ -1,7 +1,6 @@
 """What the observer asks of PyTorch and of the script, and that it never breaks a script."""
 
 import importlib.util
-import json
 import sys
 
 import pytest
@@ -35,12 +34,6 @@ def test_a_sitecustomize_of_the_machine_runs_too(tmp_path, monkeypatch):
         run = plan.undisturbed
     assert run.returncode == 0, run.output
     assert run.all(events.Start)
-
-
-def test_events_are_read_as_they_were_written():
-    written = events.Save(where="a.py:3", path=None, keys=["module.a"], wrapper=False, steps=3)
-    assert events.read(str(written)) == written
-    assert json.loads(str(written))["kind"] == "Save"
 
 
 def test_a_lookup_is_no_import(tmp_path, monkeypatch):
@@ -85,9 +78,6 @@ class Hostile:
     def __bool__(self):
         raise RuntimeError("do not ask for the truth")
 
-    def __repr__(self):
-        raise RuntimeError("do not print")
-
 
 class Pathless:
     """A file that does not tell its name."""
@@ -113,9 +103,7 @@ class Loud(torch.Tensor):
 class Recorder(TorchDispatchMode):
     """Records what is computed, as a profiler would."""
 
-    def __init__(self):
-        super().__init__()
-        self.calls = []
+    calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.calls.append(func.overloadpacket.__name__)

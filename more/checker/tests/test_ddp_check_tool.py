@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from checking import judged, named, plan_of
+from checking import judged, plan_of
 from ddp_check import __version__, events
 from ddp_check.__main__ import parse_args
 from ddp_check.drills import perform
@@ -253,11 +253,11 @@ raise Exception("bad")""": (WRONG, "^Exception: bad$", "train.py:7"),
     "open('../data/train.csv')": (UNSURE, "NotFound.+ use absolute paths", "train.py:1"),
     "open('https://example.org/data.csv')": (UNSURE, f"NotFound.+ {NETWORK}", "train.py:1"),
 }
-LAUNCHED = [("python", text) for text in ENDINGS]
 BY_TORCHRUN = pytest.param("torchrun", CRASH, marks=pytest.mark.slow)
+LAUNCHED = [*(("python", text) for text in ENDINGS), BY_TORCHRUN]
 
 
-@pytest.mark.parametrize(("launcher", "text"), [*LAUNCHED, BY_TORCHRUN])
+@pytest.mark.parametrize(("launcher", "text"), LAUNCHED)
 def test_what_ended_the_script(tmp_path, script, request, launcher, text):
     """The exit code is the script's, not the launcher's."""
     if launcher == "python":
@@ -341,13 +341,6 @@ def test_a_rule_that_breaks_is_an_error_of_the_checker(tmp_path):
     assert "no verdict, and the checker itself failed in rates_are_equal: 1 error, " in first
     (broken,) = (verdict for verdict in verdicts if verdict.rule == "rates_are_equal")
     assert broken.details[0].startswith("Traceback")
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_learning_rate_that_one_rank_alone_has(tmp_path, rank):
-    run = plan_of("05", tmp_path).undisturbed
-    run.by_rank(events.Step)[rank][3].rates.append(0.1)
-    assert named(judge(run))["rates_are_equal"].status == WRONG
 
 
 def test_a_drill_of_a_script_that_did_not_end():

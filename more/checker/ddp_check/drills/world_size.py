@@ -131,7 +131,7 @@ def samples_differ(many, one):
     if sum(many.steps[0] in data_pass.steps for data_pass in of_rank) > 1:
         return "a step takes samples from several DataLoaders, and its loss may depend on how many"
     passes, (alone,) = [*many.training_passes[0].values()], one.training_passes[0].values()
-    if any(None in [batch.base_indices for batch in each.batches] for each in (*passes, alone)):
+    if any(None in [batch.indices for batch in each.batches] for each in (*passes, alone)):
         return "the samples have no index: a stream, or a loader with in_order=False"
     if any(each.dataset_checksum != alone.dataset_checksum for each in passes):
         return "the data differs from run to run, or with the number of ranks: seed it"
@@ -152,8 +152,8 @@ def steps_with_same_samples(many, one):
     """
     passes, (alone,) = [*many.training_passes[0].values()], one.training_passes[0].values()
     rows = zip(*(data_pass.batches for data_pass in passes))
-    batches = [list(chain(*(batch.base_indices for batch in row))) for row in rows]
-    expected = alone.values("base_indices")
+    batches = [list(chain(*(batch.indices for batch in row))) for row in rows]
+    expected = alone.values("indices")
 
     def agree(end):
         seen = list(chain(*batches[:end]))

@@ -169,22 +169,15 @@ def report_batch(pass_state, batch):
     """Report a batch, with what is known about its samples."""
     requested = pass_state.requested.popleft() if pass_state.requested else None
     indices = ask(lambda: [operator.index(index) for index in requested])  # None if not integers
-    base_indices = indices
-    if pass_state.subset is not None:
-        base_indices = ask(lambda: [pass_state.subset[index] for index in indices])
     count = None if indices is None else len(indices)
+    if pass_state.subset is not None:
+        indices = ask(lambda: [pass_state.subset[index] for index in indices])
     samples = ask(describe_samples, batch, count, default=UNKNOWN_SAMPLES)
     state.since_step.sample_count += len(indices or samples["checksums"] or ())
     if not pass_state.in_order:  # the indices may be those of another batch
-        indices, base_indices, samples = None, None, UNKNOWN_SAMPLES
+        indices, samples = None, UNKNOWN_SAMPLES
     state.batch_is_unevaluated = True
-    report(
-        events.Batch,
-        pass_number=pass_state.pass_number,
-        indices=indices,
-        base_indices=base_indices,
-        **samples,
-    )
+    report(events.Batch, pass_number=pass_state.pass_number, indices=indices, **samples)
 
 
 # ---------------------------------------------------------------- random samples

@@ -53,7 +53,8 @@ def own_data_sets(epoch):
 
 def shared_in(run, number, epoch):
     """Return the verdict on samples that more than one rank has in an epoch, or None."""
-    first, keys = of_lowest_rank(epoch), [keys_of(each) for each in epoch.values()]
+    first, own_data = of_lowest_rank(epoch), differ(epoch, "dataset_checksum")
+    keys = [each.values("checksums") if own_data else keys_of(each) for each in epoch.values()]
     if None in keys:
         return unseen("the samples cannot be compared", first.where)
     loaded, distinct = sum(map(len, keys)), [{*of_rank} for of_rank in keys]
@@ -81,11 +82,11 @@ def shared_in(run, number, epoch):
 def keys_of(data_pass):
     """Return what identifies each sample, even if it is augmented; in a stream, its checksum.
 
-    It is the index and the label, because the same index may be another sample on another rank.
+    It is the index and the label, because an index may be another sample on another rank, or later.
     """
     if data_pass.iterable:
         return data_pass.values("checksums")
-    indices, labels = data_pass.values("base_indices"), data_pass.values("label_checksums")
+    indices, labels = data_pass.values("indices"), data_pass.values("label_checksums")
     return indices and [*zip(indices, labels or indices)]
 
 
@@ -123,7 +124,7 @@ def read_once(passes):
 def same_order(run, passes):
     """Return the verdict on the passes of one loop, if two in a row have the same order."""
     first, where = passes[0], passes[0].where
-    orders = [each.values("checksums" if first.iterable else "indices") for each in passes]
+    orders = [keys_of(each) for each in passes]
     if None in orders or len(orders[0]) < ENOUGH_SAMPLES:
         return unseen("the samples have no index, or there are too few", where)
     same = [number for number, (old, new) in enumerate(pairwise(orders), 1) if old == new]

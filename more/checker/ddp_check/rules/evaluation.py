@@ -47,8 +47,11 @@ def evaluating_passes(run):
 def each_sample_is_evaluated_once(run):
     """the evaluation sees each sample once"""
     verdicts, evaluated = [], evaluations(run)
+    seen = {}  # checksum of a data set -> which of its samples any evaluation has loaded
+    for part in chain(*evaluated):
+        seen.setdefault(part.dataset_checksum, set()).update(part.values("indices") or ())
     for parts in evaluated:
-        samples, size = [part.values("base_indices") for part in parts], parts[0].sample_count
+        samples, size = [part.values("indices") for part in parts], parts[0].sample_count
         other_subsets = differ(dict(enumerate(parts)), "subset_checksum")
         if None in samples or len(parts) < run.world_size or other_subsets:
             continue
@@ -64,7 +67,7 @@ def each_sample_is_evaluated_once(run):
         elif loaded > distinct and not re.search(CUTS, run.source):
             text = f"it loads {text}: are the extra ones dropped?"
             verdicts.append(unsure(text, *where_and_page))
-        elif loaded == distinct < size:
+        elif loaded == distinct < size and len(seen[parts[0].dataset_checksum]) < size:
             verdicts.append(unsure(f"it loads {text}: is that intended?", *where_and_page))
     if not evaluated:
         return unseen("no DataLoader was used without training")
@@ -87,7 +90,7 @@ def result_is_of_all(run):
 
 def is_divided(run, parts):
     """Return whether each rank evaluates a part, with at most one sample of another rank's part."""
-    samples = [part.values("base_indices") for part in parts]
+    samples = [part.values("indices") for part in parts]
     if not len(parts) == run.world_size > 1 or None in samples or not all(samples):
         return False
     counts, distinct = [len({*of_rank}) for of_rank in samples], len({*chain(*samples)})
