@@ -10,7 +10,7 @@ import pytest
 from clusters import ON_A_CLUSTER, TWO_BY_TWO, in_the_guide
 from support.jobs import Job, finished, kill, run
 from support.positions import GATE, KILLED, ON_RANK_1, at, open_the_gate, wait_at_the_gate
-from support.results import epochs, same_bits, shape, weights
+from support.results import same_bits, shape, weights
 from support.scripts import LONG, ON_PATH, ROOT, SMALL, command, edited, forked
 
 SLOW = pytest.mark.slow
@@ -52,7 +52,6 @@ def test_torchrun_names_the_rank_that_failed(tmp_path, changes, workers, cause):
     script = edited(tmp_path, "04", *changes)
     job = run(command(script, *LONG, f"--num-workers={workers}"), tmp_path)
     assert job.returncode == 1
-    assert epochs(job) == []
     report = job.stderr.split(" FAILED\n")[1]  # the first, unless others failed that second
     assert cause in report, job
     assert "forcefully exiting via" not in job.stderr  # the others had ended by then

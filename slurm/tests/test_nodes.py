@@ -69,7 +69,7 @@ def test_a_node_is_lost_and_comes_back_and_no_step_is_lost(tmp_path):
             assert host.result().returncode == again.result().returncode == 0, (host, again)
     # After the node's return, rank 0, which prints, may be on either node.
     assert resumed(host)[0] == 1
-    assert re.findall(r"interrupted after ([\d,]+)", host.stdout) == ["1,280"]  # 20 steps of one
+    assert "interrupted after 1,280 samples" in host.stdout  # 20 steps of one
     assert resumed(host)[1:] + resumed(again) == [2]
     printed = [number for job in (other, host, again) for number in epochs(job)]
     assert sorted(printed) == [1, 2, 3, 4]

@@ -155,16 +155,17 @@ def test_a_node_reboots_before_slurm_misses_it(cluster, clone, submit, trained):
 # ---------------------------------------------------------------- does not start
 
 CHANGED = {  # batch files with a change: name -> (step, text, what is in its place)
+    "none.sbatch": ("01", "#SBATCH --gpus-per-node=1\n#SBATCH --cpus-per-gpu=8\n", ""),
     "few.sbatch": ("02", "#SBATCH --cpus-per-gpu=8\n", ""),
     "lost.sbatch": ("04", "host=$(scontrol show hostnames | head -n 1)", "host=lost.invalid"),
     "taken.sbatch": ("04", "port=$((20000 + SLURM_JOB_ID % 10000))", "port=6818"),  # slurmd's
 }
 REFUSED = (  # file or step, option of sbatch, arguments of the script, message
+    ("none.sbatch", "--job-name=none", [], "the job has no GPU"),
     ("few.sbatch", "--job-name=few", [], "the job has fewer CPUs than GPUs"),
     ("lost.sbatch", "--job-name=lost", [], "host 'lost.invalid' cannot be resolved"),
     ("taken.sbatch", "--job-name=taken", [], "port 6818 of node1 is already in use"),
     ("01", "--chdir=/", [], "no .venv: submit from the top of the repository"),
-    ("01", "--gpus-per-node=0", [], "the job has no GPU"),
     ("01", "--job-name=theirs", [], "./theirs.pt belongs to another user: choose another --job-n"),
     ("01", "--job-name=both", [], "./both.pt.owner belongs to another user"),
     ("01", "--export=ALL,SLURM_ARRAY_TASK_ID=1", [], "submitted from inside an array"),
@@ -204,7 +205,8 @@ def test_a_node_runs_as_many_processes_as_it_has_gpus(cluster, alone, clone, sim
     spawned = SIMPLE.replace('"WORLD_SIZE"', '"SLURM_NNODES"')
     (clone / "02_multigpu_spawn.py").write_text(spawned, encoding="utf-8")
     text = (clone / BATCH["04"]).read_text(encoding="utf-8")
-    write(clone / "own.sbatch", text, [("#SBATCH --cpus-per-gpu=8\n", "")])
+    asks = "#SBATCH --gpus-per-node=4\n#SBATCH --cpus-per-gpu=8\n"
+    write(clone / "own.sbatch", text, [(asks, "")])
     jobs = []
     for file, options, ranks, finds, gpus in (
         ("02", "--exclusive", 1, "1 64 256", 4),
@@ -213,8 +215,8 @@ def test_a_node_runs_as_many_processes_as_it_has_gpus(cluster, alone, clone, sim
         ("04", "--nodes=1 --gpus-per-task=2 --gpus-per-node=2 --cpus-per-gpu=2", 2, "2 2 4", 2),
         ("04", "--gpus-per-node=1 --export=NONE", 2, "2 8 8", 1),
         ("own.sbatch", "--gpus-per-node=2 --cpus-per-task=32", 4, "4 16 32", 2),
+        ("own.sbatch", "--gres=gpu:2 --cpus-per-task=32", 4, "4 16 32", 2),
         (alone, "--gpus-per-node=2 --exclusive", 8, "8 64 64", 4),
-        (alone, "--gres=gpu:2", 4, "4 8 8", 2),
         (alone, "--gpus-per-task=2 --gpus-per-node=2 --cpus-per-gpu=9", 4, "4 9 9", 2),
     ):
         job = simple(file, f"--job-name=job{len(jobs)}", *options.split())
