@@ -14,7 +14,6 @@ from support.jobs import finished, free_port, run
 from support.scripts import ON_PATH, ROOT, forked
 
 SLOW = pytest.mark.slow
-ANSWERS = Path(__file__).with_name("answers.py")
 TRAIN = blocks("Is it my script, or the machine?")[0].replace("2**24", "2")
 
 # ---------------------------------------------------------------- Python
@@ -49,7 +48,7 @@ def test_python_on_two_ranks(packages, tmp_path):
         if here and not block.title.startswith((*ENTRIES.values(), *PROGRAMS_OF)):
             codes["others"].append((block.title, block.code))
     env = {"WANDB_MODE": "offline", "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    finished(forked(ANSWERS, json.dumps(codes)), tmp_path, env)
+    finished(forked(Path(__file__).with_name("answers.py"), json.dumps(codes)), tmp_path, env)
 
 
 # ---------------------------------------------------------------- programs and commands
