@@ -15,7 +15,7 @@ const NOISE = [
 // Patterns of different spellings of the same thing. Only the numbers of exit codes and errors are kept, because other numbers say nothing about the cause.
 const SPELLINGS = [
   [/\b(exit ?code|status|signal|err(?:or|no)?|code|failure)\b\s*[:=]?\s*-?(\d{1,3})\b/gi, "$1 code$2 "],
-  [/\b(?:[2-9]|two|three|four|eight|dual|multi(?:ple)?|many|all|both)[ -]?(?:x ?)?(?:rtx ?)?(?:gpu|card|a100|h100|v100|[345]090)s?\b/gi, " gpu "],
+  [/\b(?:[2-9]|two|three|four|eight|dual|multi(?:ple)?|many|all|both)[ -]?(?:x ?)?(?:rtx ?|graphics |video )?(?:gpu|card|a100|h100|v100|[345]090)s?\b/gi, " gpu "],
   [/\bout[ -]of[ -]memory\b|\bOutOfMemory(?:Error)?\b/gi, "OOM"],
 ];
 const STOP_WORDS = new Set(`a an and any are as at be been but by can cant could do does doesn doesnt did don dont for from get gets had has

@@ -2,6 +2,7 @@
 # ruff: noqa: F401, the printed code uses what is imported
 
 import argparse
+import contextlib
 import itertools
 import json
 import logging
@@ -12,6 +13,7 @@ import socket
 import sys
 import textwrap
 import time
+import warnings
 import zipfile
 from collections import OrderedDict
 from datetime import timedelta
@@ -83,6 +85,37 @@ def tokens(code):
     micro_batches = list(zip(mine.chunk(2), torch.ones_like(mine).chunk(2)))
     run(code[0], model=model, micro_batches=micro_batches, losses=lambda output: output)
     assert model.module.weight.grad.item() == pytest.approx(4.5)
+
+
+class Both(nn.Module):
+    """The sum of two layers' outputs."""
+
+    def __init__(self, sparse):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Embedding(1, 1, sparse=sparse) for _ in range(2))
+
+    def forward(self, index):
+        return sum(layer(index) for layer in self.layers)
+
+
+def sparse(_):
+    """DDP over gloo divides the gradients of two sparse layers too often. They should be 1."""
+    for is_sparse in (False, True):
+        model = DDP(Both(is_sparse))
+        model(torch.tensor(0)).sum().backward()
+        gradients = [layer.weight.grad.to_dense().item() for layer in model.module.layers]
+        assert (gradients == [1, 1]) != is_sparse, gradients
+
+
+def broadcast(_):
+    """A backward pass through a broadcast causes a warning, unless no_grad() is around it."""
+    for around, count in ((contextlib.nullcontext, 1), (torch.no_grad, 0)):
+        sent = torch.ones(1, requires_grad=True) * 2
+        with around():
+            dist.broadcast(sent, 0)
+        with warnings.catch_warnings(record=True) as caught:
+            sent.backward()
+        assert len(caught) == count, caught
 
 
 def clipped(code):

@@ -21,6 +21,8 @@ TRAIN = blocks("Is it my script, or the machine?")[0].replace("2**24", "2")
 ENTRIES = {  # function of answers.py: entry
     "accumulation": "How do I accumulate gradients",
     "tokens": "Are gradients, and the loss, summed",
+    "sparse": "Are gradients, and the loss, summed",
+    "broadcast": "`c10d::broadcast_: an autograd kernel",
     "clipped": "Where do I clip gradients",
     "evaluation": "How do I evaluate: validation loss",
     "resume": "How do I save and resume",

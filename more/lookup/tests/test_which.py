@@ -21,7 +21,7 @@ def test_the_table_is_computed(tmp_path):
     assert printed.splitlines()[-1] == "The simplest that fits: hybrid"
     pattern = r"^\| ([\d.]+) billion \| (\d+) GB \| (\d+) \S (\d+) \| (yes|no) \| (.*) \| (.*) \|$"
     rows = re.findall(pattern, text, re.MULTILINE)
-    assert len(rows) == 7
+    assert len(rows) == 6
     for billions, limit, nodes, gpus, checkpointed, name, memory in rows:
         size = 1e9 * float(billions)
         shape = size, *which.shape(size), int(nodes), int(gpus), 4096
