@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from support.jobs import Job, finished
-from support.positions import GATE, at, open_the_gate, wait_at_the_gate
+from support.positions import GATE, at, wait_at_the_gate
 from support.results import accuracy, epochs, losses, resumed, said, same_bits, shape, weights
 from support.scripts import DOUBLE, FOUR_EPOCHS, NARROW, ROOT, command, edited, forked, load
 
@@ -75,7 +75,7 @@ def test_two_copies_run_at_the_same_time(tmp_path):
     other.mkdir()
     waits = edited(tmp_path, "02", at(0, 5, GATE))
     with Job(command(waits, "1", *NARROW, nprocs=1), tmp_path) as job:
-        wait_at_the_gate(job)
+        gate = wait_at_the_gate(job)
         finished(command("02", "1", *NARROW, nprocs=1), other)
-        open_the_gate(job)
+        gate.touch()
         assert job.wait().returncode == 0, job

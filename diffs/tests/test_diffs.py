@@ -14,6 +14,7 @@ from support import server
 from support.jobs import finished, run
 from support.scripts import ROOT, edit
 
+PYTEST = Path(pytest.__file__).with_name("__main__.py")
 pytestmark = NEEDS_PATCH
 
 
@@ -119,7 +120,7 @@ def test_without_the_hunk_the_tests_that_its_note_names_fail(copy, name):
     diff, hunk = HUNKS[name]
     old, new = ([line[1:] for line in hunk.lines if line[0] != sign] for sign in "+-")
     edit(copy / diff.new.name, "\n".join([*new, ""]), "\n".join([*old, ""]))
-    words = ["pytest", "-q", "-m", "", "-p", "no:cacheprovider"]
+    words = [PYTEST, "-q", "-m", "", "-p", "no:cacheprovider"]
     tests = [location(test, diff) for test in hunk.note.tests]
-    job = run(server.command("-m", *words, *tests), copy, timeout=900)
+    job = run(server.command(*words, *tests), copy, timeout=900)
     assert re.search(rf"=+ {len(tests)} failed in .*=+$", job.stdout), job

@@ -2,6 +2,7 @@
 
 import html
 import re
+from pathlib import Path
 
 import hunks
 import pytest
@@ -9,6 +10,7 @@ from support import server
 from support.jobs import finished
 from support.scripts import ROOT, SCRIPTS
 
+PYTEST = Path(pytest.__file__).with_name("__main__.py")
 PAGES = [ROOT / "README.md", *ROOT.glob("[!.]*/**/*.md"), ROOT / "diffs" / "index.html"]
 TEXTS = {path: path.read_text(encoding="utf-8") for path in PAGES}
 
@@ -52,5 +54,5 @@ def test_the_tests_that_contributors_copy_pass(number, folder, tmp_path):
     (tmp_path / "test_printed.py").write_text(blocks[number], encoding="utf-8")
     (tmp_path / "conftest.py").symlink_to(ROOT / folder / "conftest.py")
     options = ["-m", "", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml"]
-    job = finished(server.command("-m", "pytest", *options, "test_printed.py"), tmp_path)
+    job = finished(server.command(PYTEST, *options, "test_printed.py"), tmp_path)
     assert "1 passed" in job.stdout

@@ -49,7 +49,7 @@ class Machines:
         with self.terminal(1, command, folder) as one, self.terminal(2, command, folder) as two:
             meanwhile(one, two)
             for job in (one, two):
-                assert job.result().returncode == code, job
+                assert job.wait().wait_until_gone().returncode == code, job
         return one, two
 
 

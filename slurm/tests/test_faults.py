@@ -9,7 +9,7 @@ import sys
 import pytest
 from clusters import ON_A_CLUSTER, TWO_BY_TWO, in_the_guide
 from support.jobs import Job, finished, kill, run
-from support.positions import GATE, KILLED, ON_RANK_1, at, open_the_gate, wait_at_the_gate
+from support.positions import GATE, KILLED, ON_RANK_1, at, wait_at_the_gate
 from support.results import same_bits, shape, weights
 from support.scripts import LONG, ON_PATH, ROOT, SMALL, command, edited, forked
 
@@ -62,10 +62,10 @@ def test_torchrun_names_the_rank_that_failed(tmp_path, changes, workers, cause):
 def test_workers_of_a_dead_agent_train_on(trained, tmp_path):
     """Nothing stops the ranks, and nothing restarts them if they fail."""
     with Job(command(edited(tmp_path, "04", at(0, 15, GATE)), "1", *SMALL), tmp_path) as job:
-        wait_at_the_gate(job)
+        gate = wait_at_the_gate(job)
         kill(job.process)
         job.wait()
-        open_the_gate(job)
+        gate.touch()
         job.wait_until_gone()
     assert same_bits(job, trained("03", "1", *SMALL))
 

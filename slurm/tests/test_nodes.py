@@ -7,7 +7,7 @@ import signal
 import psutil
 import pytest
 from support.jobs import RESTARTS, Job, finished, free_port, kill, run
-from support.positions import GATE, ON_RANK_1, TOLD, at, open_the_gate, wait_at_the_gate
+from support.positions import GATE, ON_RANK_1, TOLD, at, wait_at_the_gate
 from support.results import epochs, resumed, said, same_bits
 from support.scripts import LONG, SMALL, TORCHRUN, edited, forked, on_each_rank
 
@@ -35,14 +35,14 @@ def start_node(folder, port, script, host=False):
 
 @contextlib.contextmanager
 def two_nodes(folder, script):
-    """Start the rendezvous host and another node; yield (port, host, other) at the gate."""
+    """Start the rendezvous host and another node; yield (port, host, other, gate)."""
     port = free_port()
     with (
         start_node(folder, port, script, host=True) as host,
         start_node(folder, port, script) as other,
     ):
-        wait_at_the_gate(host)
-        yield port, host, other
+        gate = wait_at_the_gate(host)
+        yield port, host, other, gate
 
 
 def cut_the_power(job):
@@ -61,12 +61,13 @@ def test_a_node_is_lost_and_comes_back_and_no_step_is_lost(tmp_path):
     alone = "dist.get_world_size() == 1"
     waits = at(1, 15, GATE, when=f"not {alone}"), at(2, 15, until_told, when=alone)
     script = edited(folder, "04", *waits)
-    with two_nodes(folder, script) as (port, host, other):
+    with two_nodes(folder, script) as (port, host, other, gate):
         cut_the_power(other)
-        open_the_gate(host)
+        gate.touch()
         host.wait_for(lambda: 2 in epochs(host))
         with start_node(folder, port, script) as again:
-            assert host.result().returncode == again.result().returncode == 0, (host, again)
+            codes = [job.wait().wait_until_gone().returncode for job in (host, again)]
+        assert codes == [0, 0], (host, again)
     # After the node's return, rank 0, which prints, may be on either node.
     assert resumed(host)[0] == 1
     assert "interrupted after 1,280 samples" in host.stdout  # 20 steps of one
@@ -85,10 +86,10 @@ def test_a_node_is_lost_and_comes_back_and_no_step_is_lost(tmp_path):
 
 def test_the_host_of_the_rendezvous_is_lost(tmp_path, trained):
     """The job fails on every node. Started again anywhere, it resumes."""
-    with two_nodes(tmp_path, edited(tmp_path, "04", at(2, 15, GATE))) as (_, host, other):
+    with two_nodes(tmp_path, edited(tmp_path, "04", at(2, 15, GATE))) as (_, host, other, gate):
         cut_the_power(host)
-        open_the_gate(other)
-        assert other.result().returncode == 1, other
+        gate.touch()
+        assert other.wait().wait_until_gone().returncode == 1, other
     job = finished(forked("04", *LONG), tmp_path)
     assert resumed(job) == [2]
     assert same_bits(job, trained("03", *LONG))

@@ -9,12 +9,10 @@ VARIABLE = "DDP_LADDER_GPUS"  # environment variable with the number of GPUs; se
 # size, float32 that is not rounded to TF32, and NCCL without NVLink SHARP, whose order of additions
 # varies.
 SAME_BITS = {
-    "PYTHONPATH": str(Path(__file__).resolve().with_name("deterministic")),
+    "PYTHONPATH": str(Path(__file__).resolve().parents[1] / "deterministic"),
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NVIDIA_TF32_OVERRIDE": "0",
     "NCCL_NVLS_ENABLE": "0",
-    # After a timeout, the watchdog waits four times this long (ms) for ranks to dump their calls.
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000",
 }
 
 

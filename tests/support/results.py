@@ -45,12 +45,6 @@ def said(job, rank):
     return re.findall(f"rank {rank}: (.*)$", job.stdout, re.MULTILINE)  # even behind other text
 
 
-def error_lines(job):
-    """Return the distinct last lines of tracebacks and argparse errors, without "[rank0]: "."""
-    pattern = r"^(?:\[rank\d+\]: )?([\w.]+(?:Error|Exception): .+|0\d_\w+\.py: error: .+)$"
-    return sorted(set(re.findall(pattern, job.stderr, re.MULTILINE)))
-
-
 def shape(text):
     """Return the lines of a text, with # in place of each number."""
     lines = [re.sub(r"[\d,]*\.?\d+", "#", line) for line in text.splitlines()]

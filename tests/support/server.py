@@ -30,8 +30,7 @@ FORK = multiprocessing.get_context("fork")
 def command(program, *args, nprocs=0, restarts=0):
     """Return a command that runs a script on `nprocs` ranks, or, if `nprocs` is 0, without a group.
 
-    `program` may be "-m", followed by the name of a module. If the script fails, it is started
-    again, at most `restarts` times.
+    If the script fails, it is started again, at most `restarts` times.
     """
     start()
     return [sys.executable, "-I", __file__, "run", nprocs, restarts, program, *args]
@@ -148,12 +147,8 @@ def be_rank(rank, nprocs, argv):
         if os.path.exists(site := os.path.join(folder, "sitecustomize.py")):
             runpy.run_path(site)
     try:
-        if argv[0] == "-m":
-            sys.argv, sys.path[0] = argv[1:], os.getcwd()
-            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv, sys.path[0] = argv, os.path.dirname(os.path.abspath(argv[0]))
-            runpy.run_path(argv[0], run_name="__main__")
+        sys.argv, sys.path[0] = argv, os.path.dirname(os.path.abspath(argv[0]))
+        runpy.run_path(argv[0], run_name="__main__")
     except Exception:
         sys.excepthook(*sys.exc_info())
         sys.exit(1)
