@@ -16,6 +16,12 @@ from support.scripts import ROOT, digest, forked, on_each_rank, write
 pytestmark = [pytest.mark.slow, pytest.mark.gpu, pytest.mark.xdist_group("gpt")]
 PARAMETERS = 117_479  # of the GPT
 END = "model.eval()\n"
+DESTROYED = "dist.destroy_process_group()\n"
+THREADS = """\
+time.sleep(1)  # Linux lists a thread for a moment after it has ended
+os.system(f"cat /proc/{os.getpid()}/task/*/comm")
+"""
+LISTED = (DESTROYED, DESTROYED + THREADS)
 SHARDS = digest("[parameter.to_local() for parameter in model.parameters()]")
 COPIES = {"zero_optimizer": 4, "fsdp2_gpt": 1}  # of the parameters, on all four ranks together
 # The whole model trains for seconds: on five batches, of which the last is smaller.
@@ -51,7 +57,7 @@ def trained(folder, name, *changes, epochs=1, nprocs=4):
     text = text.replace("torch.float32", "torch.float64")
     text = text.replace('torch.bfloat16 if device.type == "cuda" else None', "None")
     text = text.replace("torch.manual_seed(0)\n", DOUBLE)
-    path = write(folder / f"{name}.py", text, [*SMALL, *changes, COUNTED])
+    path = write(folder / f"{name}.py", text, [*SMALL, *changes, COUNTED, LISTED])
     return finished(forked(path, str(epochs), nprocs=nprocs), folder)
 
 
@@ -94,8 +100,12 @@ def test_trains_like_ddp(runs, name):
 
 
 def test_zero_optimizer(runs):
-    """The same checkpoint as DDP, of which each rank holds all of the optimizer's state."""
-    (job, _), (ddp, _) = runs("zero_optimizer"), runs("solution")
+    """The same checkpoint as DDP, of which each rank holds all of the optimizer's state.
+
+    At the end, also after a resume, no thread of gloo is left.
+    """
+    (job, again), (ddp, _) = runs("zero_optimizer"), runs("solution")
+    assert not any("gloo" in each.stdout for each in (job, again))
     assert same(saved(job, "zero_optimizer.pt"), saved(ddp, "gpt.pt"))
     assert held(ddp) == [[PARAMETERS, PARAMETERS, 2 * PARAMETERS]] * 4
 
