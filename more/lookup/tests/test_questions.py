@@ -89,7 +89,7 @@ export HF_HOME=/scratch/$USER/hf TORCH_HOME=/scratch/$USER/torch
 unset OMP_PLACES OMP_PROC_BIND GOMP_CPU_AFFINITY
 ulimit -n 65536
 free -h
-ps -C python -o pid,rss,pss,cmd --sort -rss
+ps -eo pid,rss,pss,cmd --sort -rss | head
 kill PID
 kill -9 PID
 touch /dev/shm/nccl-1; rm /dev/shm/nccl-*
