@@ -178,7 +178,7 @@ class Step(Event):
     zero: bool  # whether all gradients are zero
     # Lines that call a model directly, if it has gradients and its DDP wrapper was not called:
     bypassed: list[str]
-    mesh_dimensions: int  # number of mesh dimensions over which the parameters are sharded, or 0
+    mesh_dimensions: int  # result of values.mesh_dimensions; 0 if the parameters are on no mesh
     has_state: bool  # whether the optimizer has taken a step before, or has loaded a state
     closure: bool  # whether step() was given a closure, which computes the gradients
     synced: bool  # whether the last forward pass of DDP, if any, asked for a reduction
@@ -223,9 +223,9 @@ class Final(Event):
 
 
 class Written(Event):
-    """A file is opened for writing, not only for appending, or it is renamed."""
+    """A file is opened to be replaced, not to be appended to or changed, or it is renamed."""
 
-    path: str | None  # its path, or None if it is outside of the script's folder
+    path: str | None  # its path, or None if it is renamed to one outside of the script's folder
     old_name: str = ""  # its former path, if it is renamed
 
 
@@ -233,7 +233,7 @@ class Save(Event):
     """torch.save has returned."""
 
     path: str | None
-    keys: list[str]  # the first keys that begin with "module."
+    keys: list[str]  # up to 3 keys "module.…" that hold parameters of a wrapped model
     wrapper: bool  # whether a model is saved as an object, together with its DDP wrapper
     steps: int  # number of optimizer steps before this save
 

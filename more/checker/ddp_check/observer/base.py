@@ -112,8 +112,8 @@ def ask(question, *arguments, default=None):
 def harmless():
     """Let the observer's own work fail without breaking the script.
 
-    An error here is a fault of the observer, so it is reported. Inside the block, no subclass of
-    Tensor and no TorchFunctionMode is called, so none of them notices what the observer computes.
+    An error here is a fault of the observer, so it is reported. Inside the block, no
+    `__torch_function__` of the script is called, so none notices what the observer computes.
     """
     try:
         with DisableTorchFunction():

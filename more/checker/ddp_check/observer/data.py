@@ -58,8 +58,8 @@ def begin_pass(iterator, loader):
     state.passes += 1
     state.no_step_in_pass = True
     dataset, subset = ask(without_subsets, loader.dataset, default=(loader.dataset, None))
-    sample_count = state.since_step.sample_count
-    iterator._ddp_check = PassState(state.passes, subset, sample_count, loader.in_order)
+    count_before = state.since_step.sample_count
+    iterator._ddp_check = PassState(state.passes, subset, count_before, loader.in_order)
     sampler = sampler_of(loader)
     distributed = isinstance(sampler, DistributedSampler)
     iterable = isinstance(dataset, data.IterableDataset)

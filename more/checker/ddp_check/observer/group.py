@@ -35,7 +35,7 @@ def meet_here(address):
     """Return `tcp://HOST:PORT` or `HOST`, with `localhost` instead of another machine's name."""
     is_url = "//" in address
     url = urlsplit(address if is_url else f"//{address}")
-    host = url.hostname or address  # the address may be an error message of a command
+    host = url.hostname or address  # there is none in an error message, if $(scontrol …) failed
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with contextlib.suppress(OSError), socket.create_server((host, 0), family=family):
         return address  # a server can be created there, so it is this machine
@@ -54,7 +54,7 @@ def init_process_group(original, *args, **kwargs):
         os.environ["MASTER_ADDR"] = meet_here(os.environ["MASTER_ADDR"])
     result = original(*call.args, **call.kwargs)
     state.rank = dist.get_rank()
-    if not script_line(direct=True):  # a framework called this; its set_device is not observed
+    if not script_line(direct=True):  # a framework, which sees no GPU and calls no set_device
         state.gpu = int(os.environ.get("LOCAL_RANK", 0))
     report(events.Join, rank=state.rank)
     return result
@@ -75,14 +75,15 @@ def report_call(function, args, kwargs):
         in_model=state.in_forward or in_backward(),
         elements=max((tensor.numel() for tensor in tensors), default=0),
         requires_gradient=requires_gradient,
-        # No collective of torch.distributed returns a gradient. Under no_grad, that is intended.
+        # No collective of torch.distributed returns a gradient. If gradients are disabled, that is
+        # intended, or an autograd function (torch.distributed.nn) calls it, which returns one.
         cuts_gradient=requires_gradient and torch.is_grad_enabled(),
     )
     return tensors
 
 
 def report_numbers(tensor):
-    """Report the whole numbers that the ranks have added up, which may be counts of samples.
+    """Report the whole numbers that the ranks have reduced, which may be counts of samples.
 
     Their sum is reported, too, because there may be a count for each class.
     """

@@ -112,6 +112,7 @@ if TASK.scale:
 
         def __getitem__(self, index):
             numpy = sys.modules.get("numpy.random")
+            # Restored below, so that `fetch` in data.py sees only what the collate function draws:
             before = torch.get_rng_state(), random.getstate(), numpy and numpy.get_state()
             trace = sys.gettrace()
             sys.settrace(None)  # these random numbers are made equal, so no line is reported

@@ -189,7 +189,7 @@ def is_noisy(module):
 
 
 def describe_models():
-    """Report checksums of the final weights, and save those of rank 0."""
+    """Report checksums of the final weights, and save those of rank 0, unless they are sharded."""
     if mesh_dimensions(state.parameters.values()) or not is_first("final"):
         return
     models = [dict(module.named_parameters()) for module in state.wrapped]

@@ -165,7 +165,7 @@ def note_losses(tensors):
 
 @patch("torch.autograd.backward")
 def backward(original, tensors, *args, **kwargs):
-    """Note the losses of a backward pass, unless they were noted before they were scaled."""
+    """Note a backward pass: its losses, unless noted before scaling, and whether it reduces."""
     with harmless():
         is_inner = in_backward()  # reentrant checkpointing calls backward() inside backward()
         if not (state.since_step.backwards or is_inner):
@@ -182,7 +182,7 @@ def backward(original, tensors, *args, **kwargs):
 def scale(original, self, outputs):
     """Note losses before a GradScaler scales them."""
     with harmless():
-        note_losses(outputs)
+        note_losses(outputs if self.is_enabled() else ())  # otherwise, backward() notes them
         state.gradients_scaled = self.is_enabled()
     return original(self, outputs)
 

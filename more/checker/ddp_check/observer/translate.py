@@ -42,7 +42,6 @@ def gpu_index(device):
 
 def set_device(device, *_):
     """Replace torch.cuda.set_device and, like it, ignore a negative number."""
-    device = state.gpu if device is None else device
     if gpu_index(device) >= 0:
         state.gpu = gpu_index(device)
 
@@ -150,12 +149,12 @@ ANSWERS |= {
     "get_rng_state_all": lambda: [torch.get_rng_state()] * COUNT,
 }
 ANSWERS |= dict.fromkeys(("set_device", "set_device_index", "set_device_idx"), set_device)
-# Matches functions that use no GPU even for libraries. (torch.manual_seed still seeds the CPU.)
+# Matches functions that are replaced for libraries, too, because they would fail without a GPU.
 QUIET = "set_device|init$|synchronize|empty_cache|ipc_collect|manual_seed"
 
 
 def answer(original, *args, **kwargs):
-    """Return the answer in `ANSWERS` to the script, or to a library if the name is in `QUIET`."""
+    """Return the answer in `ANSWERS` to the script, or to a library if `QUIET` matches the name."""
     name = original.__name__
     if not (script_line(direct=True) or re.match(QUIET, name)):
         return original(*args, **kwargs)  # a library gets the real answer

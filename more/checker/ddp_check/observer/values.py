@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddp_check.observer.base import ask
 
-MAX_PER_SAMPLE = 1 << 10  # number of elements that enter the checksum of a sample
+MAX_PER_SAMPLE = 1 << 10  # number of elements of a sample in one tensor that enter its checksum
 MAX_QUICK = 1 << 16  # number of a tensor's elements that enter a quick checksum
 MAX_PARTS = 30  # number of a list's items or an object's attributes that enter a fingerprint
 MAX_BYTES = 1e8  # a larger array does not enter a fingerprint
@@ -40,7 +40,8 @@ def mesh_dimensions(tensors):
     """Return over how many dimensions of a mesh the tensors are sharded, or 0 without a mesh.
 
     This is 1 for FSDP and for HSDP, which replicates over a second dimension, and 2 for FSDP with
-    tensor parallelism. For tensors that are only replicated over a mesh, it is also 1.
+    tensor parallelism. It is also 1 for tensors that are only replicated over a mesh, because DDP
+    does not reduce their gradients.
     """
     flat = any(hasattr(tensor, "_fsdp_flattened") for tensor in tensors)  # set by FSDP1
     meshes = [

@@ -1,4 +1,4 @@
-"""The rules by which a run is judged, in the order of the report. See CONTRIBUTING.md."""
+"""The rules by which a run is judged. Equally severe verdicts are reported in this order."""
 
 import traceback
 from dataclasses import replace

@@ -34,7 +34,7 @@ class Verdict:
     details: tuple = ()  # lines to show below the verdict, such as a traceback
     rule: str = ""  # name of the rule or drill that gives the verdict
     title: str = ""  # what is true for a correct script: the docstring of the rule
-    follows: bool = False  # whether another rule reports the cause; this verdict then comes last
+    follows: bool = False  # whether another rule reports the cause; it then comes after its equals
 
 
 passed, wrong, unsure = (partial(Verdict, status) for status in (PASS, WRONG, UNSURE))

@@ -67,7 +67,7 @@ def shared_in(run, number, epoch):
         text += ": the split differs from rank to rank"
         return wrong(text, first.where, "rank_seeds_split_data")
     if not all(of_rank == distinct[0] for of_rank in distinct):
-        if any(len(own) < len(key) for own, key in zip(distinct, keys)):  # one sample comes twice
+        if any(len(once) < len(all_) for once, all_ in zip(distinct, keys)):  # a sample comes twice
             text = "the sampler draws with replacement, so ranks may share samples by chance"
             return unseen(text, first.where)
         return unsure(f"{text}: is that intended?", first.where, "no_sampler")

@@ -47,7 +47,8 @@ def evaluating_passes(run):
 def each_sample_is_evaluated_once(run):
     """the evaluation sees each sample once"""
     verdicts, evaluated = [], evaluations(run)
-    seen = {}  # checksum of a data set -> which of its samples any evaluation has loaded
+    # Another evaluation may load the rest of a data set, as in PyTorch's ImageNet example.
+    seen = {}  # checksum of a data set -> its samples that any evaluation has loaded
     for part in chain(*evaluated):
         seen.setdefault(part.dataset_checksum, set()).update(part.values("indices") or ())
     for parts in evaluated:
@@ -89,7 +90,7 @@ def result_is_of_all(run):
 
 
 def is_divided(run, parts):
-    """Return whether each rank evaluates a part, with at most one sample of another rank's part."""
+    """Return whether each rank evaluates a part; padding may add a sample for each rank."""
     samples = [part.values("indices") for part in parts]
     if not len(parts) == run.world_size > 1 or None in samples or not all(samples):
         return False

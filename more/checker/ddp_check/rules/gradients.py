@@ -103,9 +103,10 @@ def gradients_differ(run):
     if not step.synced:
         text += "; the last backward() was under no_sync"
         return wrong(text, step.where, "accumulation_without_no_sync")
-    # Other rules report that nothing is wrapped, or that the optimizer has other parameters.
-    told_elsewhere = not run.all(events.Wrap) or name.startswith(events.PARAMETER)
-    return wrong(text, step.where, follows=told_elsewhere)
+    if not run.all(events.Wrap):  # that is the cause, and weights_agree reports it
+        return wrong(text, step.where, follows=True)
+    outside = ", which is in no wrapped model" * name.startswith(events.PARAMETER)
+    return wrong(text + outside, step.where)
 
 
 def lowest_and_highest(values, layout):

@@ -58,8 +58,9 @@ def hang(run):
 def with_cause(run, text, where, page="", details=()):
     """Return the verdict on a run that fails or hangs, with its cause if that was seen.
 
-    If the error does not mention other ranks, it is the cause of different numbers of batches. But
-    a collective on one rank may cause any error, for example about a tensor of another size.
+    An error that does not mention other ranks has a cause of its own, so different numbers of
+    batches do not explain it. But a collective on one rank may cause any error, for example about
+    a tensor of another size.
     """
     tells_its_cause = run.returncode and run.end.errors and not re.search(OF_OTHERS, run.end.text)
     cause = (not tells_its_cause and uneven_passes(run)) or cause_of_waiting(run, details)

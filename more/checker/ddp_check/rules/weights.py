@@ -59,8 +59,7 @@ def with_earlier_cause(run, number, say, text, where=""):
     """Return the verdict on weights that differ before the step with this number.
 
     The cause is the first of these that was seen: rates or gradients that differed in an earlier
-    step, a state that was loaded after DDP had made the weights equal, weights that differed from
-    the start, or, if nothing was seen, a change by the script.
+    step, a state loaded after DDP had made the weights equal, or weights unequal from the start.
     """
     for field_name, words in {"rates": "learning rates", "gradients": "gradients"}.items():
         earlier = run.first_difference(field_name)
