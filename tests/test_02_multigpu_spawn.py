@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.jobs import Job, finished
 from support.positions import GATE, at, wait_at_the_gate
-from support.results import accuracy, epochs, losses, resumed, said, same_bits, shape, weights
+from support.results import accuracy, epochs, losses, printed_by, resumed, same_bits, shape, weights
 from support.scripts import DOUBLE, FOUR_EPOCHS, NARROW, ROOT, command, edited, forked, load
 
 
@@ -37,7 +37,7 @@ def test_it_saves_names_without_ddps_prefix(trained):
 
 def test_the_ranks_share_the_cores_and_end_with_equal_weights(spawned):
     job = spawned()
-    (threads_0, bits_0), (threads_1, bits_1) = said(job, 0), said(job, 1)
+    (threads_0, bits_0), (threads_1, bits_1) = printed_by(job, 0), printed_by(job, 1)
     assert threads_0 == threads_1 == "1"  # of two cores
     assert bits_0 == bits_1
 

@@ -49,9 +49,9 @@ def test_ranks_that_do_not_all_see_the_checkpoint_end_at_once(trained, tmp_path,
     job = run(forked(script, *FOUR_EPOCHS), tmp_path, timeout=60)
     sample = "" if step == "03" else ", sample 0"
     starts = {0: f"after epoch 4{sample}", 1: f"after epoch 0{sample}"}
-    said = f"RuntimeError: the ranks start {starts}: all must see the same checkpoint.pt"
+    error = f"RuntimeError: the ranks start {starts}: all must see the same checkpoint.pt"
     errors = re.findall(r"\w+Error: the ranks .*", job.stderr)
-    assert {*errors} == {said, f"{said}1"}
+    assert {*errors} == {error, f"{error}1"}
     assert epochs(job) == []
 
 

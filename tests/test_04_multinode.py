@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from support.jobs import finished, run
-from support.positions import ON_RANK_1, TOLD, at
+from support.positions import ON_RANK_1, SIGTERM, at
 from support.results import epochs, resumed, same_bits
 from support.scripts import FOUR_EPOCHS, edited, forked, load
 
@@ -61,7 +61,7 @@ def test_told_to_stop_it_loses_no_step(disturbed, trained, tmp_path):
 )
 def test_all_ranks_stop_at_the_same_step_and_exit_with_1(trained, tmp_path, told):
     """Rank 1 is told at an epoch and step. At every tenth step of an epoch, the ranks vote."""
-    script = edited(tmp_path, "04", at(*told["at"], TOLD, ON_RANK_1))
+    script = edited(tmp_path, "04", at(*told["at"], SIGTERM, ON_RANK_1))
     job = run(forked(script, *FOUR_EPOCHS), tmp_path)
     assert "exit codes of the ranks: [1, 1]" in job.stderr, job
     assert "accuracy" not in job.stdout

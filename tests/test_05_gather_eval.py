@@ -5,7 +5,7 @@ import shutil
 import pytest
 from sklearn.metrics import classification_report
 from support.jobs import finished, run
-from support.positions import KILLED, ON_RANK_1, TOLD, at
+from support.positions import KILLED, ON_RANK_1, SIGTERM, at
 from support.results import accuracy, epochs, resumed, same_bits, weights
 from support.scripts import FOUR_EPOCHS, edited, forked, load
 
@@ -37,7 +37,7 @@ def test_it_evaluates_each_sample_once_at_any_world_size(trained, tmp_path, npro
 @pytest.mark.slow
 def test_it_survives_a_kill_and_loses_no_step_when_told_to_stop(trained, tmp_path):
     """It is killed in the second epoch, restarted, and told to stop in the third."""
-    disturbances = at(1, 20, KILLED, ON_RANK_1), at(2, 15, TOLD, ON_RANK_1)
+    disturbances = at(1, 20, KILLED, ON_RANK_1), at(2, 15, SIGTERM, ON_RANK_1)
     script = edited(tmp_path, "05", *disturbances)
     job = run(forked(script, *FOUR_EPOCHS, restarts=1), tmp_path)
     assert resumed(job) == [1]

@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 from support.jobs import finished, run
-from support.positions import TOLD, at
+from support.positions import SIGTERM, at
 from support.scripts import NARROW, command, edited, forked
 
 ONE = ("1", *NARROW)
@@ -44,7 +44,7 @@ def test_no_gloo_thread_is_left_when_the_group_is_destroyed(tmp_path, step):
 
 def test_told_to_stop_it_does_not_evaluate_and_leaves_no_gloo_thread(tmp_path):
     """On this path through step 5, too, the model is freed before the group is destroyed."""
-    job = run(forked(edited(tmp_path, "05", at(0, 5, TOLD), CHANGE), *ONE), tmp_path)
+    job = run(forked(edited(tmp_path, "05", at(0, 5, SIGTERM), CHANGE), *ONE), tmp_path)
     assert "exit codes of the ranks: [1, 1]" in job.stderr
     assert "accuracy" not in job.stdout
     assert has_no_gloo_thread(job), job

@@ -9,8 +9,8 @@ import pytest
 import torch
 from support import gpus
 from support.jobs import RESTARTS, finished, run
-from support.positions import KILLED, TOLD, at
-from support.results import accuracy, epochs, resumed, said, same_bits
+from support.positions import KILLED, SIGTERM, at
+from support.results import accuracy, epochs, printed_by, resumed, same_bits
 from support.scripts import SMALL, command, edited, exact, on_each_rank
 
 if not gpus.count():
@@ -32,7 +32,7 @@ def says_its_gpus(folder, step, *changes):
 def each_rank_used_one_gpu(job, nprocs):
     """Return whether each rank used its own GPU or, if the ranks share one, the first."""
     own = [0] * nprocs if gpus.shared(nprocs) else range(nprocs)
-    return [said(job, rank) for rank in range(nprocs)] == [[f"[{n}]"] for n in own]
+    return [printed_by(job, rank) for rank in range(nprocs)] == [[f"[{n}]"] for n in own]
 
 
 @pytest.fixture(scope="module", params=WORLD_SIZES)
@@ -74,7 +74,7 @@ def test_it_survives_a_kill_on_gpus(undisturbed, tmp_path):
 
 def test_told_to_stop_on_gpus_it_loses_no_step(undisturbed, tmp_path):
     nprocs, other = undisturbed
-    told = at(1, 3, TOLD, f"dist.get_rank() == {nprocs - 1}")
+    told = at(1, 3, SIGTERM, f"dist.get_rank() == {nprocs - 1}")
     path = says_its_gpus(tmp_path / "script", "04", told, *exact(nprocs))
     start = command(path, *SHORT, nprocs=nprocs)
     first = run(start, tmp_path)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.jobs import finished
-from support.results import epochs, losses, resumed, said, same_bits, weights
+from support.results import epochs, losses, printed_by, resumed, same_bits, weights
 from support.scripts import FOUR_EPOCHS, NARROW, ROOT, SCRIPT, forked, load, on_each_rank
 
 SLOW = pytest.mark.slow
@@ -205,14 +205,14 @@ def test_the_seed_decides_on_the_first_weights(one_batch, step):
 
 @pytest.mark.parametrize("step", [*SCRIPT][1:])
 def test_only_rank_0_saves(one_batch, step):
-    assert "saves" in said(one_batch(step), 0)
-    assert "saves" not in said(one_batch(step), 1)
+    assert "saves" in printed_by(one_batch(step), 0)
+    assert "saves" not in printed_by(one_batch(step), 1)
 
 
 @pytest.mark.parametrize("step", [*SCRIPT][1:-1])
 def test_only_rank_0_evaluates(one_batch, step):
-    assert "evaluates" in said(one_batch(step), 0)
-    assert "evaluates" not in said(one_batch(step), 1)
+    assert "evaluates" in printed_by(one_batch(step), 0)
+    assert "evaluates" not in printed_by(one_batch(step), 1)
 
 
 @pytest.mark.parametrize("step", [*SCRIPT][1:])

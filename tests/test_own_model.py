@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.jobs import finished, run
 from support.positions import KILLED, ON_RANK_1, at
-from support.results import accuracy, epochs, resumed, said, same_bits
+from support.results import accuracy, epochs, printed_by, resumed, same_bits
 from support.scripts import edited, forked, load, on_each_rank
 
 SLOW = pytest.mark.slow
@@ -105,4 +105,4 @@ def test_all_ranks_evaluate_with_the_statistics_of_rank_0(own, tmp_path):
     show = f"    {on_each_rank('model[1].running_mean.tolist()')}{line}"
     script = edited(tmp_path, "05", *own(), (line, show))
     job = finished(forked(script, "1", *ARGS[1:]), tmp_path)
-    assert said(job, 0) == said(job, 1) != []
+    assert printed_by(job, 0) == printed_by(job, 1) != []

@@ -5,13 +5,13 @@ import textwrap
 from ast import literal_eval
 
 import pytest
-from checking import fork_ranks, named, own_folder, passed, told  # noqa: F401
+from checking import fork_ranks, named, own_folder, passed, reported  # noqa: F401
 from ddp_check.drills import perform
 from ddp_check.plan import planned
 from ddp_check.rules import judge
 from ddp_check.rules.base import NOT_APPLICABLE, PASS, UNSEEN
 from support.jobs import finished
-from support.results import said
+from support.results import printed_by
 from support.scripts import ROOT, forked, on_each_rank, write
 
 FOLDER = ROOT / "convert"
@@ -51,7 +51,7 @@ def test_two_seeds_differ_in_order_and_dropout(tmp_path):
         settings = ("epochs=10, seed=0", f"epochs=1, seed={seed}")
         changes = settings, (line, f"{line}        {show}"), UNSAVED
         job = finished(forked(write(tmp_path / "train_ddp.py", DDP, changes)), tmp_path)
-        found += [literal_eval(*said(job, rank)) for rank in (0, 1)]
+        found += [literal_eval(*printed_by(job, rank)) for rank in (0, 1)]
     for values in zip(*found):  # the orders, then the masks
         assert len({*map(tuple, values)}) == 4
 
@@ -68,7 +68,7 @@ def test_the_checker_finds_nothing_wrong(own_folder, fork_ranks, tmp_path):  # n
     with planned(write(tmp_path / "train_ddp.py", DDP, [SHORT])) as plan:
         verdicts = named(judge(plan.undisturbed))
         drills = {name: perform(name, plan) for name in ("kill", "sigterm", "world-size")}
-    assert told(verdicts) == {}
+    assert reported(verdicts) == {}
     seen = {"ranks_share_data", "weights_agree", "one_rank_writes", "each_sample_is_evaluated_once"}
     assert seen <= passed(verdicts)
     assert [verdict.status for verdict in drills.pop("sigterm")] == [NOT_APPLICABLE]
@@ -225,6 +225,6 @@ def test_the_checker_calls_the_lines_right_for(title, own_folder, fork_ranks, tm
         drilled = perform("world-size", plan) if "tokens" in title else []
     assert plan.undisturbed.returncode == 0, plan.undisturbed.output
     assert all(verdict.status == PASS for verdict in drilled), drilled
-    assert told(verdicts) == {}, verdicts
+    assert reported(verdicts) == {}, verdicts
     assert "graph" not in title or verdicts["ranks_share_data"].status == UNSEEN
     assert "weights_agree" in passed(verdicts)

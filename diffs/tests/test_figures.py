@@ -8,7 +8,7 @@ from browser import NEEDS_BROWSER
 from playwright.sync_api import expect
 from support import server
 from support.jobs import finished
-from support.results import said
+from support.results import printed_by
 from support.scripts import on_each_rank
 from torch.utils.data.distributed import DistributedSampler
 
@@ -51,7 +51,7 @@ def test_an_epoch_of_steps_is_that_of_ddp(visit, tmp_path):
     figure = page.evaluate("figures['one-step']")
     (tmp_path / "train.py").write_text(f"figure = {figure}\n{DDP}")
     job = finished(server.command("train.py", nprocs=3), tmp_path)
-    trained = [map(literal_eval, said(job, rank)) for rank in range(3)]
+    trained = [map(literal_eval, printed_by(job, rank)) for rank in range(3)]
     for drawn, weights in zip(page.evaluate(EPOCH), zip(*trained), strict=True):
         assert drawn == [pytest.approx(each) for each in weights]
 

@@ -7,8 +7,8 @@ import signal
 import psutil
 import pytest
 from support.jobs import RESTARTS, Job, finished, free_port, kill, run
-from support.positions import GATE, ON_RANK_1, TOLD, at, wait_at_the_gate
-from support.results import epochs, resumed, said, same_bits
+from support.positions import GATE, ON_RANK_1, SIGTERM, at, wait_at_the_gate
+from support.results import epochs, printed_by, resumed, same_bits
 from support.scripts import LONG, SMALL, TORCHRUN, edited, forked, on_each_rank
 
 pytestmark = pytest.mark.slow
@@ -21,7 +21,7 @@ def test_a_node_that_falls_silent_is_an_error_and_not_a_hang(tmp_path):
     path = edited(tmp_path, "04", short, at(0, 5, stops, when=ON_RANK_1))
     with Job(forked(path, *LONG), tmp_path) as job:
         job.wait_for(lambda: re.search("Timed out|Application timeout", job.stderr))
-        kill(psutil.Process(int(said(job, 1)[0])), signal.SIGCONT)
+        kill(psutil.Process(int(printed_by(job, 1)[0])), signal.SIGCONT)
         assert job.wait().returncode == 1
 
 
@@ -77,7 +77,7 @@ def test_a_node_is_lost_and_comes_back_and_no_step_is_lost(tmp_path):
 
     steady = tmp_path / "steady"  # the same world sizes at the same positions, without a fault
     steady.mkdir()
-    stops = edited(tmp_path, "04", at(2, 15, TOLD, when=alone))
+    stops = edited(tmp_path, "04", at(2, 15, SIGTERM, when=alone))
     finished(forked(stops, "1", *SMALL), steady)
     assert run(forked(stops, *LONG, nprocs=1), steady).returncode == 1
     finished(forked(stops, *LONG), steady)

@@ -186,5 +186,5 @@ def test_a_node_without_a_gpu_among_nodes_with_one():
 def test_if_no_other_node_reaches_the_first_that_one_is_to_blame():
     cells = {"node1": (True, "ok"), "node2": (False, "no route"), "node3": (False, "no route")}
     rows = {node: {"network": cell} for node, cell in cells.items()}
-    said = {"node1": ["network: all other nodes say no route"]}
-    assert preflight.node_faults(rows, "node1") == said
+    expected = {"node1": ["network: all other nodes say no route"]}
+    assert preflight.node_faults(rows, "node1") == expected

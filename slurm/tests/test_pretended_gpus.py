@@ -6,7 +6,7 @@ import re
 import pytest
 from pretended import SHIM
 from support.jobs import finished, run
-from support.positions import TOLD, at
+from support.positions import SIGTERM, at
 from support.results import same_bits
 from support.scripts import SMALL, command, edited, forked
 
@@ -18,7 +18,7 @@ TWO = ("2", *SMALL)
 def test_each_rank_uses_its_own_gpu_and_nothing_warns(tmp_path, trained, step):
     """Step 4 is told to stop, and resumes. A collective fails if its device has no backend."""
     if step == "04":
-        run(forked(edited(tmp_path, "04", at(1, 3, TOLD)), *TWO), tmp_path, SHIM)
+        run(forked(edited(tmp_path, "04", at(1, 3, SIGTERM)), *TWO), tmp_path, SHIM)
         assert (tmp_path / "checkpoint.pt.interrupted").exists()
     job = finished(command(step, *TWO) if step == "02" else forked(step, *TWO), tmp_path, SHIM)
     assert not re.search("warning", job.stderr, re.IGNORECASE), job

@@ -13,7 +13,7 @@ STEP = (
 )
 
 ON_RANK_1 = "dist.get_rank() == 1"  # for the argument `when` of at()
-TOLD = "signal.raise_signal(signal.SIGTERM)"  # the rank is told to stop
+SIGTERM = "signal.raise_signal(signal.SIGTERM)"  # the rank is told to stop
 PATH = "        self.path = args.checkpoint_path\n"
 RANK_1_LOOKS_ELSEWHERE = (PATH, f"{PATH}        self.path += '1' * dist.get_rank()\n")
 KILLED = """\

@@ -40,7 +40,7 @@ def resumed(job):
     return [int(n) for n in re.findall(r"^resuming from .* after epoch (\d+)$", job.stdout, re.M)]
 
 
-def said(job, rank):
+def printed_by(job, rank):
     """Return what `scripts.on_each_rank` printed on a rank."""
     return re.findall(f"rank {rank}: (.*)$", job.stdout, re.MULTILINE)  # even behind other text
 

@@ -84,7 +84,7 @@ def passed(verdicts):
     return {name for name, verdict in verdicts.items() if verdict.status == PASS}
 
 
-def told(verdicts):
+def reported(verdicts):
     """Return what a report shows at once: {rule: status}."""
     quiet = (PASS, UNSEEN, NOT_APPLICABLE)
     return {name: one.status for name, one in verdicts.items() if one.status not in quiet}

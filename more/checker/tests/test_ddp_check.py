@@ -5,7 +5,7 @@ import os
 import random
 
 import pytest
-from checking import BASE, before, named, observed, passed, plan_of, told
+from checking import BASE, before, named, observed, passed, plan_of, reported
 from ddp_check import events
 from ddp_check.drills import conclude, perform
 from ddp_check.rules import judge
@@ -29,7 +29,7 @@ WEEKLY = pytest.mark.weekly("step 5 has all the lines that the steps share")
 def test_our_scripts_pass(step, tmp_path):
     run = plan_of(step, tmp_path).undisturbed
     verdicts = named(judge(run))
-    assert told(verdicts) == {}, run.output
+    assert reported(verdicts) == {}, run.output
     others = OF_ONE_RANK if step != "05" else set()
     assert UNSHOWN <= verdicts.keys() - passed(verdicts) <= UNSHOWN | others
 

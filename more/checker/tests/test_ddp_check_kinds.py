@@ -10,7 +10,7 @@ import textwrap
 from typing import NamedTuple
 
 import pytest
-from checking import BASE, SPAWNED, after, before, judged, line_of, named, observed, told
+from checking import BASE, SPAWNED, after, before, judged, line_of, named, observed, reported
 from ddp_check.drills import conclude, perform
 from ddp_check.plan import planned
 from ddp_check.report import changes, exit_code, ranked, summary
@@ -371,7 +371,7 @@ FOLD = """        part = Subset(data, range(fold, 64 + fold))
 
 
 class Kind(NamedTuple):
-    told: dict  # what the report shows of the wrong script: {rule: status}
+    reported: dict  # what the report shows of the wrong script: {rule: status}
     wrong: list  # changes to the right script
     say: str = r"\(optimizer.step\(\)\)"  # what the first rule says, and the line that it names
     right: list = []  # noqa: RUF012  # changes to the base
@@ -715,7 +715,7 @@ def test_right(name, tmp_path):
     changes, statuses = RIGHT[name]
     run = observed(write(tmp_path / "train.py", BASE, changes))
     verdicts = named(judge(run))
-    assert told(verdicts) == {}, (run.output, verdicts)
+    assert reported(verdicts) == {}, (run.output, verdicts)
     assert {rule: verdicts[rule].status for rule in statuses} == statuses
 
 
@@ -725,13 +725,13 @@ def test_kind(name, tmp_path):
     right = write(tmp_path / "right.py", BASE, kind.right)
     run = observed(right)
     verdicts = named(judge(run))
-    assert told(verdicts) == {}, (run.output, verdicts)
-    assert {verdicts[name].status for name in kind.told} <= {PASS, UNSEEN, NOT_APPLICABLE}
+    assert reported(verdicts) == {}, (run.output, verdicts)
+    assert {verdicts[name].status for name in kind.reported} <= {PASS, UNSEEN, NOT_APPLICABLE}
     wrong = write(tmp_path / "wrong.py", right.read_text(encoding="utf-8"), kind.wrong)
     run, verdicts = judged(wrong, timeout=20)
-    assert told(verdicts) == kind.told, (run.output, verdicts)
+    assert reported(verdicts) == kind.reported, (run.output, verdicts)
     first = ranked(verdicts.values())[0]  # the cause
-    assert first.rule == next(iter(kind.told))
+    assert first.rule == next(iter(kind.reported))
     assert re.search(kind.say, f"{first.text} ({line_of(first)})")
 
 
@@ -762,7 +762,7 @@ def test_gpus_may_be_used_in_another_file(tmp_path):
     changes = [("import os\n", "import os\nfrom places import *\n"), ('"gloo"', "BACKEND")]
     changes.append(before(TRAIN, "            inputs = place(inputs, rank)\n"))
     run, verdicts = judged(write(tmp_path / "train.py", BASE, changes))
-    assert (told(verdicts), run.translate) == ({}, True)
+    assert (reported(verdicts), run.translate) == ({}, True)
 
 
 def test_ranks_that_share_a_model_read_the_same(tmp_path):
@@ -773,7 +773,7 @@ def test_ranks_that_share_a_model_read_the_same(tmp_path):
 """
     changes = [(WRAP, parallel), SAME_ORDER, (SAVE, ""), UNEVALUATED]
     _, verdicts = judged(write(tmp_path / "train.py", BASE, changes))
-    assert told(verdicts) == {}
+    assert reported(verdicts) == {}
     assert verdicts["ranks_share_data"].status == NOT_APPLICABLE
 
 
@@ -804,7 +804,7 @@ def test_hang(tmp_path, monkeypatch, name):
     timeout = 10 if status == UNSURE else 60
     run, verdicts = judged(write(tmp_path / "train.py", BASE, [change]), timeout=timeout)
     assert (run.seconds < timeout) == (status == WRONG)
-    assert told(verdicts) == {"script_ends": status}
+    assert reported(verdicts) == {"script_ends": status}
     assert re.search(say, verdicts["script_ends"].text)
 
 

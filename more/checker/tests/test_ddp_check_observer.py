@@ -4,7 +4,7 @@ import importlib.util
 import sys
 
 import pytest
-from checking import BASE, before, judged, passed, told
+from checking import BASE, before, judged, passed, reported
 from ddp_check import events
 from ddp_check.imports import AfterImport
 from ddp_check.plan import planned
@@ -201,7 +201,7 @@ def test_nothing_that_a_script_holds_can_break_it(tmp_path, fork_ranks):
     assert run.returncode == 0, run.output
     assert run.all(events.Trouble) == []
     assert run.all(events.Scheduled) == []
-    assert told(verdicts) == {}
+    assert reported(verdicts) == {}
     assert passed(verdicts) >= {"ranks_share_data", "order_changes", "gradients_are_averaged"}
 
 

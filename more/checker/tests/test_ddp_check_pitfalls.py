@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from checking import judged, named, plan_of, told
+from checking import judged, named, plan_of, reported
 from ddp_check.drills import conclude, perform
 from ddp_check.plan import planned
 from ddp_check.rules import judge
@@ -13,7 +13,7 @@ from support.scripts import LONG, ROOT, write
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 SHORT = ("2", "--batch-size=256", "--width=4")
-TOLD = {  # pitfall: the rules that tell it, and what they say
+REPORTED = {  # pitfall: the rules that tell it, and what they say
     "accumulation_without_no_sync": {"gradients_are_averaged": "4 backward passes all-reduce"},
     "collective_on_one_rank": {
         "script_ends": "rank 0 calls all_reduce .* but rank 1 barrier .* in barrier",
@@ -61,19 +61,20 @@ def broken(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in TOLD]
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in REPORTED],
 )
 def test_pitfall(tmp_path, fork_ranks, monkeypatch, name):
     """Exactly the rules that the pitfall breaks tell it; step 5 passes."""
     monkeypatch.setattr("ddp_check.plan.HANGS_AFTER", 8)
-    assert told(named(judge(plan_of("05", tmp_path).undisturbed))) == {}
+    assert reported(named(judge(plan_of("05", tmp_path).undisturbed))) == {}
     run, verdicts = judged(broken(tmp_path, name), *SHORT, timeout=200)
     if name in MAY_FAIL:
         verdicts.pop("script_ends")
     severity = SEVERITY.get(name, WRONG)
-    assert told(verdicts) == dict.fromkeys(TOLD[name], severity), run.output
-    for rule, said in TOLD[name].items():
-        assert re.search(said, verdicts[rule].text)
+    assert reported(verdicts) == dict.fromkeys(REPORTED[name], severity), run.output
+    for rule, text in REPORTED[name].items():
+        assert re.search(text, verdicts[rule].text)
     if f"def test_{name}(" not in OWN_TESTS:
         assert all(text in run.output for text in on_screen(f"more/pitfalls/{name}")), run.output
 

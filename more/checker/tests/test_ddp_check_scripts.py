@@ -3,7 +3,7 @@
 import textwrap
 
 import pytest
-from checking import BASE, before, judged, passed, told
+from checking import BASE, before, judged, passed, reported
 from ddp_check.rules.base import FRAGILE, WRONG
 from support.scripts import write
 
@@ -27,7 +27,7 @@ os.environ["MASTER_ADDR"] = "10.255.255.1"
     changes = [("import torch.distributed.nn\n", ""), before("dist.init_process", from_slurm)]
     changes.append(("    dist.all_reduce(total)\n", ""))
     _, verdicts = judged(write(tmp_path / "train.py", head + textwrap.dedent(body), changes))
-    assert told(verdicts) == {"one_group": FRAGILE}
+    assert reported(verdicts) == {"one_group": FRAGILE}
     assert "the ranks meet at 10.255.255.1" in verdicts["one_group"].text
 
 
@@ -53,7 +53,7 @@ def test_a_script_for_one_process(tmp_path, fork_ranks):
     """What fails is what is left to do."""
     _, verdicts = judged(write(tmp_path / "train.py", BASE, ALONE))
     faults = ("one_group", "weights_agree", "ranks_share_data", "one_rank_writes")
-    assert told(verdicts) == dict.fromkeys(faults, WRONG)
+    assert reported(verdicts) == dict.fromkeys(faults, WRONG)
 
 
 THIS = [
@@ -91,6 +91,6 @@ FRAMEWORKS = {  # changes to the base
 def test_frameworks(tmp_path, fork_ranks, package):
     pytest.importorskip(package, reason=f"{package} is not installed")
     run, verdicts = judged(write(tmp_path / "train.py", BASE, THIS + FRAMEWORKS[package]))
-    assert told(verdicts) == {}, run.output
+    assert reported(verdicts) == {}, run.output
     last = set() if run.returncode else {"weights_agree"}  # not told if a rank aborts at its exit
     assert passed(verdicts) >= {"script_ends", "gradients_are_averaged", "ranks_share_data", *last}

@@ -7,7 +7,7 @@ import torch
 from patching import patched
 from safetensors.torch import load_file
 from support.jobs import finished
-from support.results import accuracy, said, same_bits
+from support.results import accuracy, printed_by, same_bits
 from support.scripts import ROOT, SMALL, edited, forked, on_each_rank, write
 
 ENV = {"HF_HUB_OFFLINE": "1", "TORCHELASTIC_RUN_ID": "none"}  # torchrun sets the second
@@ -22,8 +22,8 @@ def ran(folder, name, epochs):
     line = re.search(r"^(model\.eval|step5\.evaluate|metrics =).*\n", text, re.MULTILINE)[0]
     path = write(folder / "program.py", text, [(line, DRAWS + line)])
     job = finished(forked(path, epochs, *SMALL), folder, ENV)
-    assert len(said(job, 0)) == 1
-    assert said(job, 0) == said(job, 1)
+    assert len(printed_by(job, 0)) == 1
+    assert printed_by(job, 0) == printed_by(job, 1)
     return job
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from changes import IMPATIENT
 from running import TWO
-from support.positions import BATCH, RANK_1_LOOKS_ELSEWHERE, TOLD
+from support.positions import BATCH, RANK_1_LOOKS_ELSEWHERE, SIGTERM
 from support.results import losses, same_bits, weights
 
 pytestmark = pytest.mark.slow
@@ -41,7 +41,7 @@ def test_lr_overruled(pitfall, trained):
 
 def test_epoch_starts_again(pitfall):
     """After 640 samples of 12,942, it trains on all of them."""
-    pitfall.stopped((BATCH, f"            {TOLD}\n{BATCH}"), samples=640, nprocs=1)
+    pitfall.stopped((BATCH, f"            {SIGTERM}\n{BATCH}"), samples=640, nprocs=1)
     line = "            self.epochs_run += 1\n"
     job = pitfall.ran((line, f"            log(f'samples {{self.samples_run}}')\n{line}"), nprocs=1)
     assert "samples 13582\n" in job.stdout

@@ -3,9 +3,9 @@
 import re
 
 import pytest
-from changes import IMPATIENT, said_at_the_end
+from changes import IMPATIENT, printed_at_the_end
 from running import ONE, TWO
-from support.results import losses, said, same_bits
+from support.results import losses, printed_by, same_bits
 from support.scripts import digest, on_each_rank
 
 pytestmark = pytest.mark.slow
@@ -19,10 +19,10 @@ def test_missing_barrier(pitfall):
     patient = ("timedelta(minutes=5)", "timedelta(seconds=10)")  # longer than the writer is slow
     job = pitfall.ran(late, patient, code=1)
     assert re.search(r"^\[rank1\]: .*No such file", job.stderr, re.MULTILINE), job
-    weights = said_at_the_end(digest("model.parameters()"))
+    weights = printed_at_the_end(digest("model.parameters()"))
     for name, barrier in ("broken", ()), ("remedied", [(load, f"        dist.barrier()\n{load}")]):
         job = pitfall.at(name).ran(late, patient, weights, *barrier, args=TWO)
-        assert (said(job, 0) == said(job, 1)) == bool(barrier)
+        assert (printed_by(job, 0) == printed_by(job, 1)) == bool(barrier)
 
 
 def test_persistent_workers(pitfall):
@@ -30,7 +30,7 @@ def test_persistent_workers(pitfall):
     line = "            total[0] += self._run_batch("
     say = on_each_rank(digest("[source]"))
     show = f"            if total[1] == 0:\n                {say}{line}"
-    first, second = said(pitfall.ran((line, show), args=(*TWO, "--num-workers=1")), 0)
+    first, second = printed_by(pitfall.ran((line, show), args=(*TWO, "--num-workers=1")), 0)
     assert first == second
 
 

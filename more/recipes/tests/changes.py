@@ -26,6 +26,6 @@ def stop_on_rank_1(epoch, samples=25 * 128):
     return BATCH, f"            if {here}:\n                {ALL}\n{BATCH}"
 
 
-def said_at_the_end(expression, end=ENDED):
+def printed_at_the_end(expression, end=ENDED):
     """Return the change with which each rank prints an expression after training."""
     return end, f"    {on_each_rank(expression)}{end}"

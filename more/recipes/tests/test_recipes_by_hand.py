@@ -1,15 +1,15 @@
 """DDP by hand: it ends with the weights of DDP, and what happens when it is broken."""
 
 import pytest
-from changes import said_at_the_end
+from changes import printed_at_the_end
 from running import FEW, ONE, TWO, Patched, same_but_for_rounding
 from support.positions import BATCH
-from support.results import resumed, said, same_bits
+from support.results import printed_by, resumed, same_bits
 from support.scripts import DOUBLE, digest
 
 pytestmark = pytest.mark.slow
 END = "    if dist.get_rank() == 0:\n        evaluate("
-RANKS_WEIGHTS = said_at_the_end(digest("model.parameters()"), END)
+RANKS_WEIGHTS = printed_at_the_end(digest("model.parameters()"), END)
 OWN_SEED = ("seed(args.seed)", "seed(args.seed + dist.get_rank())")
 UNSENT = ("            dist.broadcast(tensor, src=0)\n", "            pass\n")
 ONLY_RANK_0 = "self.model.module[0].bias.requires_grad_(dist.get_rank() == 0)"
@@ -56,7 +56,7 @@ def test_broken_ddp_by_hand(tmp_path, trained_with):
         return recipe.ran(*changes, RANKS_WEIGHTS, args=FEW, code=code)
 
     for job in broken("after_backward", UNSENT, OWN_SEED), broken("during_backward", OTHER_ORDER):
-        assert said(job, 0) != said(job, 1)
+        assert printed_by(job, 0) != printed_by(job, 1)
     ordered = broken("in_buckets", OTHER_ORDER)
     assert same_bits(ordered, trained_with("03", (OTHER_ORDER,), FEW))
     job = broken("during_backward", UNUSED_ON_RANK_1, code=1)

@@ -10,7 +10,7 @@ from patching import page
 from running import TWO
 from support.jobs import finished
 from support.positions import BATCH
-from support.results import said
+from support.results import printed_by
 from support.scripts import digest, forked, on_each_rank
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ SHOWN = f"            {SEEN}{BATCH}"
 
 def seen(job, rank, epoch):
     """Return the batches of a rank in an epoch, each with a checksum of the weights before it."""
-    return [batch for number, *batch in map(json.loads, said(job, rank)) if number == epoch]
+    return [batch for number, *batch in map(json.loads, printed_by(job, rank)) if number == epoch]
 
 
 def dealt(job, epoch):
@@ -108,4 +108,4 @@ def test_uneven_inputs_until_one_rank_has_none(tmp_path):
     [code] = re.findall("^```python\n(.*?)^```$", page("more/recipes/uneven_inputs"), re.M | re.S)
     (tmp_path / "program.py").write_text(UNTIL_ONE_HAS_NONE.replace("CODE", code), encoding="utf-8")
     job = finished(forked(tmp_path / "program.py"), tmp_path)
-    assert said(job, 0) == said(job, 1) == ["[0, 1, 2]"]
+    assert printed_by(job, 0) == printed_by(job, 1) == ["[0, 1, 2]"]

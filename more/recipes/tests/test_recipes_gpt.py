@@ -9,7 +9,7 @@ import pytest
 from patching import page, text_of
 from running import same, saved
 from support.jobs import finished
-from support.results import losses, said
+from support.results import losses, printed_by
 from support.scripts import ROOT, digest, forked, on_each_rank, write
 
 # All in one process, which shares their fixture.
@@ -121,7 +121,7 @@ def test_fsdp2_gpt_with_a_copy_on_each_node(runs, tmp_path):
     ]
     job = trained(tmp_path, "fsdp2_gpt", *changes)
     assert numbers(job) == numbers(runs("solution")[0])
-    shards = [said(job, rank)[-1] for rank in range(4)]
+    shards = [printed_by(job, rank)[-1] for rank in range(4)]
     assert shards[:2] == shards[2:]
     assert shards[0] != shards[1]
 
@@ -134,5 +134,5 @@ def test_fsdp2_gpt_in_bf16(tmp_path):
     shards = (END, on_each_rank("next(model.parameters()).dtype") + END)
     changes = bf16, (call, f"model.blocks[0].{hook}{call}"), shards
     job = trained(tmp_path, "fsdp2_gpt", *changes, nprocs=2)
-    assert said(job, 1)[0] == "torch.bfloat16"
-    assert "torch.float64" in said(job, 1)
+    assert printed_by(job, 1)[0] == "torch.bfloat16"
+    assert "torch.float64" in printed_by(job, 1)

@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 import torch
-from changes import AT_ONCE, PROFILED, SENT, STEPS, TRAINED, said_at_the_end, stop_on_rank_1
+from changes import AT_ONCE, PROFILED, SENT, STEPS, TRAINED, printed_at_the_end, stop_on_rank_1
 from running import FEW, ONE, same, same_but_for_rounding, saved
-from support.results import accuracy, losses, resumed, said, same_bits, weights
+from support.results import accuracy, losses, printed_by, resumed, same_bits, weights
 from support.scripts import DOUBLE, LONG
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -83,12 +83,12 @@ def test_frozen_layers(recipe, trained):
     pretrained = trained("05", *ONE)
     shutil.copy(pretrained.cwd / "checkpoint.pt", recipe.folder / "pretrained.pt")
     sizes = f"{{shape[0] for kind, shape in {SENT} if kind == 'float'}}"
-    job = recipe.ran(PROFILED, said_at_the_end(sizes), args=FEW)
+    job = recipe.ran(PROFILED, printed_at_the_end(sizes), args=FEW)
     before, after = weights(pretrained), weights(job)
     kept = {name for name in before if torch.equal(before[name], after[name])}
     assert kept == {"0.weight", "0.bias", "2.weight", "2.bias"}
     trainable = sum(tensor.numel() for name, tensor in after.items() if name not in kept)
-    assert said(job, 0) == [str({trainable})]
+    assert printed_by(job, 0) == [str({trainable})]
 
 
 @pytest.mark.gpu
@@ -96,6 +96,6 @@ def test_activation_checkpointing(recipe, trained):
     """The bits of step 5, although each step calls the first layer twice."""
     hook = "    model[0].register_forward_hook(lambda *_: calls.append(1))\n"
     counted = (MODEL, f"{MODEL}    calls = []\n{hook}")
-    job = recipe.ran(counted, said_at_the_end("len(calls)", TRAINED))
-    assert said(job, 0) == [f"{2 * STEPS}"]
+    job = recipe.ran(counted, printed_at_the_end("len(calls)", TRAINED))
+    assert printed_by(job, 0) == [f"{2 * STEPS}"]
     assert same_bits(job, trained("05", *ONE))

@@ -5,14 +5,14 @@ import math
 import re
 
 import pytest
-from changes import PROFILED, SENT, STEP, STEPS, TRAINED, said_at_the_end, stop_on_rank_1
+from changes import PROFILED, SENT, STEP, STEPS, TRAINED, printed_at_the_end, stop_on_rank_1
 from patching import text_of
 from pretended import SHIM
 from running import ONE, TWO, same, same_but_for_rounding, saved
 from support import gpus
 from support.jobs import finished
 from support.positions import BATCH
-from support.results import accuracy, epochs, said, same_bits, weights
+from support.results import accuracy, epochs, printed_by, same_bits, weights
 from support.scripts import DOUBLE, SMALL, digest, forked, on_each_rank, write
 
 pytestmark = pytest.mark.slow
@@ -23,10 +23,10 @@ WEIGHTS = digest("model.parameters()")
 def test_accumulation(recipe, trained_with):
     """Groups of four batches (190 samples each), and a last group of 190, 190 and 11, are steps."""
     reduced = f"[kind for kind, _ in {SENT}].count('double') - 1"  # but for the loss
-    changes = (*DOUBLE, PROFILED, said_at_the_end(reduced))
+    changes = (*DOUBLE, PROFILED, printed_at_the_end(reduced))
     parts = recipe.ran(*changes, args=("1", "--batch-size=190", "--width=2"))
     whole = trained_with("05", changes, ("1", "--batch-size=760", "--width=2"))
-    assert said(parts, 0) == said(whole, 0) == ["9"]
+    assert printed_by(parts, 0) == printed_by(whole, 0) == ["9"]
     same_but_for_rounding(parts, whole)
 
 
@@ -43,8 +43,8 @@ def test_learning_rate(recipe):
         assert rates == pytest.approx(wanted, rel=1e-9, abs=1e-12)
     stop = f"            if self.epochs_run == 1:\n                stop_signals.append(1)\n{BATCH}"
     recipe.stopped((BATCH, stop), args=TWO, samples=640, nprocs=1)  # twice as many steps an epoch
-    last = said_at_the_end("trainer.scheduler.get_last_lr()[0]")
-    assert float(said(recipe.ran(last, args=TWO), 0)[0]) == pytest.approx(0, abs=1e-9)
+    last = printed_at_the_end("trainer.scheduler.get_last_lr()[0]")
+    assert float(printed_by(recipe.ran(last, args=TWO), 0)[0]) == pytest.approx(0, abs=1e-9)
 
 
 @pytest.mark.gpu
@@ -53,8 +53,8 @@ def test_bf16(recipe):
     norm = "nn.utils.get_total_norm([p.grad for p in self.model.parameters()]).item()"
     show = (STEP, f"        {on_each_rank(f'logits.dtype, {norm}')}{STEP}")
     job = recipe.ran(("max_norm=1.0", "max_norm=0.1"), show)
-    assert said(job, 0) == said(job, 1)
-    dtype, norm = said(job, 0)[0].strip("()").split(", ")
+    assert printed_by(job, 0) == printed_by(job, 1)
+    dtype, norm = printed_by(job, 0)[0].strip("()").split(", ")
     assert dtype == "torch.bfloat16"
     assert float(norm) == pytest.approx(0.1, rel=1e-4)
     assert {weight.dtype.itemsize for weight in weights(job).values()} == {4}
@@ -69,11 +69,11 @@ def test_fp16_scaler(recipe):
         (scale, f"        loss = loss * (float('inf') if {infinite} else 1)\n{scale}"),
         ("GradScaler(device.type)", "GradScaler(device.type, init_scale=1024.0)"),
         ("            logits =", "            logits = self.logits ="),
-        said_at_the_end(f"trainer.logits.dtype, {WEIGHTS}"),
+        printed_at_the_end(f"trainer.logits.dtype, {WEIGHTS}"),
     )
     for job in recipe.with_and_without_a_stop(*changes):
-        assert said(job, 0)[-1] == said(job, 1)[-1]
-        assert said(job, 0)[-1].startswith("(torch.float16, ")
+        assert printed_by(job, 0)[-1] == printed_by(job, 1)[-1]
+        assert printed_by(job, 0)[-1].startswith("(torch.float16, ")
         assert saved(job)["SCALER_STATE"]["scale"] == 512
         assert saved(job)["OPTIMIZER_STATE"]["state"][0]["step"] == STEPS - 1
 
@@ -97,15 +97,15 @@ def test_ema(recipe):
     average = saved(jobs[0])["AVERAGE_STATE"]
     assert average.pop("n_averaged") == STEPS
     total = sum(tensor.double().sum().item() for tensor in average.values())
-    assert [said(job, rank) for job in jobs for rank in (0, 1)] == [[f"{total}"]] * 4
+    assert [printed_by(job, rank) for job in jobs for rank in (0, 1)] == [[f"{total}"]] * 4
 
 
 @pytest.mark.gpu
 def test_sync_batchnorm(recipe):
     """Only on GPUs, the ranks have equal statistics; those of rank 0 are saved and evaluated."""
     mean = "trainer.model.module[1].running_mean.tolist()"
-    job = recipe.ran(said_at_the_end(mean, TRAINED), said_at_the_end(mean))
-    (trained, evaluated), (other_trained, other_evaluated) = said(job, 0), said(job, 1)
+    job = recipe.ran(printed_at_the_end(mean, TRAINED), printed_at_the_end(mean))
+    (trained, evaluated), (other_trained, other_evaluated) = printed_by(job, 0), printed_by(job, 1)
     assert (trained == other_trained) == bool(gpus.count())
     assert trained == evaluated == other_evaluated == f"{weights(job)['1.running_mean'].tolist()}"
 
@@ -114,9 +114,9 @@ def test_sync_batchnorm(recipe):
 def test_compile(recipe, trained):
     """One graph for each of the two batch sizes; the weights are those of step 5."""
     eager = ("dynamic=False)", 'dynamic=False, backend="aot_eager")')
-    graphs = said_at_the_end("torch._dynamo.utils.counters['stats']['unique_graphs']")
+    graphs = printed_at_the_end("torch._dynamo.utils.counters['stats']['unique_graphs']")
     job = recipe.ran(eager, graphs, args=TWO)
-    assert [said(job, rank) for rank in (0, 1)] == [["2"], ["2"]]
+    assert [printed_by(job, rank) for rank in (0, 1)] == [["2"], ["2"]]
     assert same_bits(job, trained("05", *TWO))
 
 
