@@ -28,6 +28,7 @@ if os.path.exists(args.checkpoint_path):
 
 for epoch in range(state["EPOCHS_RUN"], args.total_epochs):
     model.train()
+    train_loader._num_iter_calls = epoch  # Fabric's set_epoch, which starts at 0 after a resume
     for source, targets in train_loader:  # moved to the device, in a different order each epoch
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(source), targets, label_smoothing=0.1)

@@ -29,9 +29,10 @@ def ran(folder, name, epochs):
 
 @pytest.mark.parametrize("name", ["accelerate", "fabric"])
 def test_it_ends_with_the_bits_of_step_5(name, tmp_path, trained):
+    """Also after a resume, in which the second epoch has its own order."""
     step_5 = trained("05", "2", *SMALL)
-    assert accuracy(ran(tmp_path, name, "2")) == accuracy(step_5)
-    again = ran(tmp_path, name, "1")  # which only loads what was saved after the second epoch
+    ran(tmp_path, name, "1")
+    again = ran(tmp_path, name, "2")
     if name == "accelerate":
         state = tmp_path / "checkpoint.pt.state2"
         saved = {"MODEL_STATE": load_file(state / "model.safetensors")}
